@@ -1,4 +1,4 @@
-"""Data for a try: three hospitals' own, very unlike, and the server's test set."""
+"""Data for a trial: three hospitals' very different data, and the server's test set."""
 
 import sys
 from pathlib import Path
@@ -11,12 +11,12 @@ NAMES = ("hospital-a", "hospital-b", "hospital-c")
 
 
 def write(path: Path, images: Examples) -> None:
-    """Write pixels and labels as a node finds them."""
+    """Write pixels and labels to a node's file."""
     np.savez(path, x=images.data.numpy(), y=images.targets.numpy())
 
 
 def main(folder: Path) -> None:
-    """Write an .npz file a hospital, and the test set."""
+    """Write an .npz file for each hospital, and the test set."""
     task = load_task(
         dataset="digits",
         model="mlp",

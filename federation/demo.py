@@ -1,12 +1,12 @@
-"""A federation on one machine, for real, through whatever can happen to it.
+"""A real federation on one machine, with a node and the SuperLink killed on the way.
 
     python federation/demo.py FOLDER [--app apps/fedfisher] [--nodes-bin .venv-node/bin]
         [--run-config "…"]
 
-A SuperLink with TLS, three SuperNodes that it knows by their keys and a fourth that it
-does not know; a run, in which a node is killed while it trains and the SuperLink when
-the first upload is on the server's disk. Both start again, the run is submitted again,
-and nothing is trained twice.
+It starts a SuperLink with TLS, three SuperNodes with registered keys, and a fourth
+SuperNode with an unknown key. In a run, it kills a node during its training, and the
+SuperLink when the first upload is on the server's disk. It starts both again, submits
+the run again, and checks that no client trains twice.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CONFIG = {
 
 
 class Federation:
-    """The processes, each in a group of its own, with a log of its own."""
+    """The federation's processes, each with its own process group and log."""
 
     def __init__(self, folder: Path, nodes_bin: Path) -> None:
         self.folder, self.nodes_bin = folder, nodes_bin
@@ -53,7 +53,7 @@ class Federation:
         )
 
     def environment(self, name: str) -> dict[str, str]:
-        """Return a process's environment: nodes have homes of their own."""
+        """Return a process's environment; each node has its own home folder."""
         node = name in (*NAMES, "stranger")
         path = self.nodes_bin if node else BIN
         home = self.folder / name if node else self.folder / "home"
@@ -85,13 +85,13 @@ class Federation:
             raise RuntimeError(f"{command[0]} failed:\n{self.log(name)}")
 
     def kill(self, name: str) -> None:
-        """Kill a process and all that it has started."""
+        """Kill a process and all of its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.processes[name].pid, signal.SIGKILL)
         self.processes.pop(name).wait()
 
     def log(self, name: str) -> str:
-        """Return what a process has written, without colours."""
+        """Return a process's log, without colours."""
         path = self.folder / f"{name}.log"
         text = path.read_text(errors="replace") if path.exists() else ""
         return re.sub(r"\x1b\[[\d;]*m", "", text)
@@ -128,25 +128,25 @@ class Federation:
             time.sleep(0.2)
 
     def close(self) -> None:
-        """Kill all."""
+        """Kill all processes."""
         for name in list(self.processes):
             self.kill(name)
 
 
 def free_port() -> int:
-    """Return a port that nobody has."""
+    """Return a free port."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
 
 
 def say(text: str) -> None:
-    """Tell what happens now."""
+    """Print what happens now."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
 def prepare(federation: Federation) -> None:
-    """Make keys, certificates and data; start all; have the nodes registered."""
+    """Make keys, certificates and data; start all processes; register the nodes."""
     folder = federation.folder
     say("Certificates, keys and data")
     federation.call("certificates", HERE / "certificates.sh", folder)
@@ -176,7 +176,7 @@ def main() -> None:
     config = f"test-path='{folder}/test.npz' min-nodes=3 {CONFIG[app.name]}"
     config = f"{config} {args.run_config}".strip()
     federation = Federation(folder, args.nodes_bin.resolve())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end all that runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end all processes
     try:
         prepare(federation)
         paths = f"checkpoint-dir='{kept}' output-dir='{output}'"
@@ -215,7 +215,7 @@ def output_of(kept: Path) -> list[Path]:
 
 
 def verdict(federation: Federation, app: Path, output: Path) -> None:
-    """Check what came of it, and tell."""
+    """Check the results, and print them."""
     assert "Failed to activate SuperNode" in federation.log("stranger")
     say("the SuperNode whose key is not registered was refused")
     accuracy = json.loads((output / "metrics.json").read_text())["accuracy"]

@@ -1,11 +1,12 @@
 """Curvature-based federated learning for Flower.
 
-Two wings on one mathematics: :mod:`flwr_fisher.curvature` (what a loss looks like
-around a model's parameters) carries :mod:`~flwr_fisher.merge` (one shot),
-:mod:`~flwr_fisher.rounds` (many rounds) and :mod:`~flwr_fisher.tangent` (TCT's convex
-problem); on :mod:`~flwr_fisher.wire` (what travels) stand :mod:`~flwr_fisher.client`
-and :mod:`~flwr_fisher.server`; on both, :mod:`~flwr_fisher.strategies`. Importing this
-package loads none of them.
+:mod:`~flwr_fisher.strategies` has the strategies for Flower's server, and
+:mod:`~flwr_fisher.client` the client app that answers them. Their mathematics is in
+packages of its own: :mod:`~flwr_fisher.curvature` (a loss's curvature at a model's
+parameters), :mod:`~flwr_fisher.merge` (one-shot merging), :mod:`~flwr_fisher.rounds`
+(methods with many rounds) and :mod:`~flwr_fisher.tangent` (TCT's convex problem).
+:mod:`~flwr_fisher.wire` defines the payloads, and :mod:`~flwr_fisher.server` runs a
+round. Importing this package loads none of them.
 """
 
 import sys
@@ -22,7 +23,7 @@ _HERE = Path(__file__).parent
 
 
 class _Beside(MetaPathFinder):
-    """Finds the strategies where a checkout has them: beside this package."""
+    """Finds the strategies of a checkout, in the folder beside this package."""
 
     def find_spec(
         self,

@@ -1,7 +1,7 @@
-"""Where work is done that nobody has placed; what an accelerator can compute.
+"""The default device, what an accelerator can compute, and copies from it.
 
-Nothing else asks torch which accelerator there is. A CUDA or XPU GPU is one, and so is
-whatever :mod:`torch.accelerator` knows besides. What is read of one together is here.
+No other file asks torch for the accelerator: a CUDA or XPU GPU, or another one that
+:mod:`torch.accelerator` knows.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ CPU = torch.device("cpu")
 
 
 def accelerator() -> torch.device | None:
-    """Return the accelerator that this process may use; None where there is none."""
+    """Return the accelerator that this process may use, or None."""
     if not torch.accelerator.is_available():
         return None
     return torch.accelerator.current_accelerator()
 
 
 def default_device() -> torch.device:
-    """Return the accelerator, or the CPU where there is none with float64.
+    """Return the accelerator if it computes in float64, or else the CPU.
 
     Examples
     --------
@@ -35,7 +35,7 @@ def default_device() -> torch.device:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device computes in float64, as Apple's GPUs do not.
+    """Return whether a device computes in float64. Apple's GPUs do not.
 
     Examples
     --------
@@ -52,24 +52,24 @@ def has_float64(device: torch.device) -> bool:
 
 
 def check_float64(device: torch.device, way_out: str) -> None:
-    """Raise :class:`ConfigurationError` where a device does not compute in float64.
+    """Raise :class:`ConfigurationError` if a device does not compute in float64.
 
     Parameters
     ----------
     device : torch.device
-        Where something is to be computed.
+        The device of the computation.
     way_out : str
         What the caller is to do instead, in words.
     """
     if not has_float64(device):
         raise ConfigurationError(
-            f"the device '{device}' has no float64, in which eigenvectors and linear "
-            f"systems are computed here: {way_out}"
+            f"the device '{device}' has no float64, and this library computes "
+            f"eigenvectors and linear systems in float64: {way_out}"
         )
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the accelerator's random numbers, one a device of its kind.
+    """Return the accelerator's random states, one for each device of its kind.
 
     ``{"kind": …, "states": […]}``, for :func:`set_random_states`; ``{}`` without one.
     """
@@ -82,7 +82,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put back what :func:`random_states` returned, if the accelerator is of its kind.
+    """Restore what :func:`random_states` returned, on an accelerator of that kind.
 
     Parameters
     ----------
@@ -101,10 +101,10 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 class Reads:
-    """A queue of tensors, which are copied to the CPU in one wait for a device.
+    """A queue of tensors that are copied to the CPU together.
 
-    An accelerator works off what it was given in its own time; a copy of its results
-    waits until it is done. What nobody needs yet goes along with what is next.
+    Every copy from an accelerator waits until its work is done. The queue waits once
+    for all tensors in it.
 
     Examples
     --------
@@ -134,20 +134,20 @@ class Reads:
 
 
 class Read:
-    """Some tensors of a queue, which :meth:`Reads.queue` returns."""
+    """Queued tensors, as :meth:`Reads.queue` returns them."""
 
     def __init__(self, reads: Reads, tensors: Sequence[Tensor]) -> None:
         self.tensors, self.copied, self._reads = list(tensors), False, reads
 
     def values(self) -> list[Tensor]:
-        """Return the tensors on the CPU; what else is queued is copied as well."""
+        """Return the tensors on the CPU; the rest of the queue is copied with them."""
         if not self.copied:
             self._reads.copy()
         return self.tensors
 
 
 def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors on the CPU: those that are there, and copies of all others."""
+    """Return tensors on the CPU, copied where they are not there already."""
     found = list(tensors)
     away = [i for i, tensor in enumerate(found) if tensor.device.type != "cpu"]
     if not away:
@@ -155,7 +155,7 @@ def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     own = [found[i].contiguous().reshape(-1).view(torch.uint8) for i in away]
     parts = torch.split(torch.cat(own).cpu(), [len(each) for each in own])
     for i, part in zip(away, parts, strict=True):
-        # A view as wider numbers needs aligned bytes, which a clone has.
+        # A view in a wider dtype needs aligned bytes, and a clone is aligned.
         like = found[i]
         found[i] = part.clone().view(like.dtype).view(like.shape)
     return found

@@ -1,8 +1,8 @@
-"""The exceptions this library raises, one tree under :class:`FlwrFisherError`.
+"""The exceptions that this library raises, all derived from :class:`FlwrFisherError`.
 
 Each message names the culprit (an argument, a layer, a node, a key, a file) and the
-way out. Where a built-in exception means the same, the class derives from it too, so
-that callers who catch ``ValueError`` keep working.
+way out. Most classes also derive from the built-in exception of the same meaning, so
+that code which catches ``ValueError`` keeps working.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
-_MOST, _NAMES = 80, 5  # signs of a text from outside, and names, that are shown
+_MOST, _NAMES = 80, 5  # characters of a text from outside, and names, that are shown
 
 
 class FlwrFisherError(Exception):
     """Base of every error that this library raises on purpose.
 
-    It is the same in another process, such as that of a pool or of Ray: with its text
-    and attributes, whatever it was made of.
+    It can be pickled, so another process (a pool's, or Ray's) sees the same text and
+    attributes.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Tell how it is made again, of its text."""
+        """Return how pickle makes the error again, from its text."""
         return _made_again, (type(self), self.args, self.__dict__)
 
 
@@ -37,7 +37,7 @@ class ConfigurationError(FlwrFisherError, ValueError):
 
 
 class UnknownNameError(ConfigurationError):
-    """A name (of a dataset, model, structure, solver, …) that is not known.
+    """A name (of a dataset, model, structure, solver, …) is not known.
 
     Parameters
     ----------
@@ -61,14 +61,14 @@ class UnknownNameError(ConfigurationError):
 
 
 class MissingExtraError(FlwrFisherError, ImportError):
-    """A package is not installed that one of this library's extras brings.
+    """A package is not installed; one of this library's extras installs it.
 
     Parameters
     ----------
     package : str
-        Which.
+        The missing package.
     extra : str
-        The extra.
+        The extra that installs it.
     """
 
     def __init__(self, package: str, extra: str) -> None:
@@ -78,7 +78,7 @@ class MissingExtraError(FlwrFisherError, ImportError):
 
 
 class CallbackError(FlwrFisherError, RuntimeError):
-    """A callback failed; the run can go on from where it is."""
+    """A callback failed after a round. The run can be resumed from that round."""
 
 
 class ParamsError(FlwrFisherError, ValueError):
@@ -105,24 +105,22 @@ class RoundError(FlwrFisherError, RuntimeError):
     """A round ended without a result: too few clients or replies, or a bad step."""
 
 
-_FIELD, _REASON = 120, 600  # signs of a WireError's texts
+_FIELD, _REASON = 120, 600  # characters of a WireError's texts
 
 
 class WireError(FlwrFisherError, ValueError):
-    """What arrived from a node is not what was requested.
-
-    Its texts may quote what arrived: they are cut, and made printable.
+    """A message from a node does not hold what was requested.
 
     Parameters
     ----------
     reason : str
-        What is wrong with it.
+        What is wrong with the message.
     field : str
         The key in the record.
 
     Notes
     -----
-    Both texts may quote what arrived, so they are kept short and printable.
+    Both texts may quote the message, so they are cut and made printable.
     """
 
     def __init__(self, reason: str, *, field: str) -> None:
@@ -151,7 +149,7 @@ def check_number(name: str, value: object) -> None:
 
 
 def check_whole(name: str, value: object, low: int | None = None) -> None:
-    """Raise :class:`ConfigurationError` unless the value is an integer from `low` on.
+    """Raise :class:`ConfigurationError` unless the value is an integer >= `low`.
 
     Examples
     --------
@@ -170,7 +168,7 @@ def check_positive(
 ) -> None:
     """Raise :class:`ConfigurationError` unless the value is positive and finite.
 
-    It is also at most `most`.
+    It must also be at most `most`.
 
     Examples
     --------
@@ -205,17 +203,17 @@ def check_range(
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Import in a ``with`` what the bare library does not bring.
+    """Import the packages of an extra within a ``with`` block.
 
     Parameters
     ----------
     name : str
-        Of the extra in ``pip install "flwr-fisher[…]"``.
+        The extra's name in ``pip install "flwr-fisher[…]"``.
 
     Raises
     ------
     MissingExtraError
-        Naming the package that is not there, and the extra.
+        If a package is not installed. It names the package and the extra.
 
     Examples
     --------
@@ -230,7 +228,7 @@ def extra(name: str) -> Iterator[None]:
 
 @contextmanager
 def kept_record(what: object) -> Iterator[None]:
-    """Read in a ``with`` a record that a run has kept, by the keys of this version.
+    """Read a run's saved record within a ``with`` block, by this version's keys.
 
     Parameters
     ----------
@@ -240,16 +238,16 @@ def kept_record(what: object) -> Iterator[None]:
     Raises
     ------
     CheckpointError
-        Naming the record and the way out, if another version wrote it.
+        If another version wrote the record. It names the record and the way out.
 
     Examples
     --------
     >>> with kept_record("journal.jsonl, line 3"):
     ...     {}["round"]
     Traceback (most recent call last):
-    flwr_fisher.errors.CheckpointError: journal.jsonl, line 3 is not as this version \
-    writes it (KeyError: 'round'): go on with the version of flwr-fisher that began \
-    the run, or begin anew in another checkpoint_dir
+    flwr_fisher.errors.CheckpointError: journal.jsonl, line 3 is not in this \
+    version's format (KeyError: 'round'): resume with the version of flwr-fisher that \
+    began the run, or begin a new run in another checkpoint_dir
     """
     try:
         yield
@@ -257,16 +255,16 @@ def kept_record(what: object) -> Iterator[None]:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{what} is not as this version writes it ({type(error).__name__}: "
-            f"{error}): go on with the version of flwr-fisher that began the run, or "
-            "begin anew in another checkpoint_dir"
+            f"{what} is not in this version's format ({type(error).__name__}: "
+            f"{error}): resume with the version of flwr-fisher that began the run, or "
+            "begin a new run in another checkpoint_dir"
         ) from error
 
 
 def printable(value: object, most: int = _MOST) -> str:
-    r"""Return an untrusted value as text on one line, of at most `most` signs.
+    r"""Return an untrusted value as one line of text, at most `most` characters long.
 
-    What a client names or says may be megabytes, and may hold line breaks or a
+    A client's names and texts may be megabytes long, and may hold line breaks or a
     terminal's control characters.
 
     Examples
@@ -277,7 +275,7 @@ def printable(value: object, most: int = _MOST) -> str:
     "it's"
     """
     try:
-        # Cut before and after: an escaped sign is up to ten signs long.
+        # Cut before and after: escaping makes up to ten characters of one.
         text = str(value)[: most + 1]
     except ValueError:  # an integer with more digits than Python prints
         return "…"
@@ -286,7 +284,7 @@ def printable(value: object, most: int = _MOST) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return some of many names in words, partition-2 before partition-10.
+    """Return the first few names as text, partition-2 before partition-10.
 
     Examples
     --------

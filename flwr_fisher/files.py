@@ -1,4 +1,4 @@
-"""Files on disk, whole or not at all, and digests that tell what has changed."""
+"""Files that are written whole or not at all, and digests that show a change."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 Check = Callable[[Mapping[str, str], Mapping[str, Tensor]], str]  # makes a digest
-# What a file is called that is not yet whole: by us, and by safetensors.
+# The names of files that are not yet whole: this module's, and those of safetensors.
 _ASIDE = re.compile(r".+\.\d+\.partial|\.tmp\w{6}")
 
 
@@ -25,23 +25,25 @@ def save_tensors(
     *,
     durable: bool = True,
 ) -> None:
-    """Write a safetensors file aside and rename it, so that a crash leaves whole files.
+    """Write a safetensors file under another name, then rename it.
+
+    A crash leaves the old file or the new one, never a part of one.
 
     Parameters
     ----------
     path : Path
-        The file; its folder is there.
+        The file, in a folder that exists.
     tensors : Mapping[str, Tensor]
         Tensors by name, on any device.
     metadata : Mapping[str, str], optional
         Texts by name.
     durable : bool, default True
-        Wait until it is on the disk: it then survives a loss of power, too.
+        Wait until the file is on the disk, where it survives a loss of power.
 
     Raises
     ------
     SafetensorError, OSError
-        If the disk refuses.
+        If the disk cannot be written.
     """
     whole = _on_cpu(tensors)
     texts = dict(metadata) if metadata else None
@@ -56,14 +58,14 @@ def save_record(
     durable: bool = True,
     check: Check | None = None,
 ) -> str:
-    """Write tensors, in their order, with texts and a digest of both; return that.
+    """Write tensors in their order, texts, and a digest of both; return the digest.
 
-    `check` makes it, in place of :func:`digest_of`.
+    `check` computes the digest in place of :func:`digest_of`.
 
     Raises
     ------
     SafetensorError, OSError
-        If the disk refuses.
+        If the disk cannot be written.
     """
     # safetensors sorts keys by dtype and name; the order matters to a dense curvature.
     metadata = {**texts, "keys": json.dumps(list(tensors))}
@@ -76,21 +78,21 @@ def save_record(
 def load_record(
     path: Path, digest: str | None = None, *, check: Check | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read what :func:`save_record` wrote.
+    """Read a file of :func:`save_record`, and check its digest.
 
     Parameters
     ----------
     path : Path
         The file.
     digest : str, optional
-        What it returned, where another file may have taken the place of this one.
+        The digest that it returned, if another file may have replaced this one.
     check : Callable, optional
-        What made the digest.
+        The function that computed the digest.
 
     Raises
     ------
     SafetensorError, OSError, KeyError, ValueError
-        If it is damaged, or another one.
+        If the file is damaged, or another one.
     """
     with safe_open(path, "pt") as file:
         texts = file.metadata() or {}
@@ -99,24 +101,24 @@ def load_record(
     if own != (check or digest_of)(texts, tensors):
         raise ValueError("its content has changed since it was written")
     if digest not in (None, own):
-        raise ValueError("it is another file than was written")
+        raise ValueError("another file has replaced the one that was written")
     del texts["keys"]
     return tensors, texts
 
 
 def save_text(path: Path, text: str) -> None:
-    """Write a text file in the same way.
+    """Write a text file whole or not at all, as :func:`save_tensors` does.
 
     Raises
     ------
     OSError
-        If the disk refuses.
+        If the disk cannot be written.
     """
     _save(path, lambda aside: aside.write_text(text), durable=True)
 
 
 def sweep(folders: Iterable[Path]) -> None:
-    """Delete what killed processes left in folders, where nobody else is writing."""
+    """Delete the partial files of killed processes; no other process may write here."""
     for folder in folders:
         for path in folder.glob("*"):
             if is_aside(path):
@@ -124,7 +126,7 @@ def sweep(folders: Iterable[Path]) -> None:
 
 
 def digest_of(record: object, tensors: Mapping[str, Tensor] | None = None) -> str:
-    """Return a digest of something that JSON holds, and of tensors in their order.
+    """Return a digest of a JSON value, and of tensors in their order.
 
     Examples
     --------
@@ -140,7 +142,7 @@ def digest_of(record: object, tensors: Mapping[str, Tensor] | None = None) -> st
 
 
 def sync_folder(folder: Path) -> None:
-    """Have a folder's entries written, so that a renamed file stays renamed."""
+    """Write a folder's entries to the disk, so that a renamed file stays renamed."""
     if os.name != "posix":  # other systems cannot open a folder
         return
     number = os.open(folder, os.O_RDONLY)

@@ -1,9 +1,9 @@
-"""All that the package uses of Flower beyond the interface that Flower promises.
+"""All of Flower's private interface that the package uses.
 
 Flower promises ``flwr.app``, ``flwr.clientapp`` and ``flwr.serverapp``. Everything else
 may change in any release, so it is imported in this file only: an upgrade of Flower
-then breaks the package in one place. What an older Flower has elsewhere, or has not
-yet, is told apart here, too; the oldest is in ``pyproject.toml``.
+then breaks the package in one place. This file also handles the differences between
+Flower's versions, from the oldest in ``pyproject.toml``.
 """
 
 from collections.abc import Iterable

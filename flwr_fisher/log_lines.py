@@ -1,6 +1,6 @@
-"""Lines in Flower's log that end where the terminal does, and exceptions, told once.
+"""Flower's logger, with lines wrapped to the terminal, and a log of exceptions.
 
-Flower's logger is known by its name: nothing of Flower is imported.
+The logger is looked up by its name, so nothing of Flower is imported.
 """
 
 import logging
@@ -15,19 +15,19 @@ _PREFIX = 12  # columns of what Flower's handler puts in front: "INFO :      "
 _TAB = 4  # columns that a tab takes after those
 _NARROWEST = 40
 _ENTRIES = 10  # of a metric that is a list
-_LONGEST = 800  # signs of an error in the log; it may quote what a server sent
+_LONGEST = 800  # characters of an error in the log; it may quote a server's message
 
 
 def width() -> int:
-    """Return how many columns a message has: the terminal's, or ``$COLUMNS``.
+    """Return how many columns a message may have: the terminal's, or ``$COLUMNS``.
 
-    Where there is neither, as in what ``flwr run`` starts, a line ends at 80.
+    Without either, as in the processes that ``flwr run`` starts, a line has 80.
     """
     return max(shutil.get_terminal_size().columns - _PREFIX, _NARROWEST)
 
 
 def wrapped(text: str) -> str:
-    r"""Return a text whose lines fit; nothing is cut, and no long word broken.
+    r"""Return a text with its lines wrapped; nothing is cut, and no word is broken.
 
     Examples
     --------
@@ -56,7 +56,7 @@ def _wrapped(line: str) -> str:
 
 
 def shown(metrics: Mapping[str, object] | None) -> str:
-    """Return a round's metrics as Flower logs them; of a long list, the first entries.
+    """Return a round's metrics as Flower logs them, with long lists shortened.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def _value(value: object) -> str:
 
 
 class _Wrapping(logging.LoggerAdapter[logging.Logger]):
-    """Wraps what is longer than a line."""
+    """A logger that wraps messages which are longer than a line."""
 
     def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
         """Log a message, as ``logging.Logger.log`` does."""
@@ -96,31 +96,32 @@ logger = _Wrapping(logging.getLogger("flwr"))
 
 
 class Failures:
-    """Tells of exceptions: the first of a kind with its traceback, others in a line.
+    """Logs exceptions: the first of a kind with its traceback, later ones in a line.
 
-    Of one kind are those of one type from one line of code. This library's own errors
-    say what is wrong and what to do, and need no traceback at all.
+    Two exceptions are of one kind if they have the same type and come from the same
+    line of code. This library's own errors are logged without a traceback: they say
+    what is wrong and what to do.
     """
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str, int]] = set()
 
     def tell(self, who: str, error: Exception) -> str:
-        """Log who failed and why; return the reason.
+        """Log which client failed and why; return the reason.
 
         Parameters
         ----------
         who : str
-            Whose exception it is.
+            The name of the client or function that raised it.
         error : Exception
-            The exception, as it was caught.
+            The exception.
         """
         reason = f"{type(error).__name__}: {error}"
         text = printable(reason, _LONGEST)
         if isinstance(error, FlwrFisherError):
             logger.error("%s failed: %s", who, text)
         elif (kind := _kind(error)) in self._known:
-            logger.error("%s failed as another before: %s", who, text)
+            logger.error("%s failed with the same error as another: %s", who, text)
         else:
             self._known.add(kind)
             logger.error("%s failed: %s", who, text, exc_info=error)
@@ -128,7 +129,7 @@ class Failures:
 
 
 def _kind(error: Exception) -> tuple[str, str, int]:
-    """Return an exception's type, and the file and line that it comes from."""
+    """Return an exception's type, and the file and line that raised it."""
     trace, file, line = error.__traceback__, "", 0
     while trace is not None:
         file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno

@@ -1,10 +1,10 @@
 """Arithmetic on named tensors, strict about keys and shapes.
 
-A model's parameters, a gradient, a direction: everything this library computes with is
-a ``dict[str, Tensor]``. Two of them combine only if they have the same keys and shapes;
-anything else is a :class:`~flwr_fisher.errors.ParamsError` that names the difference.
+This library keeps a model's parameters, a gradient or a direction as a
+``dict[str, Tensor]``. Two of them can be combined if they have the same keys and
+shapes. If not, a :class:`~flwr_fisher.errors.ParamsError` names the difference.
 
-Long: all of this arithmetic, which every room takes.
+Long: every room uses this arithmetic, and all of it is here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +16,12 @@ from flwr_fisher.errors import ParamsError
 
 Params = Mapping[str, Tensor]
 Shapes = Mapping[str, torch.Size]
-# How the names of a batch norm's statistics end: mean, variance, count of batches.
+# Endings of the names of a batch norm's statistics: mean, variance, batches.
 NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class DeferredParams(Mapping[str, Tensor]):
-    """Named tensors that are made each time they are asked for, and not kept.
+    """Named tensors that are computed at each access, and not kept.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class DeferredParams(Mapping[str, Tensor]):
 
 
 def layout_of(params: Params) -> Params:
-    """Return tensors of the same keys, shapes and dtypes; no tensor is made."""
+    """Return tensors of the same keys, shapes and dtypes, without computing any."""
     return params.layout if isinstance(params, DeferredParams) else params
 
 
@@ -96,7 +96,7 @@ def check_finite(params: Params, what: str) -> None:
 
 
 def all_finite(tensor: Tensor) -> Tensor:
-    """Return a scalar tensor: whether no entry is NaN or infinite.
+    """Return, as a scalar tensor, whether all entries are finite.
 
     Of numbers by the least and the largest, which NaN is where there is one: a tenth of
     the time of a look at each.
@@ -113,13 +113,16 @@ def all_finite(tensor: Tensor) -> Tensor:
 
 
 def finite(params: Params, what: str) -> dict[str, Tensor]:
-    """Return params as they are, or raise :class:`ParamsError` as `check_finite`."""
+    """Return params unchanged, or raise :class:`ParamsError` if they are not finite."""
     check_finite(params, what)
     return dict(params)
 
 
 def double(params: Params, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Return the named tensors, or all, in float64: a step and back changes no bit."""
+    """Return the named tensors, or all, in float64.
+
+    A tensor in float64 and back is the same, bit for bit.
+    """
     selected = params if names is None else select(params, names)
     return {name: value.double() for name, value in selected.items()}
 
@@ -181,7 +184,7 @@ def norm(params: Params) -> Tensor:
 
 
 def clipped(params: Params, most: float) -> dict[str, Tensor]:
-    """Return tensors in float64, all shortened by one factor to a norm of `most`.
+    """Return tensors in float64, all scaled by one factor to a norm of at most `most`.
 
     Raises
     ------
@@ -198,7 +201,7 @@ def clipped(params: Params, most: float) -> dict[str, Tensor]:
 
 
 def select(params: Params, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the tensors called `names`, in that order; no copies."""
+    """Return the tensors of these names, in that order, without copies."""
     names = list(names)
     if missing := [name for name in names if name not in params]:
         raise ParamsError(f"params lack the keys {missing}")
@@ -211,7 +214,7 @@ def flatten(params: Params) -> Tensor:
 
 
 def unflatten(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-    """Cut a vector ``[d]`` into tensors of the given shapes; undoes :func:`flatten`."""
+    """Cut a vector ``[d]`` into tensors of given shapes: the inverse of `flatten`."""
     sizes = [shape.numel() for shape in shapes.values()]
     if vector.shape != (sum(sizes),):
         raise ParamsError(
@@ -253,7 +256,10 @@ def weighted_mean(
     {'w': tensor([0.7500, 0.7500])}
     """
     if not params or len(params) != len(weights):
-        raise ParamsError(f"{len(params)} sets of params for {len(weights)} weights")
+        raise ParamsError(
+            f"there are {len(params)} sets of params and {len(weights)} weights: pass "
+            "one weight for each"
+        )
     total = float(sum(weights))
     if min(weights) < 0 or not 0 < total < float("inf"):
         raise ParamsError(f"weights must be >= 0 and not all 0, got {list(weights)}")
@@ -267,7 +273,7 @@ def weighted_mean(
 
 
 def shares_of(weights: Sequence[float]) -> list[float]:
-    """Return each weight divided by the sum of all."""
+    """Return each weight's share of the sum of all weights."""
     total = float(sum(weights))
     return [float(weight) / total for weight in weights]
 
@@ -281,25 +287,25 @@ def _mean_of(tensors: Iterator[Tensor], shares: list[float]) -> Tensor:
 
 
 def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return floats in another dtype, of integers the nearest."""
+    """Return floats in another dtype; for an integer dtype, the nearest integers."""
     return (value if dtype.is_floating_point else value.round()).to(dtype)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the products of a tensor are summed."""
+    """Return the dtype for sums of a tensor's products."""
     if not dtype.is_floating_point:
         return torch.int64
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def trainable_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that require a gradient, and have entries."""
+    """Return the names of the trainable parameters that are not empty."""
     named = model.named_parameters()
     return [name for name, p in named if p.requires_grad and p.numel()]
 
 
 def shared_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a federation must move: trainable parameters and buffers.
+    """Return the tensors that a federation exchanges: trainable parameters and buffers.
 
     For a model that trains whole this is its ``state_dict``. Frozen parameters (a
     pre-trained backbone under adapters) stay out, so they are never uploaded, and so
@@ -329,9 +335,9 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     for name in trained:
         if (dtype := model.get_parameter(name).dtype) not in _SENDABLE:
             raise ParamsError(
-                f"'{name}' is in {dtype}, which Flower's arrays do not have: freeze "
-                "it, or convert the model, model.float() say (torch.autocast trains in "
-                "half precision all the same)"
+                f"'{name}' is in {dtype}, and Flower's arrays have no such dtype: "
+                "freeze it, or convert the model, by model.float() for example "
+                "(torch.autocast still trains it in half precision)"
             )
     return {
         name: value.detach()

@@ -1,8 +1,8 @@
-"""How far long work is: a line in the log, at most every so many seconds.
+"""Progress of long work: a line in the log, at most every 15 seconds.
 
-Whoever knows what is done says so, ``with watching("curvature", 1000):``; whoever does
-it says how much of it is done, ``advance(32)``, and need not know for what. Where
-nobody watches, and where it is quick, nothing is logged. Only the clock decides.
+A caller names the work, ``with watching("curvature", 1000):``. The code that does it
+reports how much is done, ``advance(32)``, and need not know the name. Without a
+``watching`` block, and for quick work, nothing is logged.
 """
 
 import time
@@ -16,16 +16,16 @@ EVERY = 15.0  # seconds from one line to the next, and to the first
 
 
 class Progress:
-    """Work under way; its lines begin with what is watched around it.
+    """Work in progress; its log lines begin with the names of the outer blocks.
 
     Parameters
     ----------
     what : str
-        The work.
+        The work's name.
     total : int, optional
-        How much there is to do, where that is known.
+        How much there is to do, if that is known.
     unit : str, default "examples"
-        Of what.
+        What is counted.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken so far."""
+        """How many seconds it has taken so far."""
         return time.monotonic() - self._began
 
     def tell(self, text: str) -> None:
-        """Log a line; :attr:`due` says when."""
+        """Log a line at once, whether or not it is :attr:`due`."""
         self._told = time.monotonic()
         logger.info("%s, %s", self.what, text)
 
     def advance(self, count: int = 1) -> None:
-        """Note that so much more is done, and log it when it is time."""
+        """Count `count` more as done; log the progress when a line is due."""
         self.done += count
         if self.due:
             self.tell(f"{self._done()}, {self.seconds:.0f} s so far")
@@ -71,7 +71,7 @@ _watched: ContextVar[Progress | None] = ContextVar("watched", default=None)
 def watching(
     what: str, total: int | None = None, unit: str = "examples"
 ) -> Iterator[Progress]:
-    """Have :func:`advance` tell of this work, as long as the block lasts.
+    """Count this work by :func:`advance`, as long as the block lasts.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def watching(
 
 
 def advance(count: int = 1) -> None:
-    """Note that so much more is done of what is watched, if anything is."""
+    """Count `count` more as done in the innermost `watching` block, if there is one."""
     if (progress := _watched.get()) is not None:
         progress.advance(count)
 

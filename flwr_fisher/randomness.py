@@ -1,6 +1,6 @@
-"""Randomness as a function of what is computed, never of what ran before.
+"""Random numbers that depend on a seed and names, never on what ran before.
 
-A run's number alone is another each time.
+Only a run's number is new each time.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from flwr_fisher.devices import accelerator, random_states, set_random_states
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that depends on all parts and nothing else.
+    """Return a 63-bit seed that depends on all parts and on nothing else.
 
     Parameters
     ----------
@@ -38,10 +38,10 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def seed_of_clients(seed: int) -> int:
-    """Return the seed that clients are sent in place of the run's own.
+    """Return the seed that the server sends to clients in place of the run's own.
 
-    The run's own says which clients a round asks, and nobody can tell it from this one,
-    unless it is so small that it is guessed.
+    The run's own seed decides which clients take part in a round. A client cannot
+    compute it from this one, unless it is so small that it can be guessed.
 
     Examples
     --------
@@ -52,16 +52,16 @@ def seed_of_clients(seed: int) -> int:
 
 
 def new_run_number() -> int:
-    """Return a number for a run that begins, which no other run has.
+    """Return a new run's number, which no other run has.
 
-    It is drawn by the system: clients keep under it what belongs to the run, and two
-    runs of one seed are two.
+    It comes from the operating system, so two runs with one seed differ in it. Clients
+    keep their files of a run under its number.
     """
     return secrets.randbits(62)
 
 
 def random_stream(*parts: int | str) -> np.random.Generator:
-    """Return a generator whose numbers depend on all parts and nothing else.
+    """Return a generator whose numbers depend on all parts and on nothing else.
 
     It is NumPy's, which draws the same numbers with every version of torch.
 
@@ -81,12 +81,12 @@ def random_stream(*parts: int | str) -> np.random.Generator:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch, NumPy and ``random``, and put them back as they were afterwards.
+    """Seed torch, NumPy and ``random`` in a ``with`` block; restore them afterwards.
 
     Parameters
     ----------
     seed : int
-        Of all three, torch's on an accelerator among them.
+        The seed of all three, and of torch's generator on an accelerator.
     """
     before = generator_states()
     try:
@@ -102,7 +102,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def generator_states() -> dict[str, Any]:
-    """Return the states of all that :func:`seeded` seeds, as ``torch.save`` has them.
+    """Return the states of all generators that :func:`seeded` seeds.
 
     Plain numbers and tensors, which ``torch.load(weights_only=True)`` reads.
     """
@@ -116,7 +116,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Put back what :func:`generator_states` returned."""
+    """Restore the states that :func:`generator_states` returned."""
     torch.set_rng_state(states["torch"])
     set_random_states(states["accelerator"])
     random.setstate(states["python"])

@@ -1,4 +1,4 @@
-"""FedFisher, FedFish, FAGH and TCT, and the methods beside them, as strategies."""
+"""The strategies FedFisher, FedFish, FAGH and TCT, and baselines."""
 
 from flwr_fisher.curvature import FisherOptions
 from flwr_fisher.merge import MergeOptions

@@ -1,6 +1,6 @@
-"""The base of this library's strategies: FedAvg's sampling, this library's rounds.
+"""The base class of this library's strategies: FedAvg's sampling, other rounds.
 
-Long: a third of it is the docstrings of what a strategy says, and of `start`.
+Long: a third of it is docstrings, of `start` and of what a strategy must define.
 """
 
 import textwrap
@@ -52,8 +52,8 @@ _RANGES: dict[str, tuple[int, ...]] = {
 }
 _NORM_STATISTICS = ("average", "refresh")
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
-_INDENT = 10  # columns before a line of the settings in the log
-# What Flower's older strategies call it.
+_INDENT = 10  # columns in front of a line of settings in the log
+# its names in Flower's older strategies
 OLDER_NAMES = {
     "fraction_fit": "fraction_train",
     "min_fit_clients": "min_train_nodes",
@@ -64,7 +64,7 @@ Options = TypeVar("Options")
 
 
 def given(name: str, options: Options | None, kind: type[Options]) -> Options:
-    """Return options as given, or the defaults; refuse anything else."""
+    """Return options unchanged, or the defaults; raise an error for other objects."""
     if isinstance(options, kind | None):
         return kind() if options is None else options
     raise ConfigurationError(f"{name} must be {kind.__name__}(...), got {options!r}")
@@ -73,7 +73,7 @@ def given(name: str, options: Options | None, kind: type[Options]) -> Options:
 def _meant(
     unknown: Iterable[str], known: Collection[str], grouped: Mapping[str, str]
 ) -> str:
-    """Return what keywords may have been meant, as the end of an error."""
+    """Return the known keywords like these, as the end of an error."""
     other = {**grouped, **OLDER_NAMES}
     close = {
         name: other.get(name) or next(iter(get_close_matches(name, known)), None)
@@ -84,7 +84,7 @@ def _meant(
 
 
 class CurvatureStrategy(FedAvg):
-    """Base of this library's strategies: FedAvg's habits, another aggregation.
+    """Base of this library's strategies: FedAvg's sampling with other exchanges.
 
     A subclass says what a round asks of clients, and what it makes of their uploads
     (:meth:`exchanges`). The server samples clients, checks every reply (a bad one is
@@ -132,9 +132,9 @@ class CurvatureStrategy(FedAvg):
         If an argument is out of range.
     """
 
-    # Whether clients train in train mode, which moves the statistics of batch norms.
+    # Whether clients use train mode, which changes the statistics of batch norms.
     moves_norms: ClassVar[bool] = True
-    # What an error says of a keyword that is a field of an options object.
+    # For errors: which options object has a keyword as its field.
     grouped: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
@@ -166,28 +166,28 @@ class CurvatureStrategy(FedAvg):
         self.norm_statistics, self.secure = norm_statistics, secure
         if self.waiting.window is not None and self.fraction_train not in (0.0, 1.0):
             raise ConfigurationError(
-                f"fraction_train={self.fraction_train} and a window, which asks "
-                "whoever comes: leave one of them out"
+                f"fraction_train={self.fraction_train} does not go with a window, "
+                "which asks all clients that connect: leave one of them out"
             )
         if self.waiting.window is not None and secure is not None:
             raise ConfigurationError(
-                "a secure sum is over clients that are there together: leave the "
+                "a secure sum needs all its clients at the same time: leave the "
                 "window out"
             )
         self.seed, self.cohort = seed, Cohort(seed, allow_foreign=False)
-        self.timeout = _TIMEOUT  # to wait for nodes; that of `start` while it runs
+        self.timeout = _TIMEOUT  # for waiting for nodes; `start` sets its own
         self._state: ServerState | None = None  # between calls of Flower's hooks
         self._under_way: ExchangeRun[Any] | None = None
         self._requested = {"train": Requested(), "evaluate": Requested()}
 
-    # What a subclass says
+    # --- what a subclass defines
 
     @abstractmethod
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
-        """Return what a round asks of its clients, one request after another."""
+        """Return the exchanges of a round, in their order."""
 
     def check(self, state: ServerState) -> None:
-        """Refuse a model that this strategy cannot work with, before any client trains.
+        """Raise an error, before any client trains, for a model that does not fit.
 
         Raises
         ------
@@ -196,7 +196,7 @@ class CurvatureStrategy(FedAvg):
         """
 
     def check_rounds(self, num_rounds: int) -> None:
-        """Refuse a number of rounds that this strategy cannot work with.
+        """Raise an error for a number of rounds that does not fit.
 
         Raises
         ------
@@ -205,11 +205,11 @@ class CurvatureStrategy(FedAvg):
         """
 
     def may_skip(self, server_round: int) -> bool:
-        """Return whether the run can go on without a round, where `waiting` skips."""
+        """Return whether the run can skip this round, if `waiting` allows it."""
         return True
 
     def check_secure(self) -> None:
-        """Refuse `secure` where a round takes more than sums.
+        """Raise an error for `secure` if a round needs more than sums.
 
         Raises
         ------
@@ -220,7 +220,7 @@ class CurvatureStrategy(FedAvg):
             self.secure.check(self.exchanges(1), type(self).__name__)
 
     def norms_to_refresh(self, before: Params, after: Params) -> Sequence[str]:
-        """Return the norms whose statistics a round's clients are to measure.
+        """Return the norms that a round's clients must measure.
 
         Those whose statistics, or in a method that trains in eval mode whose weights,
         the round has moved.
@@ -235,17 +235,17 @@ class CurvatureStrategy(FedAvg):
         return moved_norms(before, after, in_eval=not self.moves_norms)
 
     def initial_groups(self) -> Groups:
-        """Return what a new run's state holds beside parameters; by default nothing."""
+        """Return the groups of a new run's state beside parameters; by default none."""
         return {}
 
     def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
-        """Return what clients that train in a round are sent of `start`'s config."""
+        """Return the part of `start`'s config for clients that train in a round."""
         return config
 
     def evaluation_config(
         self, server_round: int, config: ConfigRecord
     ) -> ConfigRecord:
-        """Return what clients that evaluate a round are sent of `start`'s config."""
+        """Return the part of `start`'s config for clients that evaluate."""
         return config
 
     def settings(self) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class CurvatureStrategy(FedAvg):
         return {}
 
     def options(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common with the one it continues.
+        """Return the options that must be equal in a run and its resumption.
 
         They are kept as JSON.
         """
@@ -271,7 +271,7 @@ class CurvatureStrategy(FedAvg):
         }
 
     def told(self) -> dict[str, Any]:
-        """Return the settings that the log tells: those that have a part in the run."""
+        """Return the settings for the log: those that affect the run."""
         return self.settings()
 
     def summary(self) -> None:
@@ -281,7 +281,7 @@ class CurvatureStrategy(FedAvg):
             logger.info("\t├──> %s", line)
         super().summary()
 
-    # A run
+    # --- a run
 
     def start(
         self,
@@ -298,7 +298,7 @@ class CurvatureStrategy(FedAvg):
         reopen: bool = False,
         callbacks: Sequence[Callback] = (),
     ) -> CurvatureResult:
-        """Run the federation; Flower's ``start``, and runs that survive a crash.
+        """Run the federation, like Flower's ``start``, with runs that can be resumed.
 
         A round ends when all of its clients have replied, or as `waiting` says, and
         `timeout` seconds after its request was sent at the latest.
@@ -350,7 +350,8 @@ class CurvatureStrategy(FedAvg):
             self.check_secure()
             if reopen:
                 raise ConfigurationError(
-                    "reopen=True: a secure sum over other clients would show who came"
+                    "reopen=True does not go with secure=, because a second sum over "
+                    "other clients would reveal the difference: leave it out"
                 )
         self.timeout = timeout
         logger.info("Starting %s strategy:", type(self).__name__)
@@ -385,22 +386,22 @@ class CurvatureStrategy(FedAvg):
         return run.result()
 
     def _log_unused_hooks(self) -> None:
-        """Log where a subclass overrides what only Flower's own loop would call."""
+        """Warn of a subclass that overrides methods which `start` does not call."""
         for name in ("configure_train", "aggregate_train"):
             if not getattr(type(self), name).__module__.startswith("flwr_fisher."):
                 logger.warning(
-                    "start() asks and steps by exchanges(), and does not call "
-                    "%s.%s: override exchanges() (docs: A method of your own)",
+                    "start() uses exchanges(), and does not call %s.%s: override "
+                    "exchanges() (docs: A method of your own)",
                     type(self).__name__,
                     name,
                 )
 
-    # Flower's own hooks, for loops other than `start`; they know one exchange a round.
+    # --- Flower's hooks, for other loops than `start`, with one exchange a round
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sample clients and make their messages; `config` is left as it is."""
+        """Sample clients and return their messages, without changing `config`."""
         if self.fraction_train == 0.0:
             return []
         exchange = self._only_exchange(server_round)
@@ -418,15 +419,15 @@ class CurvatureStrategy(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check the replies to :meth:`configure_train`'s messages and take the step."""
+        """Check the replies to :meth:`configure_train`'s messages; take the step."""
         if self.fraction_train == 0.0:
             return None, None
         self._only_exchange(server_round)
         under_way, self._under_way = self._under_way, None
         if under_way is None or under_way.server_round != server_round:
             raise ConfigurationError(
-                f"aggregate_train of round {server_round} needs configure_train of "
-                "the same round before it"
+                f"call configure_train of round {server_round} before its "
+                "aggregate_train"
             )
         for message in replies:
             under_way.door.take(self._requested["train"].reply(message))
@@ -436,8 +437,8 @@ class CurvatureStrategy(FedAvg):
         ):
             logger.warning(
                 "norm statistics: %d batch norms keep the mean of the clients' "
-                "statistics, since Flower's own loop has one request a round: use this "
-                "library's `start`, or merge.refresh_norms(model, loader)",
+                "statistics, because Flower's own loop has one request a round. Use "
+                "this library's `start`, or merge.refresh_norms(model, loader)",
                 len(norms),
             )
         self._state = outcome.step.state
@@ -447,7 +448,7 @@ class CurvatureStrategy(FedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sample clients to evaluate; `config` is left as it is."""
+        """Sample clients for evaluation, without changing `config`."""
         if self.fraction_evaluate == 0.0:
             return []
         try:
@@ -461,7 +462,7 @@ class CurvatureStrategy(FedAvg):
                 timeout=min(self.timeout, TO_EVALUATE),
                 waiting=Waiting(),
             ).nodes
-        except RoundError as error:  # what was trained does not depend on it
+        except RoundError as error:  # the training does not depend on it
             logger.warning("configure_evaluate: no client evaluates: %s", error)
             return []
         logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
@@ -475,7 +476,7 @@ class CurvatureStrategy(FedAvg):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Average the clients' metrics, in an order that depends on no timing.
+        """Average the clients' metrics, in an order that is independent of timing.
 
         A reply that does not fit the others is left out, with a warning.
         """
@@ -485,7 +486,7 @@ class CurvatureStrategy(FedAvg):
         return door.average(server_round, super().aggregate_evaluate)
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
-        """Tell Flower's older servers, which begin with this, what to do.
+        """Raise an error that explains what to do on Flower's older servers.
 
         Raises
         ------
@@ -494,9 +495,9 @@ class CurvatureStrategy(FedAvg):
         """
         name = type(self).__name__
         raise ConfigurationError(
-            f"{name} is a strategy of Flower's Message API, and ServerApp(server_fn="
-            f"...) runs older ones: make it as_legacy({name}, model=...), and the app "
-            "server_app(server_fn), both of flwr_fisher.legacy "
+            f"{name} is a strategy of Flower's Message API, but ServerApp(server_fn="
+            f"...) runs older ones. Use as_legacy({name}, model=...) and "
+            "server_app(server_fn) of flwr_fisher.legacy "
             "(docs/moving-from-numpyclient.md), or start it in an @app.main() "
             "(docs/moving-from-fedavg.md)"
         )
@@ -506,14 +507,14 @@ class CurvatureStrategy(FedAvg):
         if others:
             raise ConfigurationError(
                 f"a round of {type(self).__name__} has {1 + len(others)} exchanges, "
-                "and configure_train and aggregate_train know one: use this library's "
-                "`start`"
+                "but configure_train and aggregate_train can do only one: use this "
+                "library's `start`"
             )
         return exchange
 
 
 def _as_json(value: object) -> object:
-    """Return a config's value as JSON holds it, and as it compares."""
+    """Return a config's value in the form of JSON, for comparisons."""
     if isinstance(value, list):
         return [_as_json(one) for one in value]
     if isinstance(value, bytes):

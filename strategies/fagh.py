@@ -1,4 +1,4 @@
-"""FAGH: Newton's direction from one row of the Hessian."""
+"""FAGH: server steps along Newton's direction, from one row of the Hessian."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import Additive
 
 _PROBES = ("first", "random", "momentum", "none")
-# Groups of the state's tensors.
+# groups of the state's tensors
 _GRADIENT, _PRODUCT, _DIRECTION = "gradient-moment", "hvp-moment", "direction"
 _COUNTERS = "counters"
 
@@ -106,12 +106,12 @@ class FAGH(CurvatureStrategy):
         default = (0.9, 0.0 if probe == "momentum" else 0.99)
         self.betas = default if betas is None else betas
         self.lr, self.rho, self.probe = lr, rho, probe
-        self._probe_seed = derive_seed(self.seed, "probe")  # clients know it, too
-        # A step of nothing, for its checks.
+        self._probe_seed = derive_seed(self.seed, "probe")  # clients use the same
+        # a step by zero, for its checks
         fagh_step({}, {}, {}, 0.0, None, t=1, **self._numbers())
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
-        """Ask for gradients, and for the Hessian's products with the probe."""
+        """Return one exchange: for gradients, and Hessian products with the probe."""
         mean = Summation[Additive]()
         if self.probe == "none":
             read = Additive.reader("gradient")
@@ -127,7 +127,7 @@ class FAGH(CurvatureStrategy):
         return [Exchange(config, _read, self._step, additive=mean)]
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        """Update the moments, and step along Newton's direction."""
+        """Return a step along Newton's direction, with updated moments."""
         gradient = mean_vector(uploads, "gradient")
         if self.probe == "none":
             product = {k: torch.zeros_like(v) for k, v in gradient.items()}
@@ -173,7 +173,7 @@ class FAGH(CurvatureStrategy):
 
 
 def _read(record: ArrayRecord, like: Params) -> Additive:
-    """Read an upload, and keep its parameters in the order in which they arrived.
+    """Read an upload, and keep its parameters in the order of their arrival.
 
     The probe ``first`` is the first coordinate of the client's first parameter.
     """
@@ -190,22 +190,22 @@ def _send(state: ServerState) -> Groups:
     direction = _last_direction(state)
     if not direction:
         raise ConfigurationError(
-            "probe='momentum' needs the last step's direction after round 1, and this "
-            "strategy has made no step: begin at round 1, or resume a run of `start` "
+            "probe='momentum' needs the last step's direction after round 1, but this "
+            "strategy has taken no step: begin at round 1, or resume a run of `start` "
             "from its checkpoint_dir"
         )
     return {"probe": direction}
 
 
 def _last_direction(state: ServerState) -> dict[str, Tensor]:
-    """Return the last step's direction at length 1 (or 0, where it is nothing)."""
+    """Return the last step's direction with length 1, or 0 if there was no step."""
     last = state.group(_DIRECTION)
     length = float(norm(double(last))) if last else 0.0
     return {k: (v.double() / (length or 1.0)).to(v.dtype) for k, v in last.items()}
 
 
 def _memory(state: ServerState) -> tuple[FaghMoments | None, int, int]:
-    """Return the moments, how many steps were made, and how many fell back."""
+    """Return the moments, the number of steps, and the number of fallbacks."""
     if not (counters := state.group(_COUNTERS)):
         return None, 0, 0
     moments = FaghMoments(
@@ -217,7 +217,7 @@ def _memory(state: ServerState) -> tuple[FaghMoments | None, int, int]:
 
 
 def _groups(step: FaghStep, steps: int, fallbacks: int) -> dict[str, Params]:
-    """Return the state's groups after a step, which :func:`_memory` reads."""
+    """Return the state's groups after a step, for :func:`_memory`."""
     moments = step.moments
     curvature = torch.tensor(moments.curvature, dtype=torch.float64)
     counters = {"steps": torch.tensor(steps), "fallbacks": torch.tensor(fallbacks)}

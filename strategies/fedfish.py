@@ -1,4 +1,4 @@
-"""FedFish: federated averaging, weighted by what each client's predictions hang on."""
+"""FedFish: federated averaging with each parameter weighted by the clients' Fishers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -45,7 +45,7 @@ _SOURCES = ("extra-pass", "last-epoch")
 _UPLOADS = ("fisher", "product")
 _REDUCTIONS = ("sum", "mean")
 _OPTIMIZER = "optimizer"
-_EPS = 1e-16  # products of a small Fisher and a small step are far below Adam's 1e-8
+_EPS = 1e-16  # products of small Fishers and small steps are far below Adam's 1e-8
 
 
 class FedFish(CurvatureStrategy):
@@ -135,18 +135,18 @@ class FedFish(CurvatureStrategy):
         self.codec = Codec.of(codec)
         if self.secure is not None and self.codec.name not in ("auto", "lossless"):
             raise ConfigurationError(
-                f"codec={codec!r}: packed uploads cannot be summed under masks; leave "
-                "codec out"
+                f"codec={codec!r} does not go with secure=, because packed uploads "
+                "cannot be summed: leave codec out"
             )
         if upload == "product":
             if server_optimizer == "sgd":
                 raise ConfigurationError(
-                    "upload='product' needs an adaptive server_optimizer, which "
-                    "normalises it: 'adam', for example, not 'sgd'"
+                    "upload='product' needs an adaptive server_optimizer that "
+                    "normalises the step, such as 'adam', not 'sgd'"
                 )
             if self.codec.name not in ("auto", "lossless"):
                 raise ConfigurationError(
-                    "upload='product' has FedAvg's bytes as it is: leave codec out"
+                    "upload='product' already has FedAvg's size: leave codec out"
                 )
         self.fisher_source, self.upload = fisher_source, upload
         self.reduction, self.power, self.balance = reduction, power, balance
@@ -154,7 +154,7 @@ class FedFish(CurvatureStrategy):
         self._make_optimizer = make_optimizer(server_optimizer, server_lr)
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
-        """Ask the sampled clients to train, and for the Fisher or products with it."""
+        """Return one exchange: training, with the Fisher or its product."""
         options = self._options()
         if self.upload == "product":
             step, read = self._step_of_products, Additive.reader("product", "buffers")
@@ -192,16 +192,16 @@ class FedFish(CurvatureStrategy):
         return FisherUpload.from_arrays(record, like, codec, structure="diagonal")
 
     def check(self, state: ServerState) -> None:
-        """Refuse a budget that is too small for the model."""
+        """Raise an error for a budget that is too small for the model."""
         resolve(self.codec, state.params)
 
     def _step(self, state: ServerState, uploads: Uploads[FisherUpload]) -> Step:
-        """Step along the Fisher-weighted mean of the clients' updates."""
+        """Return a step along the Fisher-weighted mean of the clients' updates."""
         fishers = [upload.payload.curvature.diagonal() for upload in uploads]
         trained = [upload.payload.params for upload in uploads]
         before = double(state.params, fishers[0])
         layout = DeferredParams(before, before.__getitem__)
-        # In float64, so that they are made one after another.
+        # in float64, computed one after another
         deltas = [
             DeferredParams(layout, partial(_update, before, params))
             for params in trained
@@ -213,14 +213,14 @@ class FedFish(CurvatureStrategy):
         return self._descend(state, gradient, fishers, buffers, weights_of(uploads))
 
     def _step_of_products(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        """Step along the mean of the clients' products."""
+        """Return a step along the mean of the clients' products."""
         products = [upload.payload.part("product") for upload in uploads]
         gradient = weighted_mean(products, weights_of(uploads))
         buffers = [upload.payload.part("buffers") for upload in uploads]
         return self._descend(state, gradient, products, buffers, weights_of(uploads))
 
     def _step_of_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        """Step along the quotient of two sums over all clients."""
+        """Return a step along the quotient of two sums over all clients."""
         (mean,) = (upload.payload for upload in uploads)
         product, fisher = mean.part("product"), mean.part("fisher")
         params = mean.part("params")
@@ -237,7 +237,7 @@ class FedFish(CurvatureStrategy):
         buffers: Sequence[Params],
         weights: Sequence[float],
     ) -> Step:
-        """Take one step of the server's optimiser on the pseudo-gradient."""
+        """Return a step of the server's optimiser on the pseudo-gradient."""
         averaged = weighted_mean(buffers, weights)
         stepped, kept = server_step(
             double(state.params, gradient),

@@ -182,7 +182,7 @@ class FedFisherOneShot(CurvatureStrategy):
         self.aggregate = aggregate
         self.privacy = check_privacy(privacy, norm_statistics)
         if aggregate == "parts":
-            # The merge limits what a client holds of a layer's curvature (`max_share`).
+            # The merge limits each client's share of a layer's curvature (`max_share`).
             self.policy = replace(self.policy, max_curvature=math.inf)
         options = asdict(merge)
         if aggregate == "sums":
@@ -190,7 +190,7 @@ class FedFisherOneShot(CurvatureStrategy):
         else:
             trust = TRUST if merge.trust is None else merge.trust
             self.merge = merge_settings(solver, **(options | {"trust": trust}))
-        self._merge_of_model = self.merge.of_model({})  # until there is a model
+        self._merge_of_model = self.merge.of_model({})  # None until there is a model
         self._iterations_by_default = merge.iterations is None and solver == "pcg"
         self.matching = matching
         if matching and (aggregate == "sums" or structure not in RENUMBERED):
@@ -206,12 +206,12 @@ class FedFisherOneShot(CurvatureStrategy):
             self._check_sums()
         if privacy is not None and (aggregate, structure) != ("sums", "diagonal"):
             raise ConfigurationError(
-                "privacy= needs aggregate='sums' and structure='diagonal': of more "
-                "numbers noise would leave nothing"
+                "privacy= needs aggregate='sums' and structure='diagonal', because "
+                "noise on more numbers would hide everything"
             )
 
     def _check_sums(self) -> None:
-        """Refuse what cannot be summed, or be done with sums."""
+        """Raise an error for options that do not work with sums."""
         needs = "aggregate='sums' needs"
         if self.structure not in ("diagonal", "kfac"):
             raise ConfigurationError(
@@ -227,13 +227,13 @@ class FedFisherOneShot(CurvatureStrategy):
             )
         if self.weighted_by_key != "num-examples":
             raise ConfigurationError(
-                f"{needs} weighted_by_key='num-examples', by which clients weight "
-                f"what they add, not '{self.weighted_by_key}'"
+                f"{needs} weighted_by_key='num-examples', because clients weight "
+                f"their contributions by it, not '{self.weighted_by_key}'"
             )
         self.codec = LOSSLESS
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
-        """Return what a round asks.
+        """Return a round's exchanges.
 
         One request for models with their Fishers (`parts`), or several for sums
         (`sums`).
@@ -273,7 +273,7 @@ class FedFisherOneShot(CurvatureStrategy):
         )
 
     def initial_groups(self) -> Groups:
-        """Name the run where clients keep their Fishers on their disks."""
+        """Return the run's number, if clients keep their Fishers under it."""
         kept = self.aggregate == "sums" and self.structure == "kfac"
         return run_group() if kept else {}
 
@@ -289,20 +289,20 @@ class FedFisherOneShot(CurvatureStrategy):
         return FisherUpload.from_arrays(record, like, codec, structure=self.structure)
 
     def check(self, state: ServerState) -> None:
-        """Refuse a budget too small for the model, or one that cannot be matched."""
+        """Raise an error for a model that the budget or the matching does not fit."""
         if self.matching:
             check_matching(state.params)
         self._merge_of_model = self.merge.of_model(state.params)
         codec = resolve(self.codec, state.params)
         if self.codec.name == "auto" and codec == LOSSLESS:
             logger.info(
-                "codec='auto': the model is so small that uploads are sent lossless"
+                "codec='auto': the model is small, so clients send lossless uploads"
             )
 
     def _merge_uploads(
         self, merge: MergeSettings, state: ServerState, uploads: Uploads[FisherUpload]
     ) -> Step:
-        """Merge the uploads."""
+        """Return the step to the merge of the uploads."""
         if self._iterations_by_default and any(
             u.metrics.get(REGRESSION) for u in uploads
         ):
@@ -319,8 +319,8 @@ class FedFisherOneShot(CurvatureStrategy):
         )
         for place, distance in merged.outliers.items():
             logger.warning(
-                "aggregate_train: not merged %s: its model is %.3g times the median "
-                "distance from the others' (outlier=%g)",
+                "aggregate_train: leaving %s out of the merge: its model is %.3g "
+                "times the median distance from the others' (outlier=%g)",
                 uploads[place].client,
                 distance,
                 merge.outlier,
@@ -328,7 +328,7 @@ class FedFisherOneShot(CurvatureStrategy):
         return step_of(merged)
 
     def _step_from_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        """Merge the means over the uploads: sums for one example."""
+        """Return the step to the merge of the uploads' means."""
         (upload,) = uploads
         parts = [dict(upload.payload.part(name)) for name in SUMS]
         return self._merge_sums(state, DiagonalSums(1.0, *parts))
@@ -348,7 +348,7 @@ class FedFisherOneShot(CurvatureStrategy):
         return self._settings(asdict(self.merge))
 
     def told(self) -> dict[str, Any]:
-        """Return them, without those that the solver does not read."""
+        """Return the settings without those that the solver does not use."""
         return self._settings(self.merge.used())
 
     def _settings(self, merge: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""TCT: FedAvg first, and then a convex problem on its network's features."""
+"""TCT: FedAvg in stage 1, and a convex problem on its network's features in stage 2."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -152,20 +152,20 @@ class TCT(CurvatureStrategy):
             check_lr(lr, 0.0)
         if self.fraction_train == 0.0:
             raise ConfigurationError(
-                "fraction_train must be > 0: TCT has no stage 2 without training"
+                "fraction_train must be > 0, because TCT's stage 2 needs training"
             )
         if self.secure is not None and self.secure.bits != 64:
             raise ConfigurationError(
-                f"secure=SecureSums(bits={self.secure.bits}): the squares of TCT's "
-                "features span more decades than 32 bits hold; pass SecureSums(bits=64)"
+                f"secure=SecureSums(bits={self.secure.bits}) has too few bits for the "
+                "squares of TCT's features: pass SecureSums(bits=64)"
             )
         self.stage1_rounds, self.num_features = stage1_rounds, num_features
         self.local_steps, self.lr = local_steps, lr
         self.regression = given("regression", regression, Regression)
-        self._features_seed = derive_seed(self.seed, "features")  # clients know it, too
+        self._features_seed = derive_seed(self.seed, "features")  # clients use the same
 
     def check_rounds(self, num_rounds: int) -> None:
-        """Refuse too few rounds for a stage 2."""
+        """Raise an error for too few rounds."""
         fewest = self.stage1_rounds + 2
         if num_rounds < fewest:
             raise ConfigurationError(
@@ -175,29 +175,29 @@ class TCT(CurvatureStrategy):
             )
 
     def check(self, state: ServerState) -> None:
-        """Refuse another run's learning rate, and a TCT model to start from."""
+        """Raise an error for another run's learning rate, or a TCT model as start."""
         if (agreed := rate_of(state)) is None:
             if odd := sorted(k for k in state.params if k.startswith(KEYS)):
                 raise ConfigurationError(
-                    f"the initial arrays hold {odd}: start from the network alone, "
-                    "shared_state(model)"
+                    f"the initial arrays have {odd} of a TCT model: start from the "
+                    "network alone, shared_state(model)"
                 )
         elif self.lr not in (None, agreed):
             raise CheckpointError(
-                f"this run's stage 2 has begun with lr={agreed}, not {self.lr}:"
-                " pass that, or none"
+                f"this run's stage 2 began with lr={agreed}, not {self.lr}: pass "
+                f"lr={agreed}, or leave lr out"
             )
 
     def may_skip(self, server_round: int) -> bool:
-        """Return whether a run can go on without a round: not the convexifying one."""
+        """Return whether a run can skip a round: every one but the convexifying one."""
         return server_round != self.stage1_rounds + 1
 
     def initial_groups(self) -> Groups:
-        """Name the run: clients keep their state under its number."""
+        """Return the run's number, under which clients keep their state."""
         return {MEMBERSHIP: Membership.new().to_tensors()}
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
-        """Ask for a model, for features' moments and eigenvalues, or for a step."""
+        """Return a round's exchanges: training, features and eigenvalues, or a step."""
         if server_round <= self.stage1_rounds:
             return [self._training()]
         if server_round == self.stage1_rounds + 1:
@@ -208,8 +208,8 @@ class TCT(CurvatureStrategy):
         return [Exchange(config, read, step, send, network, additive=mean, kept=STEP)]
 
     def _training(self) -> Exchange[Additive]:
-        """Ask the sampled clients to train, if they could do stage 2, too."""
-        # Without one client for stage 2, stage 1 would be in vain.
+        """Return one exchange: training of the clients that can also do stage 2."""
+        # Stage 1 would be useless without any client for stage 2.
         check = {"check": "tct-check", "local-steps": self.local_steps}
         return Exchange(
             self._features() | check,
@@ -219,7 +219,7 @@ class TCT(CurvatureStrategy):
         )
 
     def _convexifying(self) -> Sequence[Exchange[TangentUpload]]:
-        """Ask everyone: all features count, and all eigenvalues."""
+        """Return the exchanges of the convexifying round, which ask all clients."""
         config, options = self._features(), self.regression
         if self.secure is not None:
             config["aggregate"] = "sums"
@@ -250,7 +250,7 @@ class TCT(CurvatureStrategy):
         return [moments, spectrum]
 
     def _features(self) -> dict[str, Any]:
-        """Return what says which features are meant, and how they are used."""
+        """Return the options that define the features and their use."""
         return {
             "num-features": self.num_features,
             "head": self.regression.head or "",
@@ -264,7 +264,7 @@ class TCT(CurvatureStrategy):
         return average(state, uploads, connected, local_steps=self.local_steps)
 
     def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
-        """Log which stage a round belongs to."""
+        """Return the config of a round that trains; log its stage."""
         after = server_round - self.stage1_rounds
         stage = f"1, round {server_round} of {self.stage1_rounds}"
         if after > 0:
@@ -275,14 +275,14 @@ class TCT(CurvatureStrategy):
     def evaluation_config(
         self, server_round: int, config: ConfigRecord
     ) -> ConfigRecord:
-        """Have clients evaluate the network, or the regression."""
+        """Return the config for evaluating the network, or the regression."""
         if server_round > self.stage1_rounds:
             job = named_options({"job": "tct-evaluate"})
             config = ConfigRecord({**config, **job})
         return config
 
     def settings(self) -> dict[str, Any]:
-        """Return this strategy's own settings; `lr` is agreed on as the run goes."""
+        """Return this strategy's settings, without `lr`, which is agreed in the run."""
         return {
             "stage1_rounds": self.stage1_rounds,
             "num_features": self.num_features,
@@ -292,5 +292,5 @@ class TCT(CurvatureStrategy):
 
 
 def _mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:
-    """Take FedAvg's mean; the metrics say which stage it is."""
+    """Return a step to FedAvg's mean, with the stage among the metrics."""
     return replace(mean_model(state, uploads), metrics={"stage": 1})

@@ -131,11 +131,14 @@ def test_labels_may_be_any_integers(dtype):
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        ((torch.zeros(2, 4), torch.tensor([0, 3])), "from 0 to 3 for 2 rows and 3"),
+        (
+            (torch.zeros(2, 4), torch.tensor([0, 3])),
+            "from 0 to 3 do not fit 2 rows and 3",
+        ),
         ((torch.zeros(2, 4), torch.tensor([-1, 0])), "from -1 to 0"),
         ((torch.zeros(2, 4), torch.zeros(2, 2)), "of 3 outputs"),
-        ((torch.zeros(2, 4), torch.zeros(3).long()), "for 2 rows"),
-        (torch.zeros(2, 4), "must have labels"),
+        ((torch.zeros(2, 4), torch.zeros(3).long()), "do not fit 2 rows"),
+        (torch.zeros(2, 4), "must hold a tensor of labels"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(batch, says):
@@ -221,10 +224,10 @@ def test_a_bad_upload_is_refused_by_name(case):
 @pytest.mark.parametrize(
     ("weight", "bias", "says"),
     [
-        ("9.weight", None, "no linear layer's weight: '9.weight'"),
-        ("1.weight", None, "no linear layer's weight: '1.weight'"),
-        ("3.weight", "1.bias", "no bias of it: '1.bias'"),
-        (3, None, "no linear layer's weight"),
+        ("9.weight", None, "not the weight of a linear layer: '9.weight'"),
+        ("1.weight", None, "not the weight of a linear layer: '1.weight'"),
+        ("3.weight", "1.bias", "not the head's bias: '1.bias'"),
+        (3, None, "not the weight of a linear layer"),
     ],
 )
 def test_a_head_that_there_is_not_is_refused(weight, bias, says):

@@ -291,7 +291,7 @@ def test_not_a_number_from_the_server_is_refused_by_name():
 def test_two_array_records_are_refused():
     content = RecordDict({"a": tiny_arrays(), "b": tiny_arrays()})
     message = Message(content, 1, "train")
-    with pytest.raises(ClientError, match="one ArrayRecord from the server, got 2"):
+    with pytest.raises(ClientError, match="send one ArrayRecord, but it sent 2"):
         tiny_client().fit(message, Context(1, 1, {}, RecordDict(), {}))
 
 

@@ -108,8 +108,8 @@ def test_more_than_the_cap_is_refused_before_anything_is_done(
         mine = client(tmp_path, untouched=True, limits=limits)
         with pytest.raises(ClientError) as caught:
             ask(mine, arrays(), {**config, name: count}, kind=kind)
-        assert f"asks for fisher.{name}={count}" in str(caught.value)
-        assert f"does at most {most}" in str(caught.value)
+        assert f"requests fisher.{name}={count}" in str(caught.value)
+        assert f"limit is {most}" in str(caught.value)
         assert f"FisherClient(limits=ClientLimits({cap}={count}))" in str(caught.value)
     assert nothing_in(tmp_path)
 
@@ -224,7 +224,7 @@ def test_too_many_arrays_are_refused_unread(key, tmp_path, monkeypatch):
     one = ArrayRecord({"x": torch.zeros(1)})["x"]
     arrays = ArrayRecord({**tiny_arrays(), **{key.format(i): one for i in range(2000)}})
     monkeypatch.setattr("flwr_fisher.client.request.arrays_to_tensors", None)
-    with pytest.raises(ClientError, match="the server sent 2009 arrays, and at most"):
+    with pytest.raises(ClientError, match="the server sent 2009 arrays, but at most"):
         ask(client(tmp_path), arrays)
 
 

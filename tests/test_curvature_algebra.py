@@ -272,5 +272,5 @@ def test_another_device(kind):
 
 
 def test_a_dtype_must_be_one_of_floats():
-    with pytest.raises(ConfigurationError, match="floats, got torch"):
+    with pytest.raises(ConfigurationError, match="float dtype, got torch"):
         random_blocks(1).to(dtype=torch.int64)

@@ -226,7 +226,7 @@ PER_OUTPUT = {
     "as integers": ((6, 5), torch.ones(6, 5).long()),
     "numbers": ((6, 5), torch.full((6, 5), -0.3)),
     "masks": ((6, 1, 4, 4), torch.zeros(6, 1, 4, 4)),
-    "soft, classes second": ((6, 2, 4, 3), torch.full((6, 2, 4, 3), 0.5)),
+    "soft, second dimension": ((6, 2, 4, 3), torch.full((6, 2, 4, 3), 0.5)),
 }
 
 
@@ -243,14 +243,16 @@ class Reshaped(nn.Module):
 def test_a_label_for_each_output_is_none_of_a_class(case):
     shape, y = PER_OUTPUT[case]
     model, x = Reshaped(*shape[1:]), torch.randn(6, 3)
-    with pytest.raises(StructureError, match=r"each output.*likelihood='bernoulli'"):
+    with pytest.raises(
+        StructureError, match=r"the outputs' shape.*likelihood='bernoulli'"
+    ):
         fisher(model, [(x, y)], structure="diagonal")
     fisher(model, [(x, y)], structure="diagonal", likelihood="gaussian")
 
 
 def test_masks_of_classes_that_are_second_are_told_so():
     x, y = torch.randn(6, 3), torch.randint(2, (6, 1, 4, 5))
-    with pytest.raises(StructureError, match=r"classes second.*movedim\(1, -1\)"):
+    with pytest.raises(StructureError, match=r"second dimension.*movedim\(1, -1\)"):
         fisher(Reshaped(2, 4, 5), [(x, y)], structure="diagonal")
 
 

@@ -292,7 +292,7 @@ OTHER, LARGER = random_diagonal(1, a=(2,), c=(2,)), random_diagonal(1, a=(3,), b
         (lambda: WeightedSum([ONE, OTHER], [1, 1]), r"curvature 1 .*\['b', 'c'\]"),
         (lambda: WeightedSum([ONE, ONE, LARGER], [1, 1, 1]), "curvature 2 .*'a'"),
         (lambda: WeightedSum([], []), "0 curvatures"),
-        (lambda: WeightedSum([ONE], [1, 1]), "1 curvatures for 2"),
+        (lambda: WeightedSum([ONE], [1, 1]), "1 curvatures and 2"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(make, culprit):

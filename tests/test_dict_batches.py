@@ -185,7 +185,7 @@ X, Y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
     ("batch", "text"),
     [
         ({"img": X, "depth": X, "label": Y}, "mapping of 'img', 'depth', 'label'"),
-        ({"img": X, "label": [0, 1]}, "must have labels, tensors"),
+        ({"img": X, "label": [0, 1]}, "must hold a tensor of labels"),
         (X, "one is a Tensor"),
         ((["a"], Y), "there is no tensor"),
     ],
@@ -234,5 +234,5 @@ def test_a_stream_without_a_length_is_counted():
 def test_a_generator_is_refused_at_once():
     client = tiny_client(2)
     client.problem.trainloader = (batch for batch in DataLoader(tiny_data(2), 4))
-    with pytest.raises(DataError, match="a generator, which can be read once"):
+    with pytest.raises(DataError, match="a generator, which can be read only once"):
         ask(client)

@@ -109,6 +109,6 @@ def test_norms_are_over_trained_parameters_alone():
 
 def test_names_that_the_model_lacks_are_refused_before_training():
     app = Watched()
-    with pytest.raises(ConfigurationError, match=r"trained: the model has no \['x'\]"):
+    with pytest.raises(ConfigurationError, match=r"trained names \['x'\]"):
         run(app, trained=["x", "0.weight"])
     assert not app.trained

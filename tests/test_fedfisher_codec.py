@@ -111,7 +111,7 @@ def test_another_codec_than_the_one_that_was_asked_for_is_refused(caplog):
     result = run(Watched(tamper={0: lossless, 1: small}), codec=FINE, min_train_nodes=1)
     assert [upload.client for upload in result.uploads] == ["partition-2"]
     assert "partition-0" in caplog.text
-    assert "another codec was asked for: {'budget': 6.0" in caplog.text
+    assert "requested another codec: {'budget': 6.0" in caplog.text
 
 
 # Packing that fails
@@ -141,14 +141,14 @@ def test_an_upload_that_cannot_be_packed_is_sent_lossless(monkeypatch, caplog):
     result = run(codec=FINE)
     assert same_bits(result.arrays, expected.arrays)
     assert len(result.uploads) == 3
-    assert re.search(rf"sent lossless, in \d+ bytes: {REASON}", caplog.text)
+    assert re.search(rf"without packing, \d+ bytes: {REASON}", caplog.text)
 
 
 def test_so_is_a_diagonal_of_fedfish(monkeypatch, caplog):
     breaks(monkeypatch, module=quantise, names=["encode_diagonal"])
     strategy = FedFish(codec=FINE, fraction_evaluate=0.0)
     assert len(start(strategy).uploads) == 3
-    assert re.search(rf"sent lossless, in \d+ bytes: {REASON}", caplog.text)
+    assert re.search(rf"without packing, \d+ bytes: {REASON}", caplog.text)
 
 
 def test_a_lossless_upload_is_merged_beside_packed_ones(monkeypatch, tmp_path):
@@ -194,7 +194,7 @@ def test_what_is_too_large_lossless_says_so_and_costs_no_epoch(monkeypatch, tmp_
     for smaller in (Codec("small"), Codec(budget=budget - 0.2)):
         text = description_text(smaller.describe(packed=False))
         (record["curvature/format"],) = tensors_to_arrays({"": text}).values()
-        with pytest.raises(WireError, match="bytes arrived, and at most"):
+        with pytest.raises(WireError, match="bytes arrived, but at most"):
             FisherUpload.from_arrays(record, LIKE, smaller)
 
 

@@ -113,7 +113,7 @@ def test_another_dtype_is_refused_before_anything_trains(dtype):
 
     client = tiny_client(train_fn=train_fn)
     client.problem.model.to(dtype)
-    with pytest.raises(ClientError, match=rf"{dtype}.*convert it"):
+    with pytest.raises(ClientError, match=rf"{dtype}.*convert the model"):
         ask(client, config={"structure": "kfac"})
 
 
@@ -157,7 +157,7 @@ MISTAKES = {
             LocalGrid(tiny_app(), 3), nn.Linear(2, 2).state_dict()
         ),
         ConfigurationError,
-        r"wrap it, ArrayRecord\(\.\.\.\)",
+        r"pass ArrayRecord\(\.\.\.\)",
     ),
     "start's keyword": (
         lambda: FedFisherOneShot(num_rounds=3),
@@ -177,7 +177,7 @@ MISTAKES = {
     "a batch for a loader": (
         lambda: fisher(nn.Linear(2, 2), torch.randn(3, 2)),
         DataError,
-        r"pass \[inputs\]",
+        r"pass the list \[inputs\]",
     ),
     "a model for a path": (
         lambda: TCTModel.load(nn.Linear(2, 2), "tct.safetensors"),
@@ -212,7 +212,7 @@ MISTAKES = {
     "a reply without a Fisher": (
         lambda: from_container(tensors_to_arrays(W), limit=10**6, count=1),
         WireError,
-        r"got 'w': .* which fisher_arrays\(\.\.\.\)",
+        r"got 'w': .* as fisher_arrays\(\.\.\.\)",
     ),
     "another dtype": (
         lambda: decode_param(
@@ -283,7 +283,7 @@ def test_costs_of_a_strategy_that_got_another_grid(caplog):
     grid = LocalGrid(tiny_app(), 3)
     spent, arrays = costs(MeasuredGrid(grid), 1), tiny_arrays()
     FAGH(fraction_evaluate=0.0).start(grid, arrays, evaluate_fn=spent)
-    assert "start the strategy with the MeasuredGrid too" in caplog.text
+    assert "start the strategy with it, too" in caplog.text
 
 
 def test_costs_begin_anew_with_another_run():
@@ -302,7 +302,7 @@ def test_a_run_is_not_resumed_with_another_model(tmp_path):
     grid = LocalGrid(tiny_app(), 3)
     FAGH(fraction_evaluate=0.0).start(grid, tiny_arrays(), checkpoint_dir=tmp_path)
     other = ArrayRecord(nn.Linear(7, 2).state_dict())
-    with pytest.raises(CheckpointError, match="holds a run of another model: 'weight'"):
+    with pytest.raises(CheckpointError, match="has a run of another model: 'weight'"):
         FAGH(fraction_evaluate=0.0).start(
             grid, other, checkpoint_dir=tmp_path, resume=True
         )
@@ -321,7 +321,9 @@ class Unused(nn.Module):
 
 def test_a_layer_that_is_never_called_is_no_head_of_tct():
     app = app_of(model=Unused())
-    with pytest.raises(RoundError, match="pass another one's name as head") as raised:
+    with pytest.raises(
+        RoundError, match="pass the name of another layer as head"
+    ) as raised:
         TCT(stage1_rounds=0, fraction_evaluate=0.0).start(
             LocalGrid(app, 3), ArrayRecord(Unused().state_dict()), num_rounds=2
         )
@@ -339,7 +341,7 @@ def test_features_that_are_no_numbers_lead_to_the_inputs():
 
     model = NoNumber()
     app = app_of(model=model)
-    with pytest.raises(RoundError, match="look for such values among its inputs"):
+    with pytest.raises(RoundError, match="check its inputs for such values"):
         TCT(stage1_rounds=0, fraction_evaluate=0.0).start(
             LocalGrid(app, 3), ArrayRecord(model.state_dict()), num_rounds=2
         )

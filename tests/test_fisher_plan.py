@@ -62,7 +62,7 @@ def test_memory_and_mistakes_are_told_as_by_the_fisher():
         fisher_plan(model, IMAGES, structure="kfca")
     with pytest.raises(ConfigurationError, match="max_batch_bytes"):
         fisher_plan(model, IMAGES, max_batch_bytes=0)
-    with pytest.raises(StructureError, match="by the batch's own"):
+    with pytest.raises(StructureError, match="by the statistics of each batch"):
         fisher_plan(
             nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)),
             torch.ones(2, 3),

@@ -86,11 +86,11 @@ class Folds(Moody):
 
 @pytest.mark.parametrize(
     ("make", "how"),
-    [(Moody, "2 times"), (Folds, "with 12 rows")],
+    [(Moody, "2 times"), (Folds, "12 rows")],
     ids=["calls", "rows"],
 )
 def test_calls_that_depend_on_the_data_are_named(make, how):
-    with pytest.raises(StructureError, match=f"'fc' was called {how}"):
+    with pytest.raises(StructureError, match=f"'fc' .* {how}"):
         input_covariances(make(), [randn(1, 4, 3), randn(1, 6, 3)])
 
 

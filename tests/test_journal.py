@@ -133,7 +133,7 @@ EVENTS = {
     "opened": ("opened", 2, "delete the line to go on"),
     "admitted": ("admitted", 2, "delete the line to go on"),
     "closed": ("closed", 1, "delete the line to go on"),
-    "begun": ("begun", None, "begin anew in another checkpoint_dir"),
+    "begun": ("begun", None, "begin a new run in another checkpoint_dir"),
 }
 SPOILED = {
     "cut": lambda line: line[: len(line) // 2] + b"\n",
@@ -171,7 +171,7 @@ def test_a_line_of_another_run_is_named(run, whole, number):
     other = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
     change_line(run, number, lambda line: other[number - 1])
     named = 2 if number == 1 else number  # the first line says which run it is
-    with pytest.raises(CheckpointError, match=rf"line {named} is of another run"):
+    with pytest.raises(CheckpointError, match=rf"line {named} belongs to another run"):
         start(run, resume=True)
 
 
@@ -201,7 +201,9 @@ def test_a_journal_that_ends_anywhere_goes_on_from_there(
     if known or max(states) == 0:
         assert same_bits(start(run, resume=True).arrays, expected.arrays)
     else:
-        with pytest.raises(CheckpointError, match=r"journal\.jsonl is gone or cut off"):
+        with pytest.raises(
+            CheckpointError, match=r"journal\.jsonl is missing or incomplete"
+        ):
             start(run, resume=True)
 
 
@@ -266,7 +268,7 @@ def test_a_record_of_other_keys_is_named_with_the_way_out(
         start(run, resume=True)
     text = str(caught.value)
     assert str(run) in text
-    assert re.search("go on with the version|another checkpoint_dir|delete", text)
+    assert re.search("resume with the version|another checkpoint_dir|delete", text)
 
 
 def test_who_sits_out_is_read_or_named():
@@ -278,7 +280,9 @@ def test_who_sits_out_is_read_or_named():
 
 def test_what_is_missing_in_a_state_is_named_with_its_group():
     state = ServerState({}, {"counters": {"step": torch.zeros(1)}})
-    with pytest.raises(CheckpointError, match=r"'counters' has no 'steps'.*go on with"):
+    with pytest.raises(
+        CheckpointError, match=r"'counters' has no 'steps'.*resume with"
+    ):
         state.group("counters")["steps"]
 
 
@@ -294,21 +298,21 @@ def test_without_its_opening_nobody_who_has_replied_is_asked_again(run, expected
 
 @pytest.mark.parametrize("name", ["run.json", "journal.jsonl", "gone", "states"])
 def test_a_folder_of_another_format_or_half_a_one_is_refused(run, name):
-    file, reason = run / "journal.jsonl", "go on with the version of flwr-fisher that"
+    file, reason = run / "journal.jsonl", "resume with the version of flwr-fisher that"
     if name == "journal.jsonl":
         text = file.read_text().replace('"format": "6"', '"format": "7"')
         file.write_text(text)
     elif name == "states":
         for file in run.glob("round-*"):
             file.unlink()
-        reason = "is gone"
+        reason = "is missing"
     else:
         file.unlink()
-        reason = "is gone or cut off"
+        reason = "is missing or incomplete"
     if name == "run.json":
         file = run / "run.json"
         file.write_text("{}")
-        reason = "go on with the version of flwr-fisher that"
+        reason = "resume with the version of flwr-fisher that"
     before = sorted(run.rglob("*"))
     for resume in (True, False):
         with pytest.raises(CheckpointError, match=reason) as caught:
@@ -348,7 +352,7 @@ def test_an_upload_that_is_none_of_this_exchange_is_asked_for_again(
     app = Watched()
     resumed = start(run, app, resume=True)
     assert same_bits(resumed.arrays, expected.arrays)
-    assert f"{one.stem} is asked again" in caplog.text
+    assert f"{one.stem} again" in caplog.text
     assert int(one.stem[-1]) in [p for _, p in app.trained]
     assert len(app.trained) == 2
 

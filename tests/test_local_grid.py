@@ -235,7 +235,9 @@ def test_a_partition_that_is_no_integer_is_refused(partition):
     for context in grid._contexts.values():
         context.node_config["partition-id"] = partition
     for reply in grid.send_and_receive(queries(*grid.nodes)):
-        assert f"partition-id is {partition!r}, and must be" in reply.error.reason
+        assert (
+            f"partition-id must be an integer, got {partition!r}" in reply.error.reason
+        )
 
 
 def local_results(config, clients):

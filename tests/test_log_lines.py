@@ -115,9 +115,9 @@ def test_a_client_without_valloader_is_left_out_quietly(caplog):
         LocalGrid(without_valloader(0, 3), 4), tiny_arrays(), num_rounds=3
     )
     assert sorted(result.evaluate_metrics_clientapp) == [1, 2, 3]
-    said = [m for m in messages(caplog) if "nothing to evaluate" in m]
+    said = [m for m in messages(caplog) if "no data for evaluation" in m]
     assert said == [
-        "configure_evaluate: nothing to evaluate on has partition-0, partition-3"
+        "configure_evaluate: partition-0, partition-3 have no data for evaluation"
     ]
     assert "Traceback" not in caplog.text
     assert [m for m in messages(caplog, logging.WARNING) if "evaluate" in m] == []
@@ -198,7 +198,7 @@ def test_one_exception_of_many_clients_has_one_traceback(caplog):
     assert caplog.text.count("Traceback (most recent call last)") == 1
     errors = messages(caplog, logging.ERROR)
     assert len(errors) == 6
-    assert sum("failed as another before" in line for line in errors) == 5
+    assert sum("failed with the same error" in line for line in errors) == 5
     assert re.search(r"left out partition-\d, partition-\d.*, too", caplog.text)
 
 

@@ -485,8 +485,13 @@ CANNOT = [
     (tiny_client(), {"evaluate-on": "test"}, ConfigurationError, "evaluate-on"),
     (of(DataLoader(tiny_data(0, 3))), HALF, DataError, "partition 0 has 3 examples"),
     (tiny_client(train_fn=lambda *_: {}), HALF, ClientError, "a field 'epochs'"),
-    (of([tiny_data(0).tensors]), HALF, ClientError, "data set, not list"),
-    (of(DataLoader(Endless(), batch_size=4)), HALF, ClientError, "not Endless"),
+    (of([tiny_data(0).tensors]), HALF, ClientError, "data of type list"),
+    (
+        of(DataLoader(Endless(), batch_size=4)),
+        HALF,
+        ClientError,
+        "data of type Endless",
+    ),
     (
         of(DataLoader([tiny_data(0).tensors], batch_size=None)),
         HALF,
@@ -781,4 +786,4 @@ def test_combine_joins_and_tells_of_names_used_twice(caplog):
         assert not caplog.text
         found = combine(one, two)(5, tiny_arrays())
     assert found == MetricRecord({"a": 1, "b": 3.0, "round": 5})
-    assert "two functions measure b" in caplog.text
+    assert "two functions return b" in caplog.text

@@ -72,7 +72,10 @@ def test_what_does_not_fit_is_named():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     for wrong, text in (
         ({"3.wieght": good["3.weight"]}, r"'3.wieght' of shape \(4, 5\).*no such key"),
-        ({"3.bias": torch.ones(5)}, r"'3.bias' of shape \(5,\), the model has \(4,\)"),
+        (
+            {"3.bias": torch.ones(5)},
+            r"'3.bias' of shape \(5,\), but the model has \(4,\)",
+        ),
     ):
         with pytest.raises(ParamsError, match=text):
             accuracies(model, {"good": good, "wrong": wrong}, [(X, Y)])
@@ -84,5 +87,5 @@ def test_what_does_not_fit_is_named():
 def test_there_must_be_examples_and_members():
     with pytest.raises(DataError, match="no examples"):
         ensemble_accuracy(net(), members(), [1, 1, 1], [])
-    with pytest.raises(ParamsError, match="needs members"):
+    with pytest.raises(ParamsError, match="needs at least one member"):
         ensemble_accuracy(net(), [], [], [(X, Y)])

@@ -262,7 +262,7 @@ def test_the_closed_form_falls_back_to_the_mean_below_a_relative_floor():
 def test_only_diagonals_have_a_closed_form(make):
     clients = posteriors(make)
     for merge in (fisher_merge, lambda c: fedfisher(c, solver="closed-form")):
-        with pytest.raises(StructureError, match="not diagonal, so it has no closed"):
+        with pytest.raises(StructureError, match="not diagonal, and only"):
             merge(clients)
 
 

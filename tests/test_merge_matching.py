@@ -163,7 +163,7 @@ def test_what_is_no_chain_is_refused_by_name(model, name):
 def test_a_dense_curvature_is_refused_with_the_way_out():
     torch.manual_seed(0)
     client = posterior_of(net(bias=False), "dense")
-    with pytest.raises(StructureError, match="take structure='kfac'"):
+    with pytest.raises(StructureError, match="use structure='kfac'"):
         matched([client, client])
 
 

@@ -110,5 +110,5 @@ def test_regmean_needs_input_factors_and_clients():
         lambda seed: random_diagonal(seed, w=(2, 3)),
         lambda seed: BlockDiagonal([random_diagonal(seed, w=(2, 3))]),
     ):
-        with pytest.raises(StructureError, match="input factors of structure='kfac'"):
+        with pytest.raises(StructureError, match="use structure='kfac'"):
             regmean(posteriors(make))

@@ -260,13 +260,13 @@ def test_the_strategy_leaves_out_an_outlier_and_logs_who(caplog):
 
     away = change_array("3.weight", lambda values: -50.0 * values)
     honest, shares, text = run(away, outlier=4.0)
-    assert "not merged partition-3: its model is " in text
+    assert "leaving partition-3 out of the merge: its model is " in text
     assert "'num-outliers': 1" in text
     assert [share == 0.0 for share in shares] == [False] * 3 + [True, False]
     # What it sent makes no difference any more.
     further = change_array("3.weight", lambda values: -60.0 * values)
     assert same_bits(run(further, outlier=4.0)[0], honest)
     plain, shares, text = run(away)
-    assert "not merged" not in text
+    assert "out of the merge" not in text
     assert min(shares) > 0
     assert not close(plain, honest, 1e-3)

@@ -494,6 +494,6 @@ def test_a_fisher_that_is_not_finite_names_the_layer(structure):
     model = nn.Sequential(nn.Linear(D, C), nn.Hardtanh(), nn.Linear(C, C))
     model[0].weight.data.mul_(1e-30)
     with pytest.raises(
-        DataError, match=r"Fisher of '[02]\.weight' is not finite: look"
+        DataError, match=r"Fisher of '[02]\.weight' is not finite: check"
     ):
         fisher(model, [X * 1e25], structure=structure)

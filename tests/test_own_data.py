@@ -116,15 +116,19 @@ def test_a_saved_data_set_is_read(tmp_path, splits):
 @pytest.mark.parametrize(
     ("x", "y", "reason"),
     [
-        (np.zeros((2, 4, 4)), [0, 1], r"shape \[4, 4\], and the data set's are \[3, 4"),
-        (np.zeros((2, 3, 4, 6)), [0, 2], "labels run from 0 to 2, and there are 2 cla"),
+        (
+            np.zeros((2, 4, 4)),
+            [0, 1],
+            r"shape \[4, 4\], but the data set's images have \[3, 4",
+        ),
+        (np.zeros((2, 3, 4, 6)), [0, 2], "labels run from 0 to 2, but there are 2 cla"),
         (np.zeros((2, 3, 4, 6)), [-1, 0], "labels run from -1 to 0"),
         (np.zeros((2, 3, 4, 6)), [0], "y must be an integer for each of the 2 x"),
         (np.zeros((2, 3, 4, 6)), [0.5, 1.0], "y must be an integer for each"),
         (np.full((2, 3, 4, 6), 7.0), [0, 1], r"floats in 0…1, not float64 from 7 to 7"),
         (np.full((2, 3, 4, 6), np.nan), [0, 1], "floats in 0…1, not float64 from nan"),
         (np.zeros((2, 3, 4, 6), np.int64), [0, 1], "uint8 in 0…255, or floats in 0…1"),
-        (np.zeros((0, 3, 4, 6)), np.zeros(0, np.int64), "holds no example"),
+        (np.zeros((0, 3, 4, 6)), np.zeros(0, np.int64), "has no examples"),
         (np.array([{}, {}], object), [0, 1], "is no .npz file with arrays x and y"),
     ],
 )
@@ -137,7 +141,7 @@ def test_wrong_arrays_are_named(tmp_path, x, y, reason):
 
 def test_other_files_and_folders_are_named(tmp_path):
     kind = kind_of(CATS)
-    with pytest.raises(DataError, match=r"nothing at .*: it should be a folder"):
+    with pytest.raises(DataError, match=r"does not exist: it should be a folder"):
         load_own(tmp_path / "gone", kind)
     with pytest.raises(ConfigurationError, match="must be absolute, not 'here'"):
         load_own("here", kind)
@@ -150,7 +154,7 @@ def test_other_files_and_folders_are_named(tmp_path):
     with pytest.raises(DataError, match=r"other.npz is no \.npz file with arrays x"):
         load_own(tmp_path / "other.npz", kind)
     pictures(tmp_path / "birds", "cat", "owl")
-    with pytest.raises(DataError, match=r"named as classes \(cat, dog\), and 'owl' is"):
+    with pytest.raises(DataError, match=r"names of classes \(cat, dog\), but 'owl' is"):
         load_own(tmp_path / "birds", kind)
     pictures(tmp_path / "split" / "train", "cat")
     with pytest.raises(DataError, match=r"'train' is none; is .*train meant"):
@@ -165,10 +169,10 @@ def test_other_files_and_folders_are_named(tmp_path):
     [
         ("mnits", "dataset of nodes with data of their own 'mnits'; known: digits"),
         ("own:3x4:2", "unknown dataset of nodes with data of their own"),
-        ("own:3x4x0:2", "sizes and classes are at least 1"),
-        ("own:3x4x4:0", "sizes and classes are at least 1"),
-        ("own:3x4x4:a,,b", "a name is empty, or there twice"),
-        ("own:3x4x4:a,a", "a name is empty, or there twice"),
+        ("own:3x4x0:2", "sizes and classes must be at least 1"),
+        ("own:3x4x4:0", "sizes and classes must be at least 1"),
+        ("own:3x4x4:a,,b", "names must not be empty, or there twice"),
+        ("own:3x4x4:a,a", "names must not be empty, or there twice"),
         ("language", "unknown dataset of nodes with data of their own 'language'"),
     ],
 )
@@ -205,7 +209,7 @@ def test_a_simulated_nodes_task_is_its_share():
 @pytest.mark.parametrize(
     ("node", "reason"),
     [
-        ({}, r"this node knows no data: start it with --node-config \"data-path='/wh"),
+        ({}, r"this node has no data: start it with --node-config \"data-path='/wh"),
         ({"data-path": "/x", "partition-id": 0}, "leave one of them out of --node-con"),
     ],
 )

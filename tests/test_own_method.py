@@ -73,7 +73,7 @@ def test_a_job_that_nobody_registered_is_told_with_those_that_there_are():
 
 
 def test_a_name_that_is_taken_is_refused():
-    with pytest.raises(ConfigurationError, match="there is a job 'train' already"):
+    with pytest.raises(ConfigurationError, match="there is already a job 'train'"):
         register_job("train")(OWN.signs_job)
 
 
@@ -89,7 +89,9 @@ def test_a_job_of_the_same_function_name_in_another_file_is_no_other_reading_of_
         built_in = get_job(name, kind)
         mine = named(f"{name}_job", "my_jobs.py", "my_jobs")
         for job in (mine, partial(mine), wraps(mine)(lambda *given: None)):
-            with pytest.raises(ConfigurationError, match=f"there is a job '{name}'"):
+            with pytest.raises(
+                ConfigurationError, match=f"there is already a job '{name}'"
+            ):
                 register_job(name, kind)(job)
         assert get_job(name, kind) is built_in
 

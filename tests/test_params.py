@@ -161,9 +161,9 @@ def test_unusable_weights_are_named(weights):
 
 def test_a_mean_needs_clients_one_weight_each_and_one_layout():
     left, right = pair()
-    with pytest.raises(ParamsError, match="0 sets of params for 0 weights"):
+    with pytest.raises(ParamsError, match="0 sets of params and 0 weights"):
         weighted_mean([], [])
-    with pytest.raises(ParamsError, match="2 sets of params for 1 weights"):
+    with pytest.raises(ParamsError, match="2 sets of params and 1 weights"):
         weighted_mean([left, right], [1])
     with pytest.raises(ParamsError, match=r"^client 2: 'b' has shape \(1, 2\)"):
         weighted_mean([left, right, left | {"b": randn(0, 1, 2)}], [1, 1, 1])

@@ -189,7 +189,7 @@ def test_a_round_has_as_many_clients_as_are_wanted(strategy, wanted, clients):
     ("wanted", "clients", "text"),
     [
         (0, 5, "clients-per-round must be >= 1, got 0"),
-        (3, 0, "no client is left to train: start more SuperNodes"),
+        (3, 0, "no client is left for training: start more SuperNodes"),
     ],
 )
 def test_a_round_needs_a_client(wanted, clients, text):

@@ -249,8 +249,8 @@ REFUSED = [
     (lambda: fagh_first(g=UNUSABLE), "'w' holds NaN"),
     (lambda: fagh_first(hvp=UNUSABLE), "'w' holds NaN"),
     (lambda: fagh_first(c=NAN), "probe_dot"),
-    (lambda: fagh_first(t=2), "without moments"),
-    (lambda: fagh_first(moments=fagh_first().moments), "with moments"),
+    (lambda: fagh_first(t=2), "got no moments"),
+    (lambda: fagh_first(moments=fagh_first().moments), "got moments"),
     (lambda: fagh_first(V, V, V, t=2, moments=fagh_first().moments), "moments"),
     (lambda: fagh_first(t=2, moments=halved()), r"moments .*\['w'\]"),
     *(
@@ -271,7 +271,7 @@ REFUSED = [
     (lambda: Preconditioner.of(moments(INF, INF), damping=0.1), "'w'"),
     (lambda: fedpm_mix([], [], []), "0 sets of params"),
     (lambda: fedpm_mix([ROW], [moments(1, 1)], [0]), "weights"),
-    (lambda: fedpm_mix([ROW] * 2, [moments(1, 1), {}], [1, 1]), "other layers"),
+    (lambda: fedpm_mix([ROW] * 2, [moments(1, 1), {}], [1, 1]), "different layers"),
     (lambda: fedpm_mix([ROW, {}], [moments(1, 1)] * 2, [1, 1]), "'w'"),
     *(
         (
@@ -288,7 +288,7 @@ REFUSED = [
     ),
     (lambda: fedfish(deltas=[A, {}, A]), r"client 1 .*\['w'\]"),
     (lambda: fedfish(fishers=[{**A, **V}] * 3), "client 0's Fisher.*'v'"),
-    (lambda: fedfish(fishers=[A, A]), "2 Fishers for 3"),
+    (lambda: fedfish(fishers=[A, A]), "2 Fishers and 3"),
     (lambda: fedfish_average([], [], []), "0 sets of params"),
     (lambda: fedfish(deltas=[A, UNUSABLE, A]), "client 1: 'w'"),
     (

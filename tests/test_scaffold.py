@@ -238,10 +238,10 @@ def test_a_lost_state_starts_from_zero_is_logged_and_counted(caplog):
     result = run(scaffold(), num_rounds=3, checkpoint_dir=where, resume=True)
     assert result.train_metrics_clientapp[2]["num-lost-states"] == 0
     assert result.train_metrics_clientapp[3]["num-lost-states"] == 3
-    assert caplog.text.count("it is lost, and begins anew") == 3
-    assert f"{damaged} is damaged, and treated as lost" in caplog.text
-    assert "it is another model's, and treated as lost" in caplog.text
-    assert "3 clients have lost their state" in caplog.text
+    assert caplog.text.count("starting with a new one") == 3
+    assert f"Ignoring {damaged}, which is damaged" in caplog.text
+    assert "Ignoring the state of another model" in caplog.text
+    assert "3 clients lost their state" in caplog.text
 
 
 def test_the_state_is_on_the_clients_disk_and_not_in_its_context():
@@ -300,7 +300,7 @@ def test_a_round_that_failed_is_repeated_from_where_it_began(tmp_path):
         (lambda *args: {}, {}, r"needs train_fn=LocalSGD"),
         (LocalSGD(momentum=0.9), {}, r"LocalSGD\(momentum=0\), not 0.9"),
         (LocalSGD(optimizer=torch.optim.Adam), {}, r"LocalSGD\(optimizer=None\)"),
-        (LocalSGD(momentum=0.0), {"lr": 0.0}, r"learning rate, which is 0"),
+        (LocalSGD(momentum=0.0), {"lr": 0.0}, r"lr must be > 0, got 0"),
     ],
 )
 def test_what_a_client_must_be(train_fn, config, reason):

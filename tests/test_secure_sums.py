@@ -251,7 +251,7 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch):
 
 def test_clients_hide_among_enough(tmp_path):
     strategy = STRATEGIES["fedfisher"](secure=SecureSums())
-    with pytest.raises(RoundError, match="2 clients take part, and this one"):
+    with pytest.raises(RoundError, match="2 clients take part, but this client"):
         merged(strategy, secure_app(tmp_path), clients=2)
     app = secure_app(tmp_path, min_clients=2)
     merged(STRATEGIES["fedfisher"](secure=SecureSums()), app, clients=2)
@@ -261,7 +261,7 @@ def test_a_client_may_refuse_everything_else(tmp_path):
     app = make_client_app(
         client_of, mods=[SecureSumsMod(required=True, state_dir=tmp_path)]
     )
-    with pytest.raises(RoundError, match="replies to secure sums only"):
+    with pytest.raises(RoundError, match="replies only to secure sums"):
         merged(STRATEGIES["fedfisher"](), app)
     merged(STRATEGIES["fedfisher"](secure=SecureSums()), app)
 
@@ -269,8 +269,8 @@ def test_a_client_may_refuse_everything_else(tmp_path):
 def test_what_is_no_sum_is_refused_before_anybody_trains():
     app = Watched()
     for strategy, reason in (
-        (FedFisherOneShot(secure=SecureSums()), "takes more than sums"),
-        (Scaffold(secure=SecureSums()), "takes more than sums"),
+        (FedFisherOneShot(secure=SecureSums()), "needs more than sums"),
+        (Scaffold(secure=SecureSums()), "needs more than sums"),
     ):
         with pytest.raises(ConfigurationError, match=reason):
             merged(strategy, app)
@@ -306,7 +306,7 @@ def test_an_exchange_of_anothers_keys_is_told(tmp_path, caplog):
 SPOILT = {
     "keys": ("keys", "secure/keys", "public key"),
     "shares": ("shares", "secure/sealed-shares", "other arrays than most"),
-    "wrong": ("open", "secure/shares", "not the share of"),
+    "wrong": ("open", "secure/shares", "wrong shares of"),
 }
 
 
@@ -380,9 +380,9 @@ def keys_of(folder, names):
     ("signers", "says"),
     [
         ("abc", None),
-        ("abx", "signed by nobody whose key this client trusts"),
-        ("abb", "b has signed for clients"),
-        ("ab-", "signed by nobody"),
+        ("abx", "no client that this one trusts has signed"),
+        ("abb", "b has signed for two clients"),
+        ("ab-", "no client that this one trusts"),
     ],
 )
 def test_keys_are_those_of_clients_that_are_trusted(signers, says, tmp_path):
@@ -415,9 +415,11 @@ def test_a_server_that_hands_out_keys_of_its_own_is_found_out(tmp_path):
     signed = signature(tmp_path / "a", 0, client.public())
     known = Trusted.of(trusted)
     known.check({0: client.public()}, {0: signed})
-    with pytest.raises(ClientError, match="client 0 are not those that a has signed"):
+    with pytest.raises(
+        ClientError, match="client 0 differ from those that a has signed"
+    ):
         known.check({0: forged.public()}, {0: signed})
-    with pytest.raises(ClientError, match="client 1 are not those"):
+    with pytest.raises(ClientError, match="client 1 differ from those"):
         known.check({1: client.public()}, {1: signed})
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigurationError, match=r"no \*\.pub"):
@@ -442,12 +444,12 @@ def test_what_another_version_kept_of_a_sum_is_named(tmp_path):
     group = {"record": record, "words": torch.empty(0, dtype=torch.uint32)}
     for tensors in (group, {"words": group["words"]}):
         with pytest.raises(
-            CheckpointError, match="a secure sum is not as this version"
+            CheckpointError, match="a secure sum is not in this version"
         ):
             SecureState.of(ServerState({}, {"secure": tensors}))
     disk = ClientDisk(tmp_path, "secure", 0, "1")
     disk.save("secure-sum", {}, note=to_json({"secrets": [], "index": 0}))
-    with pytest.raises(ClientError, match="are not as this version writes them"):
+    with pytest.raises(ClientError, match="are not in this version's format"):
         SumMemory.load(disk, 0)
 
 

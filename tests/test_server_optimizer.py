@@ -179,7 +179,7 @@ def test_every_name_makes_its_optimiser():
         ("sgd", float("nan"), "lr must be >= 0"),
         (partial(torch.optim.SGD, lr=-1.0), None, "Invalid learning rate"),
         (partial(torch.optim.SGD, lt=1.0), None, "lt"),
-        (lambda parameters: None, None, "factory returned a NoneType"),
+        (lambda parameters: None, None, "not a NoneType"),
         (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), None, "or a factory such"),
     ],
 )
@@ -233,7 +233,7 @@ def test_an_unusable_gradient_is_named(gradient, message):
 
 @pytest.mark.parametrize("key", ["c/step", "b/step:complex"])
 def test_a_state_of_another_model_is_refused(key):
-    with pytest.raises(ParamsError, match=f"the state has '{key}'"):
+    with pytest.raises(ParamsError, match=f"optimizer's state '{key}'"):
         server_step(
             start(), gradients()[0], {key: torch.ones(())}, make_optimizer("adam")
         )

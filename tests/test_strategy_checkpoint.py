@@ -362,7 +362,7 @@ def test_a_round_that_cannot_be_opened_again_stays(tmp_path):
 @pytest.mark.parametrize(
     ("options", "change"),
     [
-        ({"seed": 1}, "with other options: seed: 0 -> 1; resume it with"),
+        ({"seed": 1}, "with other options: seed: 0 -> 1. Resume it with"),
         ({"fraction_train": 0.75}, "fraction_train: 1.0 -> 0.75"),
         ({"min_train_nodes": 3}, "min_train_nodes: 2 -> 3"),
         ({"weighted_by_key": "loss"}, "weighted_by_key: 'num-examples' -> 'loss'"),

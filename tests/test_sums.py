@@ -394,8 +394,8 @@ def test_a_client_uploads_its_contribution():
 @pytest.mark.parametrize(
     ("config", "error", "text"),
     [
-        ({"structure": "kfac"}, ClientError, "structure='diagonal' and .* not for 'kf"),
-        ({}, ClientError, "not for None"),
+        ({"structure": "kfac"}, ClientError, "structure='diagonal' and .* not 'kf"),
+        ({}, ClientError, "not None"),
         (
             {"structure": "diagonal", "codec": "fedavg", "codec-version": 2},
             ClientError,
@@ -617,10 +617,10 @@ def test_uploads_are_added_as_they_come_in_any_order():
         ({"codec": "fedavg"}, "aggregate='sums' needs codec='lossless'"),
         ({"codec": "small"}, "aggregate='sums' needs codec='lossless'"),
         ({"codec": Codec(budget=0.5)}, "aggregate='sums' needs codec='lossless'"),
-        ({"balance": 1.0}, "balance must be 0 where the server knows sums only"),
+        ({"balance": 1.0}, "balance must be 0, got 1.0: the server knows only sums"),
         ({"weighted_by_key": "trust"}, "needs weighted_by_key='num-examples'"),
         ({"anchor": -1.0}, "anchor must be"),
-        ({"score": lambda params: 0.0}, "score is for solver='adam'"),
+        ({"score": lambda params: 0.0}, "score works with solver='adam' only"),
         ({"aggregate": "mean"}, "unknown aggregate 'mean'; known: parts, sums"),
         ({"structure": "kfac", "solver": "closed-form"}, "needs structure='diagonal'"),
     ],

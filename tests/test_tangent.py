@@ -343,7 +343,7 @@ REFUSED = [
     (on(VECTORS, Tied), StructureError, "'head' shares .* 'embedding'"),
     (on(VECTORS, OutOfOrder), StructureError, "'head' is called after 'fc'"),
     (on(VECTORS, lambda: OutOfOrder(1)), StructureError, "'head' is called after 'fc'"),
-    (on(VECTORS, OutOfOrder, head="fc"), StructureError, "head 'fc' fails"),
+    (on(VECTORS, OutOfOrder, head="fc"), StructureError, "fails after its head 'fc'"),
     (on(randn(0, 2, 1, 9, 9), small_net), RuntimeError, "mat1 and mat2"),
     (on(VECTORS, Twice), StructureError, "'fc' is called 2 times"),
     (on(VECTORS, Unused), StructureError, "'spare' is called 0 times"),

@@ -471,7 +471,7 @@ REFUSED = [
         for wrong, error, culprit in REFUSED_BY_BOTH
     ),
     (lambda: update(residual=Y0[:2]), ParamsError, "residual has shape"),
-    (lambda: update(Z0[:4], Y0[:4]), ParamsError, "of 5 examples, Z has 4"),
+    (lambda: update(Z0[:4], Y0[:4]), ParamsError, "has 5 examples, but Z has 4"),
     (lambda: Spectrum(torch.ones(3), torch.eye(4)), ParamsError, "spectrum"),
     (lambda: average(ends=[W0, W0[:3]], weights=[1, 1]), ParamsError, "shape"),
     (lambda: average(c=W0[:3]), ParamsError, "shape"),

@@ -94,7 +94,7 @@ def test_data_whose_splits_do_not_fit_are_refused():
     good = images()
     with pytest.raises(DataError, match="test split is empty"):
         Splits(good, good.subset([]), ("a", "b"))
-    with pytest.raises(DataError, match="run from 0 to 1, outside the 1"):
+    with pytest.raises(DataError, match="run from 0 to 1, but there"):
         Splits(good, good, ("a",))
     with pytest.raises(DataError, match=r"shape \[1, 3, 3\].*\[1, 2, 2\]"):
         Splits(good, images(side=3), ("a", "b"))
@@ -311,7 +311,7 @@ def test_a_wrong_image_folder_shows_the_layout(tmp_path, wrong, holds):
 def test_image_folder_with_other_classes_in_test(tmp_path):
     write_folders(tmp_path)
     (tmp_path / "test" / "bee").rename(tmp_path / "test" / "wasp")
-    with pytest.raises(DataError, match=r"named as classes \(ant, bee.*wasp"):
+    with pytest.raises(DataError, match=r"names of classes \(ant, bee.*wasp"):
         load_dataset(f"imagefolder:{tmp_path}")
 
 

@@ -188,8 +188,8 @@ IMAGES = {"dataset": "digits", "partition": "iid"}
     ("changes", "error", "message"),
     [
         ({"dataset": "digits", "model": "mlp"}, ConfigurationError, "'by-document'"),
-        ({"model": "lenet"}, ConfigurationError, "'lenet' .* for these: transformer$"),
-        (IMAGES, ConfigurationError, "'transformer' .* for these: logistic, mlp"),
+        ({"model": "lenet"}, ConfigurationError, "'lenet' .* use one of transformer$"),
+        (IMAGES, ConfigurationError, "'transformer' .* use one of logistic, mlp"),
         ({"num_partitions": 500}, DataError, "fewer clients"),
         ({"num_partitions": 0}, ConfigurationError, "num_partitions"),
     ],

@@ -179,7 +179,7 @@ def test_shapes_that_do_not_fit():
         TCTModel(net(), weight[:, 0], mean, std, seed=0)
     with pytest.raises(ParamsError, match="std must be positive"):
         TCTModel(net(), weight, mean, std - std[0], seed=0)
-    with pytest.raises(ParamsError, match=r"\(20, 2\).* 20 features for 3 classes"):
+    with pytest.raises(ParamsError, match=r"\(20, 2\).* 20 features and 3 classes"):
         TCTModel(net(), weight[:, 1:], mean, std, seed=0)
     with pytest.raises(ParamsError, match=r"\(90, 3\).* 26 features"):
         TCTModel(net(), *parts(features=90), seed=0)

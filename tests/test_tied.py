@@ -56,7 +56,7 @@ def test_both_names_at_once_are_refused():
 def test_batch_statistics_in_eval_mode_are_refused(affine, structure):
     norm = nn.BatchNorm2d(3, affine=affine, track_running_stats=False)
     model = nn.Sequential(nn.Conv2d(1, 3, 2), norm, nn.Flatten())
-    with pytest.raises(StructureError, match="layer '1' normalises by the batch"):
+    with pytest.raises(StructureError, match="layer '1' normalises by the statistics"):
         fisher(model, [torch.randn(4, 1, 3, 3)], structure=structure)
 
 

@@ -119,7 +119,7 @@ FAILURES = {
     ),
     "too-large": fails(
         StructureError,
-        "needs 9.2 GB",
+        "need 9.2 GB",
         model=lambda: nn.Linear(3, 12_000),
         config={"structure": "dense"},
     ),
@@ -129,16 +129,16 @@ FAILURES = {
     "two-outputs": fails(
         StructureError, "the model returns a tuple", model=lambda: TwoOutputs(3, 3)
     ),
-    "no-pair": fails(DataError, "named as labels", loader=[{"a": REAL, "b": REAL}]),
+    "no-pair": fails(DataError, "a name of labels", loader=[{"a": REAL, "b": REAL}]),
     "no-labels": fails(
         DataError,
-        "labels are needed",
+        "no tensor of labels",
         loader=DataLoader(tiny_data(2).tensors[0], 4),
         config=EMPIRICAL,
     ),
     "real-labels": fails(
         DataError,
-        "give class indices",
+        "must be class indices",
         loader=with_inputs(lambda x: x, REAL),
         config=EMPIRICAL,
     ),
@@ -155,7 +155,7 @@ FAILURES = {
     ),
     "broadcast": fails(
         StructureError,
-        r"Labels \[4\] may be broadcast against outputs \[4, 1\]",
+        r"labels, \[4\], may be broadcast against the outputs, \[4, 1\]",
         model=lambda: nn.Linear(3, 1),
         loader=with_inputs(lambda x: x, REAL),
         likelihood="gaussian",
@@ -165,7 +165,7 @@ FAILURES = {
         DataError, "do not fit outputs", likelihood="gaussian", config=EMPIRICAL
     ),
     "likelihood": fails(
-        StructureError, "WrongLikelihood.columns gave", likelihood=WrongLikelihood()
+        StructureError, "WrongLikelihood.columns returned", likelihood=WrongLikelihood()
     ),
     "score": fails(KeyError, "score", likelihood=WrongLikelihood(), config=EMPIRICAL),
     "nan-inputs": fails(
@@ -270,7 +270,7 @@ def test_a_model_that_cannot_be_copied_is_trained(caplog):
 
     with pytest.raises(Trained), caplog.at_level(logging.INFO):
         ask_untrained(Locked(3, 3))
-    assert "Nothing can be tried before training: TypeError: a lock" in caplog.text
+    assert "Skipping the trial before training: TypeError: a lock" in caplog.text
 
 
 # --- and it changes nothing
@@ -462,7 +462,7 @@ def test_where_no_process_can_read_training_goes_on(stuck, monkeypatch, caplog):
         monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(Trained), caplog.at_level(logging.INFO):
         ask_untrained(loader=DataLoader(Stuck(), 4))
-    assert "Nothing can be tried before training" in caplog.text
+    assert "Skipping the trial before training" in caplog.text
 
 
 def test_it_is_done_once_a_request_and_only_for_curvature(monkeypatch):
@@ -535,7 +535,7 @@ def test_a_stream_keeps_its_first_batch(caplog):
     with pytest.raises(Trained), caplog.at_level(logging.INFO):
         ask_untrained(loader=loader)
     assert loader.dataset.read == 0
-    assert "Nothing can be tried before training: the data are a stream" in caplog.text
+    assert "Skipping the trial before training: the data are a stream" in caplog.text
 
 
 def untrained(number, loss):
@@ -569,7 +569,7 @@ def test_a_loop_may_take_what_it_likes_of_an_endless_stream(monkeypatch):
     client = FisherClient(tiny_model(), loader, device="cpu", train_fn=some_steps)
     config = {"structure": "kfac", "examples": 8}
     assert metrics_of(ask(client, config=config | {"note": 1}))["num-examples"] == 12
-    with pytest.raises(DataError, match="return 'num-examples' from a train_fn"):
+    with pytest.raises(DataError, match="return 'num-examples' from your own "):
         ask(client, config=config)
 
 
@@ -636,7 +636,7 @@ class InWorkers(Dataset):
 def test_what_cannot_be_read_is_left_to_training(caplog):
     with pytest.raises(Trained), caplog.at_level(logging.INFO):
         ask_untrained(loader=DataLoader(InWorkers(), 4))
-    assert "Nothing can be tried before training: AttributeError" in caplog.text
+    assert "Skipping the trial before training: AttributeError" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -686,5 +686,5 @@ def test_tct_looks_at_labels_in_its_first_stage():
     loader = with_inputs(lambda x: x, torch.full((12,), 7))
     config = {"check": "tct-check", "num-features": 10, "local-steps": 5}
     client = FisherClient(tiny_model(), loader, device="cpu", train_fn=never)
-    with pytest.raises(FlwrFisherError, match="labels must be one class an example"):
+    with pytest.raises(FlwrFisherError, match="labels must be one class for"):
         ask(client, config=config)

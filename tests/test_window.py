@@ -255,7 +255,9 @@ def test_a_late_upload_counts_when_the_merge_is_made_again(clock, tmp_path, capl
     first = life()
     assert first.train_metrics_clientapp[1]["num-replies"] == 3
     assert first.train_metrics_clientapp[1]["num-late"] == 1
-    assert "partition-3 to round 1 came after its end; it is kept" in caplog.text
+    assert (
+        "partition-3 to round 1 came after the round's end; keeping it" in caplog.text
+    )
     # What was made of the others is the same when the run is resumed.
     (tmp_path / "round-0001.safetensors").unlink()
     assert same_bits(life(resume=True).arrays, first.arrays)
@@ -270,7 +272,7 @@ def test_a_run_kept_nowhere_cannot_be_opened_again(tmp_path):
         start(grid, reopen=True)
     start(grid, checkpoint_dir=tmp_path)
     shutil.rmtree(tmp_path / "uploads-0001")
-    with pytest.raises(CheckpointError, match="it cannot be opened again"):
+    with pytest.raises(CheckpointError, match="cannot be opened again"):
         start(grid, checkpoint_dir=tmp_path, resume=True, reopen=True)
 
 
@@ -303,4 +305,7 @@ def test_without_a_window_those_who_were_missing_are_asked_again(
     options |= {"resume": True, "reopen": True}
     assert clients_of(start(grid, policy=LIFTED, **options)) == [0, 1, 2]
     assert sorted(p for _, p in app.trained) == [0, 1, 2]
-    assert "not asked, since round 1 began without them: partition-3" in caplog.text
+    assert (
+        "round 1 began before these nodes connected, so they are not asked: partition-3"
+        in caplog.text
+    )

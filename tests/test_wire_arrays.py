@@ -173,8 +173,8 @@ HOSTILE = {
     ),
     "wraps around 64 bits": (said_twice((2**32, 2**32), b""), "0 bytes of entries"),
     "astronomic": (said_twice(VAST, b""), "0 bytes of entries"),
-    "astronomic, declared": (declared(GOOD, (huge_int(5000), 3)), "declared as"),
-    "long, declared": (declared(GOOD, (1,) * 10**5), "declared as float32 of shape"),
+    "astronomic, declared": (declared(GOOD, (huge_int(5000), 3)), "announced as"),
+    "long, declared": (declared(GOOD, (1,) * 10**5), "announced as float32 of shape"),
     "big-endian": (of_numpy(entries((2, 3), ">f4"), ">f4"), "no >f4"),
     "objects": (declared(with_header(header(descr="|O"), BODY), dtype="object"), "no"),
     "a text": (of_numpy(np.array("abc"), "<U3"), "torch has no <U3"),
@@ -194,15 +194,15 @@ HOSTILE = {
         "other than 0 and 1",
     ),
     "other shape": (declared(GOOD, (3, 2)), r"as .* \(3, 2\), but .* \(2, 3\)"),
-    "flat": (declared(GOOD, (6,)), "declared as"),
-    "other dtype": (declared(GOOD, dtype="int32"), "declared as int32"),
-    "garbage dtype": (declared(GOOD, dtype="\x1b[2J\n\ud800"), "declared as"),
-    "long dtype": (declared(GOOD, dtype="x" * 10**6), "declared as x{79}…"),
-    "dtype None": (declared(GOOD, dtype=None), "declared as None"),
+    "flat": (declared(GOOD, (6,)), "announced as"),
+    "other dtype": (declared(GOOD, dtype="int32"), "announced as int32"),
+    "garbage dtype": (declared(GOOD, dtype="\x1b[2J\n\ud800"), "announced as"),
+    "long dtype": (declared(GOOD, dtype="x" * 10**6), "announced as x{79}…"),
+    "dtype None": (declared(GOOD, dtype=None), "announced as None"),
     "shape None": (declared(GOOD, None), "unreadable"),
-    "shape of texts": (declared(GOOD, ("2", "3")), "declared as"),
-    "shape of NaN": (declared(GOOD, (float("nan"), 3)), "declared as"),
-    "nested shape": (declared(GOOD, ((2, 3),)), "declared as"),
+    "shape of texts": (declared(GOOD, ("2", "3")), "announced as"),
+    "shape of NaN": (declared(GOOD, (float("nan"), 3)), "announced as"),
+    "nested shape": (declared(GOOD, ((2, 3),)), "announced as"),
     "other stype": (declared(GOOD, stype="torch.tensor"), "stype torch.tensor"),
     "long stype": (declared(GOOD, stype="\n" * 10**6), r"stype \\n\\n"),
 }
@@ -265,7 +265,7 @@ def test_a_record_over_the_limit_is_refused_by_its_largest_array():
         arrays_to_tensors(record, limit=total - 1)
     assert caught.value.field == "b"
     assert caught.value.reason == (
-        f"{total} bytes arrived, and at most {total - 1} fit"
+        f"{total} bytes arrived, but at most {total - 1} are allowed"
     )
 
 

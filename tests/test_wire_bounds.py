@@ -159,7 +159,7 @@ def test_too_many_keys_are_refused_before_anything_is_read(start, monkeypatch):
     record = ArrayRecord({f"{start}{number}": array for number in range(5000)})
     refuse_to_read(monkeypatch)
     for reader, read in READERS.items():
-        text = "5000 arrived, and at most" if reader != "packed" else "this key alone"
+        text = "5000 arrived, but at most" if reader != "packed" else "this key alone"
         with pytest.raises(WireError, match=text):
             read(record)
 
@@ -168,7 +168,7 @@ def test_a_container_has_no_more_entries_than_the_model_has_parts():
     like = {"w": torch.zeros(8)}
     entries = {f"{number}": torch.zeros(1, dtype=torch.uint8) for number in range(60)}
     record = ArrayRecord({PACKED: Array(np.frombuffer(save(entries), np.uint8))})
-    with pytest.raises(WireError, match="60 arrived, and at most 5 can be"):
+    with pytest.raises(WireError, match="60 arrived, but at most 5 are allowed"):
         FisherUpload.from_arrays(record, like, Codec("fedavg", budget=30.0))
 
 

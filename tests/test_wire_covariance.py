@@ -115,7 +115,7 @@ SPOILED = {
     "parameter's shape": (changed("6.bias", lambda a: a[:2]), "6.bias", "shape"),
     "parameter's dtype": (changed("6.bias", lambda a: a.astype("f8")), "6.bias", "64"),
     "parameter's NaN": (changed("6.bias", lambda a: a * NAN), "6.bias", "NaN"),
-    "none": (no_moments, "curvature/", "no inputs' second moment arrived"),
+    "none": (no_moments, "curvature/", "no second moment of inputs"),
     "shape": (changed(FC, lambda a: a[:, :20, :20]), FC, r"shape \(1, 20, 20\)"),
     "dimensions": (changed(FC, lambda a: a[0]), FC, "shape"),
     "groups": (changed(CONV, lambda a: np.repeat(a, 3, 0)), CONV, "shape"),
@@ -193,7 +193,7 @@ def test_what_is_announced_must_be_what_arrives():
     record = arrays()
     data = header((1, 10**6, 10**6))
     record[FC] = Array("float32", (1, 25, 25), "numpy.ndarray", data)
-    with pytest.raises(WireError, match=f"'{FC}': unreadable array: declared as"):
+    with pytest.raises(WireError, match=f"'{FC}': unreadable array: announced as"):
         read(record)
 
 

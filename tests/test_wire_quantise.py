@@ -164,7 +164,7 @@ def test_what_is_no_float_or_as_narrow_is_sent_as_it_is():
     assert torch.equal(param_back(exact, 64), exact)
     entry, flags = encode_param(torch.tensor([True, False]), 16), torch.zeros(2).bool()
     entry[-1] = 2
-    with pytest.raises(WireError, match="no bool"):
+    with pytest.raises(WireError, match="other than 0 and 1"):
         decode_param(entry, flags, field="x")
 
 

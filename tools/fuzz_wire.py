@@ -1,12 +1,12 @@
-"""Spoiled uploads by the thousand: each is read, or refused with a WireError.
+"""Fuzzing of the wire: each corrupt upload is read, or refused with a WireError.
 
     python tools/fuzz_wire.py --count 100000 --seed 0
 
-Every upload of a curvature starts as a good one and is spoiled at random, on one of its
-levels: the record's arrays and what they declare, the bytes of an array, a container's
-header, an entry's head or its bytes. Nothing else than a WireError may come of it, no
-number that is not finite, no negative variance, no factor that is not symmetric, and no
-more memory than a small multiple of what an upload of that model may take.
+Each upload of a curvature starts as a valid one, and is corrupted at random on one of
+its levels: the record's arrays and their announced forms, the bytes of an array, a
+container's header, an entry's head or its bytes. Reading it must give a WireError, or
+finite numbers, variances >= 0 and symmetric factors. It must take no more memory than a
+small multiple of the largest upload of that model.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Kills servers and clients with ``kill -9``, and starts them again until they finish.
+"""Kill servers and clients with ``kill -9``, and start them again until they finish.
 
-``python tools/killing.py FOLDER --random 100`` prints a line of JSON a trial. Modules
-are imported once: each life of a server is a fork of this process, and each training of
-a client is a fork of the server's, as in a deployment.
+``python tools/killing.py FOLDER --random 100`` prints a line of JSON for each trial.
+Modules are imported once: each start of a server is a fork of this process, and each
+training of a client is a fork of the server's process.
 """
 
 import argparse

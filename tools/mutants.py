@@ -1,16 +1,16 @@
-"""How many changes of single lines the tests notice, here and in another commit.
+"""Count the changes of single lines that the tests notice, here and in another commit.
 
     python tools/mutants.py --against REV [--count 300] [--jobs 2] [--seconds 60]
 
-A mutant is the library with one expression turned round: a comparison, an operator, a
-constant, a condition, a `raise` that is left out. Mutants are drawn evenly over the
-rooms, of statements that are in both trees, in a function of one name. For each, forty
-of the tests that reach its line run, those first that reach little else, for
-`--seconds` at most; which they are is measured first, by coverage.py
-(`pip install coverage`). The table says of each room how many were killed in either
-tree; what lived is listed below it.
+A mutant is the library with one changed expression: a comparison, an operator, a
+constant, a condition, or a `raise` that is left out. Mutants are drawn evenly over the
+rooms, from statements that are in both trees, in functions of the same name. For each
+mutant, forty of the tests that reach its line run, for `--seconds` at most; tests that
+reach few other lines run first. coverage.py (`pip install coverage`) measures which
+tests reach a line. The table has the number of killed mutants for each room and tree,
+and the survivors are listed below it.
 
-What is measured is kept in `build/mutants`: a run that was stopped goes on.
+The measurements are kept in `build/mutants`, so that a stopped run continues.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Whether a change that only moves code changes a bit: this tree beside another commit.
+"""Compare all results with another commit, bit for bit, after a change that moves code.
 
     python tools/same_bits.py --against REV
 
-Every strategy, option, structure, codec and app is run with virtual clients on tiny
-data, here and in a copy of REV, in processes of their own. What is compared are the
-digests of every message, both ways, of the model after every run, and of the metrics.
-Names that differ are printed, and the exit status is then 1. It uses what the README
-promises alone, so that it runs on both sides of a reorganisation.
+Every strategy, option, structure, codec and app runs with virtual clients on tiny data,
+here and in a copy of REV, in separate processes. The tool compares the digests of all
+messages in both directions, of the model after each run, and of the metrics. It prints
+the names of cases that differ, and its exit status is then 1. It uses only what the
+README promises, so that it runs on both sides of a reorganisation.
 
-`--messages uploads` leaves out what the server sends, where that is meant to change.
+`--messages uploads` leaves out the server's messages, if these are meant to change.
 """
 
 import argparse

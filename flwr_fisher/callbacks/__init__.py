@@ -1,4 +1,4 @@
-"""What is called after each round: tables, trackers, the best model, an early end.
+"""Callbacks after each round: tables, trackers, the best model, early stopping.
 
 ``strategy.start(..., callbacks=[...])`` calls each after every round.
 """

@@ -1,4 +1,4 @@
-"""When a callback is called, with what, and what becomes of its errors."""
+"""The interface of callbacks; how they are called, and how their errors are raised."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -10,8 +10,8 @@ from flwr_fisher.errors import CallbackError, ConfigurationError
 
 Value = int | float | list[int] | list[float]
 History = Mapping[int, Mapping[str, Value]]
-"""By round, metrics by name: ``train/…`` and ``evaluate/…`` are the clients', averaged,
-``server/…`` is what ``evaluate_fn`` returned. Round 0 is before the first."""
+"""Metrics by name, by round. ``train/…`` and ``evaluate/…`` are means over the clients,
+and ``server/…`` is what ``evaluate_fn`` returned. Round 0 is before the first."""
 
 
 def history_of(result: Result) -> dict[int, dict[str, Value]]:
@@ -36,15 +36,15 @@ def history_of(result: Result) -> dict[int, dict[str, Value]]:
 
 
 class Callback(Protocol):
-    """Anything with this method."""
+    """A callback: any object with a method `on_round_end`."""
 
     def on_round_end(
         self, server_round: int, arrays: ArrayRecord, history: History
     ) -> bool | None:
-        """Learn that a round is finished, and on the disk where the run is kept.
+        """Do something after a round; with a checkpoint_dir, the round is on the disk.
 
-        A run that is resumed calls it at once, for the last round that was finished:
-        the crash may have come before the call. So it may see that round twice.
+        A resumed run first calls it for the last round that was finished, because a
+        crash may have come before the call. So it may see that round twice.
 
         Parameters
         ----------
@@ -63,17 +63,17 @@ class Callback(Protocol):
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Refuse what is no callback, before anything begins.
+    """Check that each callback has its method, before the run begins.
 
     Raises
     ------
     ConfigurationError
-        Naming it.
+        Naming the object that is no callback.
     """
     for callback in callbacks:
         if not callable(getattr(callback, "on_round_end", None)):
             raise ConfigurationError(
-                f"a callback has a method on_round_end, and {callback!r} has none"
+                f"callbacks must have a method on_round_end, and {callback!r} has none"
             )
 
 
@@ -83,12 +83,12 @@ def call(
     arrays: ArrayRecord,
     history: History,
 ) -> list[str]:
-    """Call all; return the names of those that end the run.
+    """Call all callbacks; return the names of those that end the run.
 
     Raises
     ------
     CallbackError
-        Naming the first that failed, when all others have been called.
+        Naming the first that failed, after all others have been called.
     """
     ending = []
     failed: tuple[str, Exception] | None = None
@@ -103,7 +103,7 @@ def call(
         name, reason = failed
         raise CallbackError(
             f"{name}.on_round_end failed after round {server_round}: "
-            f"{type(reason).__name__}: {reason}; the round is finished: with a "
+            f"{type(reason).__name__}: {reason}. The round itself is finished: with a "
             "checkpoint_dir, resume=True goes on from there"
         ) from reason
     return ending

@@ -1,4 +1,4 @@
-"""Callbacks that write all metrics: a table, and trackers where they are installed."""
+"""Callbacks that write all metrics: to a table, or to a tracker that is installed."""
 
 import csv
 import io
@@ -13,11 +13,11 @@ from flwr_fisher.callbacks.base import History
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.files import save_text
 
-_ODD = re.compile(r"[^\w\-. /:]")  # a client names its metrics as it likes
+_ODD = re.compile(r"[^\w\-. /:]")  # clients choose the names of their metrics
 
 
 class _Tracker:
-    """Hands on the numbers of each round once; lists are left out."""
+    """Logs each round's numbers once, without lists."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -25,7 +25,7 @@ class _Tracker:
     def on_round_end(
         self, server_round: int, arrays: ArrayRecord, history: History
     ) -> None:
-        """Log the rounds that were not logged yet: of a resumed run, all of them."""
+        """Log the rounds that this object has not logged; a resumed run logs all."""
         for number, record in sorted(history.items()):
             if number > self._last:
                 self.log(number, dict(_numbers(record)))
@@ -96,7 +96,7 @@ class MLflow(_Tracker):
             mlflow.log_params(params)
 
     def log(self, server_round: int, numbers: dict[str, float]) -> None:
-        """Log the metrics; what MLflow allows in no name becomes an underscore."""
+        """Log the metrics; characters that MLflow does not allow become underscores."""
         named = {_ODD.sub("_", name): value for name, value in numbers.items()}
         self._mlflow.log_metrics(named, step=server_round)
 
@@ -128,7 +128,7 @@ class WandB(_Tracker):
         self._run = run
 
     def log(self, server_round: int, numbers: dict[str, float]) -> None:
-        """Log the metrics, at the round as their step."""
+        """Log the metrics, with the round as their step."""
         self._run.log(numbers, step=server_round)
 
 
@@ -137,7 +137,7 @@ def _missing(package: str) -> ConfigurationError:
 
 
 class CSVFile:
-    """Writes all metrics after each round: a row a round, a column a metric.
+    """Writes all metrics to a table: one row a round, one column a metric.
 
     The file is written anew each time, whole or not at all, so it has each round once,
     whatever crashes; a metric that comes later has empty fields before. A list is

@@ -1,4 +1,4 @@
-"""Callbacks that watch one metric of a run: the best model on disk, an early end."""
+"""Callbacks that watch one metric: they save the best model, or end the run early."""
 
 from math import inf, isnan
 from pathlib import Path
@@ -20,14 +20,14 @@ _MODES = ("max", "min")
 
 
 class Watched:
-    """A metric that is to grow, or to fall.
+    """A metric, and whether larger or smaller values are better.
 
     Parameters
     ----------
     name : str
-        As in the history: ``server/accuracy``, for example.
+        Its name in the history, such as ``server/accuracy``.
     mode : "max" | "min"
-        What is better.
+        Whether a larger or a smaller value is better.
     """
 
     def __init__(self, name: str, mode: str) -> None:
@@ -35,14 +35,14 @@ class Watched:
         self.name, self._sign = name, 1.0 if mode == "max" else -1.0
 
     def values(self, server_round: int, history: History) -> dict[int, float]:
-        """Return what there is of it by round; where it is larger, it is better.
+        """Return the metric's values by round, signed so that larger is better.
 
-        There may be none yet: not every round need be evaluated.
+        There may be none yet, because not every round need be evaluated.
 
         Raises
         ------
         ConfigurationError
-            If no round has it, and one has others of its kind, or it is a list.
+            If the metric is a list, or if rounds have other metrics of its kind only.
         """
         known = {n: r[self.name] for n, r in history.items() if self.name in r}
         if not known:
@@ -50,39 +50,41 @@ class Watched:
         return {n: self._better(value) for n, value in known.items() if n}
 
     def _check_may_come(self, server_round: int, history: History) -> None:
-        """Raise where a later round cannot have it either."""
+        """Raise an error if no later round can have the metric either."""
         kind, slash, _ = self.name.partition("/")
         if not slash:
             raise ConfigurationError(
-                f"'{self.name}' is no name of a metric, such as 'server/accuracy' or "
-                "'evaluate/loss'"
+                f"'{self.name}' is not the name of a metric: names are such as "
+                "'server/accuracy' or 'evaluate/loss'"
             )
         names = sorted({name for record in history.values() for name in record})
         if any(name.startswith(f"{kind}/") for name in names):
             raise ConfigurationError(
-                f"no round up to {server_round} has the metric '{self.name}'; there "
-                f"are: {', '.join(names)}"
+                f"no round up to {server_round} has the metric '{self.name}'. The "
+                f"metrics are: {', '.join(names)}"
             )
 
     def _better(self, value: Value) -> float:
         if isinstance(value, list):
-            raise ConfigurationError(f"'{self.name}' is a list, not a number")
+            raise ConfigurationError(
+                f"the metric '{self.name}' is a list: watch one that is a number"
+            )
         return -inf if isnan(value) else self._sign * value
 
 
 class BestModel:
-    """Writes the model whenever a round is the best so far.
+    """Saves the model after each round that is the best so far.
 
     Parameters
     ----------
     path : str | Path
-        A ``.safetensors`` file, written whole or not at all. Which round it is of
-        stands in its metadata.
+        A ``.safetensors`` file, written whole or not at all. Its metadata name the
+        round.
     metric : str, default "server/accuracy"
-        What decides. Choose on validation data: of a test set, the best round's
-        accuracy says too much.
+        The metric that decides. Measure it on validation data: on a test set, the
+        accuracy of the best round is too optimistic.
     mode : "max" | "min", default "max"
-        What is better.
+        Whether a larger or a smaller value is better.
 
     Examples
     --------
@@ -99,7 +101,7 @@ class BestModel:
     def on_round_end(
         self, server_round: int, arrays: ArrayRecord, history: History
     ) -> None:
-        """Write it, if no round before was as good."""
+        """Save the model if no earlier round was as good."""
         values = self._watched.values(server_round, history)
         if max(values, key=lambda n: (values[n], -n), default=0) != server_round:
             return
@@ -109,21 +111,21 @@ class BestModel:
 
 
 class EarlyStopping:
-    """Ends a run that has not become better for some rounds.
+    """Ends a run if its metric has not improved for `patience` rounds.
 
-    It looks at all rounds each time: a resumed run ends where the uninterrupted one
-    would. With more patience it goes on.
+    It looks at all rounds each time, so a resumed run ends where an uninterrupted one
+    would. Resume it with more patience, and it goes on.
 
     Parameters
     ----------
     metric : str, default "server/accuracy"
-        What decides; not of a test set.
+        The metric that decides, which must not be measured on the test set.
     mode : "max" | "min", default "max"
-        What is better.
+        Whether a larger or a smaller value is better.
     patience : int, default 5
-        How many rounds may pass without a better one.
+        How many rounds may pass without an improvement.
     min_delta : float, default 0
-        By how much it must be better.
+        The smallest change that counts as an improvement.
 
     Examples
     --------
@@ -150,7 +152,7 @@ class EarlyStopping:
     def on_round_end(
         self, server_round: int, arrays: ArrayRecord, history: History
     ) -> bool:
-        """Return whether to end."""
+        """Return whether to end the run."""
         best, since = float("-inf"), 0
         for number, value in sorted(
             self._watched.values(server_round, history).items()
@@ -159,7 +161,5 @@ class EarlyStopping:
                 best, since = value, number
         if not since or server_round - since < self.patience:
             return False
-        logger.info(
-            "'%s' has not become better since round %s", self._watched.name, since
-        )
+        logger.info("'%s' has not improved since round %s", self._watched.name, since)
         return True

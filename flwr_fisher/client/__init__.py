@@ -1,4 +1,4 @@
-"""The client's half: from a model, data and a loss to a Flower ``ClientApp``."""
+"""The client's side: a Flower ``ClientApp`` from a model, data and a loss."""
 
 from flwr_fisher.client.disk import ClientDisk, Kept
 from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app

@@ -1,4 +1,4 @@
-"""A client's own batch norms, whose statistics may lag behind what it has trained."""
+"""A client's own batch norms, whose statistics may lag behind its training."""
 
 from collections.abc import Iterator
 
@@ -12,12 +12,12 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.merge.refresh import norms_by_prefix, norms_training, refresh_norms
 from flwr_fisher.randomness import seeded
 
-_EXAMPLES = 256  # that are looked at
-_FACTOR, _MARGIN = 1.5, 0.5  # of losses; in nats where they are of classes
+_EXAMPLES = 256  # batches that are checked
+_FACTOR, _MARGIN = 1.5, 0.5  # of losses, in nats if they are of classes
 
 
 def catch_up_norms(problem: LocalProblem) -> None:
-    """Take statistics anew where the model is far worse in eval than in train mode.
+    """Recompute the norms' statistics if the model is far worse in eval mode.
 
     With a small ``momentum``, or few batches, running statistics are of weights that
     the training has long left: the model that is uploaded, and whose Fisher is taken,
@@ -32,21 +32,21 @@ def catch_up_norms(problem: LocalProblem) -> None:
     norms = set(norms_by_prefix(model).values())
     if not norms or not _can_be_read_again(problem):
         return
-    with seeded(0):  # of what is drawn here, nothing else depends
+    with seeded(0):  # nothing else depends on these random numbers
         few = _first(problem)
         try:
             with evaluating(model):
                 in_eval, *_ = score_batches(model, few, problem.loss)
             with norms_training(model, norms):
                 in_train, *_ = score_batches(model, few, problem.loss)
-        except FlwrFisherError:  # labels that are for another loss, in the user's loop
+        except FlwrFisherError:  # the labels are for another loss, in the user's loop
             return
         if not in_eval > _FACTOR * in_train + _MARGIN:
             return
         logger.warning(
-            "the batch norms' running statistics lag behind the trained model, whose "
-            "loss is %.3g in eval mode and %.3g in train mode: they are taken anew "
-            "from the training data",
+            "The batch norms' running statistics lag behind the trained model: its "
+            "loss is %.3g in eval mode and %.3g in train mode. Recomputing them from "
+            "the training data",
             in_eval,
             in_train,
         )
@@ -54,16 +54,16 @@ def catch_up_norms(problem: LocalProblem) -> None:
 
 
 def _can_be_read_again(problem: LocalProblem) -> bool:
-    """Return whether the loader gives its batches once more, and comes to an end."""
+    """Return whether the loader can be read again, and ends."""
     loader = problem.trainloader
     if length_of(loader) is not None:
         return True
-    # A stream, whose end a loop of the user's own may not wait for.
+    # A stream may not end; the user's own loop may stop earlier.
     return not isinstance(loader, Iterator) and not problem.may_count_late
 
 
 def _first(problem: LocalProblem) -> list[Batch]:
-    """Return the first batches with labels that a norm takes in train mode."""
+    """Return the first batches with labels that a norm accepts in train mode."""
     few, count = list[Batch](), 0
     for batch in batches_of(problem.train_batches, problem.model, problem.device):
         if len(batch) > 1 and batch.num_labels:

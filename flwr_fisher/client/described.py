@@ -1,12 +1,12 @@
-"""What a function or an object is, told so that another process can compare.
+"""Digests of functions and objects, which are the same in every process.
 
-A training that was finished before a crash counts for the same request after it only if
-it would be the same training. So everything it was given is described: a function by
-its name, code, defaults and closure, and by the constants and functions that it looks
-up; an object by its class and what pickle would save of it. Two that differ in any of
-that are never taken for each other, and what cannot be described is an error. Modules
-that Python, torch and this library bring count by name. What else a function looks up
-by itself, data for instance, counts by its type: it is taken to be as it was.
+A client may reuse a training that was finished before a crash only if the same request
+would run the same training. So it compares digests of all of the training's arguments.
+A function's digest depends on its name, code, defaults and closure, and on the
+constants and functions that it looks up. An object's digest depends on its class and on
+what pickle would save. An object without a digest is an error. Modules of Python, torch
+and this library count by name. Other globals that a function looks up, such as data,
+count by type: they are assumed not to have changed.
 """
 
 import copyreg
@@ -33,11 +33,11 @@ _MOST, _MOST_BYTES, _SMALL = 100_000, 2**30, 2**20
 
 
 class UndescribedError(Exception):
-    """Something cannot be told from others of its kind in a later process."""
+    """An object has no digest that is the same in a later process."""
 
 
 def described(value: object, name: str) -> str:
-    """Return a digest of what something is, the same in every process.
+    """Return a digest of an object or function, the same in every process.
 
     Parameters
     ----------
@@ -63,19 +63,19 @@ def described(value: object, name: str) -> str:
     """
     try:
         return digest_of(_Description().of(value))
-    except Exception as error:  # whatever an object's own methods raise
+    except Exception as error:  # an object's own methods may raise anything
         raise UndescribedError(
-            f"{name} cannot be told from another one after it ({error}): give it a "
-            "method settings() that returns what its result depends on, or hand it "
-            "plain values and functions alone"
+            f"{name} cannot be compared with one in a later process ({error}): give it "
+            "a method settings() that returns what its result depends on, or use only "
+            "plain values and functions in it"
         ) from error
 
 
 class _Description:
-    """Walks through a value; each object that it meets again is told by its number."""
+    """Walks through a value; an object that it meets again counts by its number."""
 
     def __init__(self) -> None:
-        # Objects are held, so that no other one gets their id.
+        # Objects are kept alive, so that no other one gets their id.
         self.seen: dict[int, tuple[int, object]] = {}
         self.count = self.num_bytes = 0
 
@@ -96,7 +96,7 @@ class _Description:
             return ["list", *map(self.of, value)]
         if type(value) is dict:
             return ["dict", *([self.of(k), self.of(v)] for k, v in value.items())]
-        if type(value) in (set, frozenset):  # in an order that differs by process
+        if type(value) in (set, frozenset):  # in an order that depends on the process
             parts = [json.dumps(_Description().of(each)) for each in value]
             return [type(value).__name__, *sorted(parts)]
         if isinstance(value, ModuleType):
@@ -110,7 +110,7 @@ class _Description:
         return self._class(value) if isinstance(value, type) else self._object(value)
 
     def looked_up(self, value: Any) -> list[Any]:
-        """Describe what a function or a class finds by itself, and was not given."""
+        """Describe the globals that a function or a class looks up."""
         if isinstance(value, (staticmethod, classmethod)):
             return [type(value).__name__, self.looked_up(value.__func__)]
         if isinstance(value, property):
@@ -182,13 +182,13 @@ def _saved(value: object) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether it is numbers, and no array of objects."""
+    """Return whether it is an array of numbers, not of objects."""
     numbers = isinstance(value, np.ndarray) and not value.dtype.hasobject
     return numbers or isinstance(value, Tensor)
 
 
 def _is_small(value: Any) -> bool:
-    """Return whether it is a setting rather than data: plain, or of plain parts."""
+    """Return whether it is a setting, not data: plain, or made of plain parts."""
     if _is_array(value):
         return bool(value.nbytes <= _SMALL)
     if type(value) is dict:
@@ -204,7 +204,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _is_library(value: Any) -> bool:
-    """Return whether a library has it under its name."""
+    """Return whether a library defines it under its name."""
     if str(value.__module__).partition(".")[0] not in _LIBRARIES:
         return False
     path = [sys.modules.get(str(value.__module__)), *value.__qualname__.split(".")]

@@ -1,10 +1,11 @@
-"""What a client keeps on its own disk from one request to the next.
+"""A client's own disk, where it keeps tensors from one request to the next.
 
-Flower's ``Context.state`` ends with the app's run and crosses process boundaries on
-every call; tensors of a model's size do not belong there. Other clients, in other
-processes, write and delete beside: a file may be gone at any time, which is no error.
+Flower's ``Context.state`` ends with the app's run, and is sent to another process on
+every call, so it is no place for tensors of a model's size. Other clients, in other
+processes, write and delete files in the same folder. So a file may vanish at any time,
+and that is no error.
 
-Long: the one mechanism for all of it, with its docstrings.
+Long: one mechanism for all uses, with its docstrings.
 """
 
 import json
@@ -31,17 +32,17 @@ from flwr_fisher.params import Params
 DEFAULT_STATE_DIR = Path("~/.cache/flwr-fisher/state")
 STATE_BYTES = 4 * 2**30
 _LOCK, _SUFFIX = "lock", ".safetensors"
-# What is called otherwise is not ours, and stays.
+# Files with other names are not ours; they are never deleted.
 _NAME, _KEY = re.compile(r"[a-z]+(-[a-z]+)*"), re.compile(r"[0-9a-f]{1,32}")
 _FILE = re.compile(rf"{_LOCK}|{_NAME.pattern}-\d{{6,}}{re.escape(_SUFFIX)}")
-_STALE = 3600  # seconds after which nobody is still writing a file
-_BLOCK = 4096  # bytes of a disk that the smallest file takes
-_MOST = 1000  # entries, all of which are looked at whenever one is written
-_TRIES = 100  # at a folder that others delete just when it is made
+_STALE = 3600  # seconds after which no process still writes a partial file
+_BLOCK = 4096  # bytes that the smallest file takes on a disk
+_MOST = 1000  # entries; each write looks at all of them
+_TRIES = 100  # attempts at a folder that other processes delete at the same time
 
 
 class Kept(NamedTuple):
-    """What was saved: tensors, and a note beside them."""
+    """The saved tensors, with a note."""
 
     tensors: dict[str, Tensor]
     note: str
@@ -49,7 +50,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class ClientDisk:
-    """One entry among what a client keeps: tensors by name and step.
+    """One entry on a client's disk: tensors by name and step.
 
     They are files ``<root>/<namespace>/partition-<client>/<key>/<name>-<step>``, which
     this user alone can read. A crash leaves whole files. One whose checksum fails is
@@ -104,7 +105,9 @@ class ClientDisk:
         check_whole("limit", self.limit, 1)
         for form, value in ((_NAME, self.namespace), (_KEY, self.key)):
             if not form.fullmatch(value):
-                raise ConfigurationError(f"a client keeps nothing under {value!r:.80}")
+                raise ConfigurationError(
+                    f"{value!r:.80} is no name of a client's entry"
+                )
 
     @property
     def path(self) -> Path:
@@ -121,7 +124,7 @@ class ClientDisk:
         return replace(self, key=key)
 
     def check_room(self, num_bytes: int, what: str, instead: str = "") -> None:
-        """Refuse what would never fit, before it is computed.
+        """Raise an error for tensors that would never fit, before they are computed.
 
         Parameters
         ----------
@@ -139,13 +142,13 @@ class ClientDisk:
         """
         if num_bytes > self.limit:
             raise ClientError(
-                f"{what}: {num_bytes} bytes on this client's disk, which keeps at most "
-                f"{self.limit}: {instead}pass {self.owner}(state_bytes={num_bytes}) or "
-                "more"
+                f"{what}: it takes {num_bytes} bytes, but this client may keep at "
+                f"most {self.limit} on its disk: {instead}pass {self.owner}("
+                f"state_bytes={num_bytes}) or more"
             )
 
     def load(self, name: str, step: int = 0, keys: Collection[str] = ()) -> Kept | None:
-        """Return what was saved; None if it is gone, or damaged, which is logged.
+        """Return what was saved, or None if it is gone; log it if it is damaged.
 
         Parameters
         ----------
@@ -162,10 +165,10 @@ class ClientDisk:
             kept = Kept(saved, texts["note"])
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             if path.exists():  # PyTorch's error is a RuntimeError
-                logger.warning("%s is damaged, and treated as lost: %s", path, error)
+                logger.warning("Ignoring %s, which is damaged: %s", path, error)
             return None
         if missing := sorted(set(keys) - kept.tensors.keys()):
-            logger.warning("%s is treated as lost: it has no %s", path, missing)
+            logger.warning("Ignoring %s, which lacks %s", path, missing)
             return None
         _use(path)
         return kept
@@ -180,7 +183,7 @@ class ClientDisk:
         note: str = "",
         durable: bool = True,
     ) -> None:
-        """Write tensors, and delete those of the same name of other steps.
+        """Write tensors, and delete those of other steps with the same name.
 
         A step may be asked for twice, when a round failed or its server was stopped: so
         what it began with must stay in place, by `keep`.
@@ -215,7 +218,7 @@ class ClientDisk:
                 )
                 break
             except (SafetensorError, OSError) as error:
-                # Somebody may have emptied the folder by hand.
+                # Another process or a person may have emptied the folder.
                 if not tries_left:
                     raise self._refused(error) from error
         _use(path)
@@ -228,7 +231,7 @@ class ClientDisk:
         make: Callable[[], Mapping[str, Tensor]],
         keys: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Return what was saved, made first where it, or one of `keys`, is not there.
+        """Return what was saved; if it or one of `keys` is missing, compute it first.
 
         Raises
         ------
@@ -239,18 +242,18 @@ class ClientDisk:
             return kept.tensors
         made = dict(make())
         self.save(name, made)
-        # Another process of this client may need the room at once.
+        # Another process of this client may need the room.
         return made if (kept := self.load(name)) is None else kept.tensors
 
     def drop(self, name: str = "", keep: Collection[int] = ()) -> None:
-        """Delete what is kept of a name, or of all, but for some steps."""
+        """Delete the tensors of a name, or of all names, except for some steps."""
         kept = {self._file(name, step) for step in keep}
         for path in _listed(self.path):
             own = _FILE.fullmatch(path.name) and path.suffix == _SUFFIX
             if own and path not in kept and name in ("", path.name.rpartition("-")[0]):
                 _delete(path)
         if not name:
-            with suppress(OSError):  # others' files are in it, or others were faster
+            with suppress(OSError):  # not empty, or another process was faster
                 self.path.rmdir()
 
     def lock(self) -> FileLock:
@@ -271,8 +274,8 @@ class ClientDisk:
 
     def _refused(self, error: Exception) -> ClientError:
         return ClientError(
-            f"cannot keep this client's {self.namespace} in {self.path}: {error}; pass "
-            f"{self.owner}(state_dir=...) another place"
+            f"cannot write this client's {self.namespace} in {self.path} ({error}): "
+            f"pass another folder, {self.owner}(state_dir=...)"
         )
 
     def _make_folder(self) -> None:
@@ -281,13 +284,16 @@ class ClientDisk:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def _claim(self, aside: Path) -> None:
-        """Make the folder, and a file in it, with which nobody else deletes it."""
+        """Make the folder with a file in it, so that nobody else deletes it."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 self._make_folder()
                 aside.touch()
                 return
-            except (FileNotFoundError, FileExistsError):  # it is being deleted
+            except (
+                FileNotFoundError,
+                FileExistsError,
+            ):  # another process is deleting it
                 if not tries_left:
                     raise
 
@@ -310,7 +316,7 @@ class ClientDisk:
                 total, count = total - sizes[folder], count - 1
 
     def _entries(self) -> dict[Path, list[Path]]:
-        """Return this client's files of this namespace, by the entry's folder.
+        """Return this client's files of this namespace by their entries' folders.
 
         What another process is writing counts when it is whole.
         """
@@ -339,19 +345,19 @@ def _checksum(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
 
 
 def _use(path: Path) -> None:
-    """Note when a file was last used: in its time of access, which outlives us."""
+    """Set a file's time of access, by which the oldest entries are found."""
     with suppress(OSError):
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _delete(path: Path) -> None:
-    """Delete a file; one that is gone, or may not be deleted, is no error."""
+    """Delete a file; ignore one that is gone or may not be deleted."""
     with suppress(OSError):
         path.unlink()
 
 
 def _emptied(folder: Path, paths: Collection[Path]) -> bool:
-    """Delete an entry's files, unless somebody holds its lock, and is at work on it."""
+    """Delete an entry's files, unless another process holds its lock."""
     with ExitStack() as stack:
         if folder / _LOCK in paths:
             lock = FileLock(folder / _LOCK)
@@ -360,17 +366,17 @@ def _emptied(folder: Path, paths: Collection[Path]) -> bool:
                 lock.acquire(timeout=0)
             except Timeout:
                 return False
-            except OSError:  # it may not be written, and so is nobody's
+            except OSError:  # it cannot be written, so no process holds it
                 pass
         for path in paths:
             _delete(path)
-    with suppress(OSError):  # others' files are in it, or others were faster
+    with suppress(OSError):  # not empty, or another process was faster
         folder.rmdir()
     return True
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return what is in a folder, sorted; nothing if it is not there."""
+    """Return a folder's entries, sorted; none if it does not exist."""
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -378,20 +384,20 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete what a crash left half written."""
+    """Delete partial files that a crash left."""
     for path in _listed(folder):
         if _is_left(path):
             _delete(path)
 
 
 def _is_left(path: Path) -> bool:
-    """Return whether a file is half written, and nobody is at work on it any more."""
+    """Return whether a file is partial, and too old to be still written."""
     age = time.time_ns() - _stat(path, "st_mtime_ns")
     return is_aside(path) and age > _STALE * 10**9
 
 
 def _stat(path: Path, what: str) -> int:
-    """Return 0 for a file that another process has just deleted."""
+    """Return a file's status, or 0 if another process has just deleted it."""
     try:
         return int(getattr(path.stat(), what))
     except OSError:

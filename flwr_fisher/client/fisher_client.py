@@ -1,4 +1,4 @@
-"""Flower's side of a client: messages in, a job done, messages out."""
+"""``FisherClient``, the adapter from Flower's messages to a client's jobs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -36,13 +36,14 @@ from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES
 from flwr_fisher.wire.answer import ANY_JOB
 
-# Arrays of a request, each of which takes time to read: strategies send parameters, one
-# group like them and a few facts; jobs of users' own may want more.
+# The number of arrays in a request is limited, because each takes time to read.
+# Strategies send parameters, one group like them and a few facts; users' own jobs may
+# need more.
 _MOST_GROUPS, _MOST_ARRAYS = 8, 1000
 
 
 class FisherClient:
-    """Trains a model and, where the server asks for it, adds its Fisher information.
+    """A client that trains a model, and uploads its Fisher if the server requests it.
 
     In the server's ``ConfigRecord``, keys that begin with ``fisher.`` are for it, and
     all others for `train_fn`. ``fisher.job`` says what is asked for, by default to
@@ -150,7 +151,7 @@ class FisherClient:
         )
 
     def fit(self, message: Message, context: Context) -> Message:
-        """Do the job that the config asks for, by default to train.
+        """Run the job that the config names, by default the training.
 
         The reply has one ``ArrayRecord``, the payload's, and one ``MetricRecord`` with
         ``num-examples`` and what the job (for training, `train_fn`) returned.
@@ -187,7 +188,7 @@ class FisherClient:
         return _message(message, MetricRecord({**metrics, **reply.metrics}), arrays)
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        """Score the arrays that arrived on `valloader`: ``loss`` and ``accuracy``.
+        """Evaluate the server's arrays on `valloader`: ``loss`` and ``accuracy``.
 
         The config may ask for the training data instead (``fisher.evaluate-on`` =
         "train"), or for a model fine-tuned on a part of it, scored on the rest
@@ -208,7 +209,7 @@ class FisherClient:
         return _message(message, MetricRecord({**reply.metrics}))
 
     def as_client_app(self, mods: list[Mod] | None = None) -> ClientApp:
-        """Return a ``ClientApp`` with this client behind it, on every node."""
+        """Return a ``ClientApp`` that uses this client on every node."""
         return make_client_app(lambda context: self, mods)
 
     def _read(self, message: Message, context: Context) -> Request:
@@ -255,8 +256,8 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
     def evaluate(message: Message, context: Context) -> Message:
         return client_fn(context).evaluate(message, context)
 
-    # A strategy knows a node by its partition: node ids are random. What it trains is
-    # asked once, before it does.
+    # A strategy knows a node by its partition, because node ids are random. It asks
+    # each node once, before training, which parameters it trains.
     @app.query(mods=[answered])
     def query(message: Message, context: Context) -> Message:
         asks = asks_for_parameters(message)
@@ -277,7 +278,7 @@ def _run_jobs(jobs: Sequence[Job], problem: LocalProblem, request: Request) -> R
 
 
 def _time_left(message: Message) -> float:
-    """Return the seconds until nobody waits for the reply any more."""
+    """Return the seconds until the server stops waiting for the reply."""
     return message.metadata.created_at + message.metadata.ttl - time.time()
 
 

@@ -1,4 +1,4 @@
-"""How much work a server may ask of a client, and its options read as numbers."""
+"""Limits on the work that a server may request, and readers of its numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from flwr_fisher.wire.options import OPTION
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLimits:
-    """How much work a server may ask for in one request.
+    """The limits on a client's work for one request.
 
     What else costs time is bounded by the client's data and `train_fn`'s own epochs.
 
@@ -34,7 +34,7 @@ class ClientLimits:
     --------
     >>> ClientLimits(max_steps=100).steps({"local-steps": 5000}, "local-steps", 500)
     Traceback (most recent call last):
-    flwr_fisher.errors.ClientError: the server asks for fisher.local-steps=5000, and ...
+    flwr_fisher.errors.ClientError: the server requests fisher.local-steps=5000, but ...
     """
 
     max_examples: int | None = None
@@ -48,7 +48,7 @@ class ClientLimits:
         check_whole("max_epochs", self.max_epochs, 1)
 
     def examples(self, asked: int | None) -> int | None:
-        """Return how many examples a Fisher is of; None: of all."""
+        """Return the number of examples of a Fisher, or None for all."""
         both = (asked, self.max_examples)
         return min((most for most in both if most is not None), default=None)
 
@@ -75,8 +75,8 @@ class ClientLimits:
         check_range(name, value, 1)
         if value > most:
             raise ClientError(
-                f"the server asks for {OPTION}{name}={value}, and this client does at "
-                f"most {most}: ask for less, or pass "
+                f"the server requests {OPTION}{name}={value}, but this client's limit "
+                f"is {most}: request less, or pass "
                 f"FisherClient(limits=ClientLimits({limit}={value}))"
             )
         return value
@@ -96,7 +96,7 @@ def whole_number(options: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def real_number(options: Mapping[str, Any], name: str, default: float) -> float:
-    """Return an option of the server that is a number; its range is not looked at.
+    """Return an option of the server that is a number, without a check of its range.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The losses that a client trains and scores by, unless it brings its own."""
+"""The default losses of training and evaluation."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def cross_entropy(
     outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Return the mean cross-entropy over labels, one an example or one a position.
+    """Return the mean cross-entropy over the labels of examples or positions.
 
     Classes are the last dimension of the outputs, as for the Fisher's "categorical"
     likelihood; ``F.cross_entropy``, which this is for ``[n, C]``, wants them second.
@@ -41,7 +41,7 @@ def cross_entropy(
 
 
 def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean squared error; the two are not broadcast.
+    """Return the mean squared error, without broadcasting.
 
     Raises
     ------
@@ -50,13 +50,13 @@ def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
     """
     if outputs.shape != labels.shape:
         raise DataError(
-            f"labels of shape {tuple(labels.shape)} for outputs of shape "
-            f"{tuple(outputs.shape)}: give a number for each, or pass a loss_fn"
+            f"labels of shape {tuple(labels.shape)} do not fit outputs of shape "
+            f"{tuple(outputs.shape)}: give a number for each output, or pass a loss_fn"
         )
     return F.mse_loss(outputs, labels)
 
 
-# Of a likelihood that has a name, where neither client nor loop name a loss.
+# The loss of a likelihood, if neither the client nor its loop names one.
 LOSSES: dict[str, Loss] = {
     "categorical": cross_entropy,
     "bernoulli": F.binary_cross_entropy_with_logits,

@@ -1,6 +1,6 @@
-"""How a client app answers Flower's messages: who it is, and what went wrong.
+"""A client app's answers to Flower's messages: queries, replies and errors.
 
-What any client app needs, whether it is a ``FisherClient`` or plain functions.
+Both ``FisherClient`` and apps of plain functions use this file.
 """
 
 from collections.abc import Callable, Collection
@@ -34,16 +34,16 @@ from flwr_fisher.wire.answer import with_frozen
 # As flwr.clientapp has it since 1.32.
 Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
-_DIGITS = 32  # of a frozen parameter's digest
-_REPLACED = "original_module"  # PEFT's, of a module that its trained copy replaces
+_DIGITS = 32  # characters of a frozen parameter's digest
+_REPLACED = "original_module"  # PEFT's prefix of a module with a trained copy
 _failures = Failures()  # of all clients in this process
-# What Flower's older strategies, of flwr.server.strategy, send.
+# the record of Flower's older strategies in flwr.server.strategy
 _TYPES = ("get_parameters", "get_properties", "reconnect")
 _ARRAYS = ("fitins.parameters", "evaluateins.parameters")
 
 
 class ClientApp(FlowerApp):
-    """Flower's ``ClientApp``, which says by itself that it is of this library.
+    """Flower's ``ClientApp``, with this library's answers to queries.
 
     To the server's questions before training it answers as :func:`identify` does,
     unless it has a query function of your own. Strategies of Flower's older API are
@@ -70,7 +70,7 @@ class ClientApp(FlowerApp):
     def query(
         self, *args: Any, **options: Any
     ) -> Callable[[ClientAppCallable], ClientAppCallable]:
-        """Register a query function, in place of :func:`identify`; as Flower's does."""
+        """Register a query function in place of :func:`identify`, as in Flower."""
         self._has_query = True
         return super().query(*args, **options)
 
@@ -87,10 +87,10 @@ class ClientApp(FlowerApp):
         if older or any(name in arrays for name in _ARRAYS):
             raise ClientError(
                 "the server runs one of Flower's older strategies (flwr.server."
-                "strategy), and this ClientApp is flwr-fisher's: start a strategy of "
-                "flwr_fisher.strategies or flwr.serverapp.strategy, or make it "
-                "as_legacy(...) in a server_app(server_fn), both of "
-                "flwr_fisher.legacy (docs/moving-from-numpyclient.md)"
+                "strategy), but this ClientApp is flwr-fisher's: start a strategy of "
+                "flwr_fisher.strategies or flwr.serverapp.strategy, or wrap it in "
+                "as_legacy(...) of flwr_fisher.legacy, with its "
+                "server_app(server_fn) (docs/moving-from-numpyclient.md)"
             )
         if message.metadata.message_type == MessageType.QUERY and not self._has_query:
             return identify(message, context)
@@ -144,18 +144,18 @@ def identify(
 
 
 def asks_for_parameters(message: Message) -> bool:
-    """Return whether a query is for what a client trains, and not for who it is."""
+    """Return whether a query asks for the client's parameters, not for its name."""
     return bool(config_of(message)[0].get("query") == "trained")
 
 
 def _parameters_of(model: nn.Module) -> ConfigRecord:
-    """Return what a model trains, and what it freezes with a digest of each.
+    """Return a model's trained parameters, and frozen ones with their digests.
 
     Where a digest cannot be taken, as of parameters whose values are elsewhere, nothing
     is said of what is frozen.
     """
     record = ConfigRecord({"trained": trainable_names(model)})
-    with suppress(Exception):  # whatever tensors of other kinds raise
+    with suppress(Exception):  # special tensors may raise anything
         record["frozen"] = [
             f"{name} {digest_of('', {'': parameter})[:_DIGITS]}"
             for name, parameter in _frozen(model).items()
@@ -166,7 +166,7 @@ def _parameters_of(model: nn.Module) -> ConfigRecord:
 def with_digest_of_frozen(
     arrays: ArrayRecord, model: nn.Module, sent: Collection[str]
 ) -> ArrayRecord:
-    """Return an upload with a digest of what a model freezes and the server has not.
+    """Return an upload with a digest of the frozen parameters that the server lacks.
 
     Where nothing is, or no digest can be taken, the upload is as it was.
     """
@@ -178,7 +178,7 @@ def with_digest_of_frozen(
 
 
 def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what a model freezes, by name.
+    """Return a model's frozen parameters by name.
 
     A head that PEFT replaces by a trained copy is in no output, and each client's own.
     """
@@ -190,7 +190,7 @@ def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def name_of(context: Context) -> str:
-    """Return what a client is called in its log.
+    """Return a client's name in its log.
 
     Examples
     --------
@@ -205,13 +205,13 @@ def name_of(context: Context) -> str:
 def answered(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Make an exception an error reply.
+    """Turn an exception into an error reply.
 
     One that reaches Flower is printed with its traceback, each time.
     """
     try:
         return call_next(message, context)
-    except Exception as error:  # a user's model, data and loop raise anything
+    except Exception as error:  # a user's model, data and loop may raise anything
         reason = _failures.tell(name_of(context), error)
         code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
         return Message(Error(code=code, reason=reason), reply_to=message)
@@ -220,7 +220,7 @@ def answered(
 def addressed(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Make a mod's error an answer to the request.
+    """Turn a mod's exception into an error reply to the request.
 
     Flower's own privacy mods answer the reply that they refuse, and the server would
     wait for the request's answer until its timeout.

@@ -1,9 +1,9 @@
-"""The outbox: a finished training's reply, on disk until the server has it.
+"""The outbox: a finished training's reply, kept on disk until the server has it.
 
-A run whose server keeps checkpoints names itself in its requests. Clients then keep the
-reply to the last one. Submitted anew after a crash, the run sends the same request
-again, and the client hands over what is there. Of its data only the number is compared:
-a finished training is of the data as they were.
+A server with checkpoints sends its run's name in each request, and clients keep their
+reply to the last one. If the run is resumed after a crash, it sends the same request
+again, and a client answers with the reply that it kept. The client compares the number
+of its examples, but not the data themselves.
 """
 
 import json
@@ -33,7 +33,7 @@ _RUN = re.compile("[0-9a-f]{1,16}")  # a run's name
 
 @dataclass(frozen=True)
 class Outbox:
-    """What a client keeps of one request.
+    """The kept reply and training of one request.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Outbox:
 
     @classmethod
     def of(cls, problem: LocalProblem, request: Request) -> "Outbox":
-        """Find what is kept of a request.
+        """Return the outbox of a request.
 
         Nothing is where the client cannot tell its training from others, which a
         warning says.
@@ -65,18 +65,20 @@ class Outbox:
         if run is None:
             return cls(None)
         if not _RUN.fullmatch(str(run)):
-            raise ClientError(f"the server's name for the run is {str(run)!r:.80}")
+            raise ClientError(
+                f"the server's name for the run is not valid: {str(run)!r:.80}"
+            )
         try:
             digest = _digest(problem, request)
         except UndescribedError as error:
-            logger.warning("A crash costs this client its training: %s", error)
+            logger.warning("After a crash, this client must train again: %s", error)
             return cls(None)
         disk = problem.disk("uploads", request.client, str(run))
         return cls(disk, request.server_round, digest)
 
     @contextmanager
     def locked(self, timeout: float) -> Iterator[None]:
-        """Keep other processes of this client away from the request.
+        """Lock the request, against other processes of this client.
 
         One may be left over that still trains for it: what it finishes is handed over.
 
@@ -92,14 +94,14 @@ class Outbox:
         """
         with ExitStack() as stack:
             if self.disk is not None:
-                with suppress(OSError):  # the training goes on without, and is not kept
+                with suppress(OSError):  # train all the same, without keeping the reply
                     lock = self.disk.lock()
                     stack.callback(lock.release)
                     _acquire(lock, timeout)
             yield
 
     def reply(self) -> Reply | None:
-        """Return the reply that is kept; None if there is none to this request."""
+        """Return the kept reply to this request, or None."""
         kept = None if self.disk is None else self.disk.load(_NAME, self.step)
         if kept is None:
             return None
@@ -109,13 +111,13 @@ class Outbox:
                 return None
             metrics, has_arrays = note["metrics"], note["has-arrays"]
         except (KeyError, TypeError, ValueError) as error:
-            logger.warning("A kept upload is not as this version writes it: %r", error)
+            logger.warning("Ignoring a kept upload of another version: %r", error)
             return None
-        logger.info("Handing over what was finished for this request before")
+        logger.info("Sending the kept reply to this request, without training again")
         return Reply(metrics, tensors_to_arrays(kept.tensors) if has_arrays else None)
 
     def keep(self, reply: Reply) -> None:
-        """Keep a reply; the one before it is no longer needed.
+        """Keep a reply, and delete the one before it.
 
         A disk that refuses, or is too small, costs a warning.
         """
@@ -133,12 +135,12 @@ class Outbox:
             self.disk.check_room(num_bytes, f"the upload of run {self.disk.key}")
             self.disk.save(_NAME, tensors, step=self.step, note=json.dumps(note))
         except ClientError as error:
-            logger.warning("This upload is not kept: %s", error)
-            return  # its training, which may be, makes it again
+            logger.warning("Cannot keep this upload: %s", error)
+            return  # its training is kept if possible, and makes it again
         self.training().done()
 
     def training(self) -> TrainingCheckpoint:
-        """Return where the request's training is kept while it lasts."""
+        """Return the checkpoint of the request's training."""
         return TrainingCheckpoint(self.disk, note=self.digest)
 
 
@@ -146,18 +148,18 @@ def _acquire(lock: FileLock, timeout: float) -> None:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        logger.info("Another process of this client is at work for it: waiting")
+        logger.info("Waiting for another process that works on the same request")
         try:
             lock.acquire(timeout=max(timeout, 0))
         except Timeout as error:
             raise ClientError(
                 f"another process of this client has held {lock.lock_file} for "
-                f"{timeout:.0f} s, as long as the server waits: end it"
+                f"{timeout:.0f} s, as long as the server waits: end that process"
             ) from error
 
 
 def _digest(problem: LocalProblem, request: Request) -> str:
-    """Return a digest of the request, and of what the reply depends on beside it.
+    """Return a digest of the request and of all else that the reply depends on.
 
     Raises
     ------

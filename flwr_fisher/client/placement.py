@@ -1,4 +1,4 @@
-"""Where a client's model is trained."""
+"""The device on which a client trains its model."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ def chosen_device(
     train_fn: TrainFn | None,
     evaluate_fn: EvaluateFn | None,
 ) -> torch.device:
-    """Return the device that is given, or the default for a client's parts.
+    """Return the given device, or the default one for this client.
 
     ``LocalSGD`` moves batches to the model, which goes to the accelerator. A loop of
     the user's own may not, and finds the model where it was; the log says so.
@@ -29,8 +29,8 @@ def chosen_device(
         chosen = torch.device(device)
         check_float64(
             chosen,
-            "train on the CPU, FisherClient(device='cpu'); a train_fn of your own may "
-            "move the model there, and leave it there",
+            "train on the CPU, FisherClient(device='cpu'). Your own train_fn may move "
+            "the model to that device, and leave it there",
         )
         return chosen
     found = default_device()

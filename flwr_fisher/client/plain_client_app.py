@@ -1,4 +1,4 @@
-"""For a plain ``ClientApp``: the curvature that a strategy wants to have uploaded."""
+"""The upload of a plain ``ClientApp``: parameters and the requested curvature."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -105,7 +105,7 @@ def fisher_arrays(
     with seeded(request.seed):
         _, curvature = job.train(problem, request.config)
     arrays = job.packed(problem, request, curvature, num_examples)
-    if curvature is None:  # it may be a strategy of Flower's that asks
+    if curvature is None:  # the request may come from a strategy of Flower
         return arrays
     tell_upload(problem, request, job, curvature, arrays)
     return with_digest_of_frozen(arrays, model, request.params)
@@ -123,7 +123,7 @@ def check_fisher(
     batch_fn: BatchFn | None = None,
     output_fn: OutputFn | None = None,
 ) -> None:
-    """Load the arrays of a message; raise what :func:`fisher_arrays` would raise later.
+    """Load a message's arrays; raise errors of :func:`fisher_arrays` before training.
 
     In place of ``model.load_state_dict(...)``: all that is trained must be there, and
     nothing else than the model has. Then it takes the Fisher of a few examples with a
@@ -160,7 +160,7 @@ def check_fisher(
 
 @dataclass(frozen=True)
 class _OwnTraining:
-    """In place of a training loop: the app has trained, on so many examples."""
+    """The training loop of an app that has trained already, on a number of examples."""
 
     num_examples: int | None = None
 
@@ -180,7 +180,7 @@ def _problem(
     output_fn: OutputFn | None,
 ) -> LocalProblem:
     device = place_of(model) or CPU
-    if not has_float64(device):  # which the Fisher needs; the model stays where it is
+    if not has_float64(device):  # for the Fisher; the model stays where it is
         model, device = copy.deepcopy(model).to(CPU), CPU
     return LocalProblem(
         model,
@@ -197,13 +197,13 @@ def _problem(
 def _read(
     message: Message, context: Context, problem: LocalProblem, num_examples: int
 ) -> tuple[Request, TrainingJob]:
-    """Read the request, and the job that it asks for; the app trains by itself."""
+    """Read the request and its job; the app itself trains."""
     request = Request.of(message, context, problem.device, num_examples)
     name = str(request.options.get("job", "train"))
     if (job := training_job_of(name)) is None:
         raise ClientError(
-            f"the strategy asks for the job {name!r:.80}, and fisher_arrays is for "
-            "training alone: give your model, loader and training function to "
+            f"the strategy requests the job {name!r:.80}, but fisher_arrays supports "
+            "only jobs that train: pass your model, loader and training function to "
             "FisherClient(model, trainloader, train_fn=...)"
         )
     problem.check_layout(request.params)

@@ -1,8 +1,8 @@
 """``LocalProblem``: a client's model, data, loss, training loop, device and disk.
 
-Jobs work on it, and a request says what they do.
+A job computes on it what a request says.
 
-Long: all that a client can be given is described here, and every fault of it named.
+Long: the documentation of all of a client's arguments, and their checks.
 """
 
 import math
@@ -39,14 +39,14 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, select, trainable_names
 from flwr_fisher.progress import watching
 
-_WRAPPERS = ("module.", "_orig_mod.")  # of DataParallel, and of torch.compile
-_READ_ONCE = ("builtins", "itertools")  # whose iterators never begin anew
-_MOST, _CPU = 10**7, torch.device("cpu")  # examples that a stream is read for to count
+_WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DataParallel and of torch.compile
+_READ_ONCE = ("builtins", "itertools")  # iterators that cannot be read again
+_MOST, _CPU = 10**7, torch.device("cpu")  # examples to count in a stream
 
 
 @dataclass
 class LocalProblem:
-    """Everything of a client's own; what a server asks of it is a ``Request``.
+    """All of a client's own parts: model, data, loss and training loop.
 
     Parameters
     ----------
@@ -119,19 +119,21 @@ class LocalProblem:
         likelihood_of(self.likelihood)
         if not isinstance(self.model, nn.Module):
             raise ConfigurationError(
-                f"model must be an nn.Module, got {self.model!r:.80}: make one, Net()"
+                f"model must be an nn.Module object, such as Net(), got "
+                f"{self.model!r:.80}"
             )
         for name in ("trainloader", "valloader"):
             loader = getattr(self, name)
             if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
                 raise ConfigurationError(
-                    f"{name} is a {type(loader).__name__}, which gives examples, and "
-                    f"batches are read: DataLoader({name}, batch_size=32), say"
+                    f"{name} is a {type(loader).__name__}, which yields examples, but "
+                    f"a client needs batches: pass DataLoader({name}, batch_size=32), "
+                    "for example"
                 )
         check_whole("state_bytes", self.state_bytes, 1)
 
     def disk(self, namespace: str, client: int, key: str) -> ClientDisk:
-        """Return where the client keeps something from one request to the next.
+        """Return the client's disk entry for one purpose and key.
 
         Parameters
         ----------
@@ -146,12 +148,12 @@ class LocalProblem:
 
     @property
     def train_batches(self) -> Pairs:
-        """The training data as whatever differentiates or scores reads them."""
+        """The training data, as jobs read them."""
         return self.pairs_of(self.trainloader)
 
     @property
     def val_batches(self) -> Pairs | None:
-        """The held-out data, if there are any."""
+        """The held-out data, or None."""
         return None if self.valloader is None else self.pairs_of(self.valloader)
 
     def pairs_of(self, loader: Loader) -> Pairs:
@@ -160,19 +162,19 @@ class LocalProblem:
 
     @property
     def has_classes(self) -> bool:
-        """Whether outputs are logits of classes, and labels say which."""
+        """Whether outputs are logits of classes, and labels are class indices."""
         return likelihood_of(self.likelihood).labels_are_classes
 
     @property
     def loss(self) -> Loss:
-        """The mean loss of a batch, to score by."""
+        """The mean loss of a batch, for evaluation."""
         if self.loss_fn is None and self._given_loss is cross_entropy:
             return LOSSES.get(str(self.likelihood), cross_entropy)
         return self._given_loss
 
     @property
     def _given_loss(self) -> Loss:
-        """The client's, or its loop's, or the default."""
+        """The client's loss, or its loop's, or the default one."""
         if self.loss_fn is not None:
             return self.loss_fn
         trained_with: Loss = getattr(self.train_fn, "loss_fn", cross_entropy)
@@ -180,7 +182,7 @@ class LocalProblem:
 
     @property
     def differentiable_loss(self) -> Loss:
-        """The loss, for jobs that differentiate it.
+        """The loss for jobs that differentiate it.
 
         Raises
         ------
@@ -189,8 +191,9 @@ class LocalProblem:
         """
         if not self.has_classes and self._given_loss is cross_entropy:
             raise ClientError(
-                f"likelihood={self.likelihood!r} and no loss_fn, whose scale is the "
-                "step's: pass the loss to differentiate, FisherClient(loss_fn=...)"
+                f"this client has likelihood={self.likelihood!r} but no loss_fn, and "
+                "the loss's scale sets the step: pass the loss to differentiate, "
+                "FisherClient(loss_fn=...)"
             )
         return self._given_loss
 
@@ -213,16 +216,17 @@ class LocalProblem:
         loop: Any = self.train_fn
         if getattr(loop, "loss_fn", None) is cross_entropy and not self.has_classes:
             raise ClientError(
-                f"likelihood={self.likelihood!r}, and {type(loop).__name__} trains by "
-                "the cross-entropy of classes: pass it the loss, LocalSGD(loss_fn=...)"
+                f"this client has likelihood={self.likelihood!r}, but "
+                f"{type(loop).__name__} trains with the cross-entropy of classes: "
+                "pass it the loss, LocalSGD(loss_fn=...)"
             )
         for keyword in options:
             if not _takes(loop, keyword, or_any=True):
                 name = getattr(loop, "__name__", type(loop).__name__)
                 raise ClientError(
-                    f"train_fn {name} has no keyword {keyword!r}, which this "
-                    "method's job passes: train with LocalSGD(...), or add it (where "
-                    "LocalSGD.__call__ calls `on_gradients`, your loop must)"
+                    f"train_fn {name} has no keyword {keyword!r}, but this method's "
+                    "job passes it: train with LocalSGD(...), or add the keyword "
+                    "(call `on_gradients` where LocalSGD.__call__ calls it)"
                 )
         if _takes(loop, "checkpoint", or_any=False):
             options["checkpoint"] = self.checkpoint
@@ -243,8 +247,8 @@ class LocalProblem:
         metrics = checked_metrics(returned, "evaluate_fn")
         if "num-examples" not in metrics:
             raise ClientError(
-                "evaluate_fn returned no 'num-examples', by which the server weights "
-                f"its metrics: add it to {sorted(metrics)}"
+                "evaluate_fn returned no 'num-examples', and the server needs it to "
+                f"weight the metrics: add it to {sorted(metrics)}"
             )
         return metrics
 
@@ -255,7 +259,7 @@ class LocalProblem:
         config: Mapping[str, Any],
         **options: Any,
     ) -> Any:
-        """Call a user's loop; `batch_fn` reads what it hands to this library."""
+        """Call a user's loop; within it, `batch_fn` reads the loaders by default."""
         on_first_batch, self.on_first_batch = self.on_first_batch, []
         with default_reading(self.batch_fn, self.output_fn, on_first_batch):
             returned = loop(self.model, loader, self.device, config, **options)
@@ -263,7 +267,7 @@ class LocalProblem:
         return returned
 
     def _follow(self) -> None:
-        """Go on where a loop has left the model, if all is computed there."""
+        """Continue on the device where a loop has left the model, if it has float64."""
         here = place_of(self.model)
         if here is None or here == self.device:
             return
@@ -273,12 +277,12 @@ class LocalProblem:
             self.model.to(self.device)
 
     def trainable(self) -> dict[str, Tensor]:
-        """Return the trainable parameters by name; they are the model's own."""
+        """Return the model's trainable parameters by name, without copies."""
         model = self.model
         return {name: model.get_parameter(name) for name in trainable_names(model)}
 
     def state_like(self, like: Params) -> dict[str, Tensor]:
-        """Return the model's parameters and buffers, those of `like`, in its order.
+        """Return the model's parameters and buffers with the names and order of `like`.
 
         They are where those of `like` are, wherever a loop has left the model.
         """
@@ -286,7 +290,7 @@ class LocalProblem:
         return {name: value.to(like[name].device) for name, value in state.items()}
 
     def count_examples(self, partition: int) -> int:
-        """Return how many training examples an epoch has.
+        """Return the number of training examples of an epoch.
 
         Of a data set, those count that the loader's sampler and ``drop_last`` leave.
 
@@ -302,13 +306,13 @@ class LocalProblem:
         if n == 0:
             raise DataError(
                 f"partition {partition} has no training examples: leave this client "
-                "out, or share the data out in another way"
+                "out, or distribute the data in another way"
             )
         return n
 
     @property
     def may_count_late(self) -> bool:
-        """Whether examples are counted after training, if the loop does not tell.
+        """Whether examples may be counted after training if the loop did not.
 
         Only reading counts them, and a loop of the user's own may take as many of an
         endless stream as it likes.
@@ -317,7 +321,7 @@ class LocalProblem:
         return own and count_of(self.trainloader) is None
 
     def batches_trained_on(self, metrics: Mapping[str, Any]) -> Iterable[Any]:
-        """Return the training data; of a stream, as many as a loop of one's own took.
+        """Return the training data; of a stream, as many as the user's loop used.
 
         It may have no end.
 
@@ -338,7 +342,7 @@ class LocalProblem:
         return at_most(batches, self.model, math.ceil(most), seed=0)
 
     def read_to_count(self) -> int:
-        """Return how many examples the training loader gives until it ends.
+        """Read the training loader to its end, and return the number of its examples.
 
         Raises
         ------
@@ -348,9 +352,9 @@ class LocalProblem:
         loader = self.trainloader
         if isinstance(loader, Iterator) and type(loader).__module__ in _READ_ONCE:
             raise DataError(
-                f"the trainloader is a {type(loader).__name__}, which can be read once,"
-                " and a client reads it several times, to count, to train and for the "
-                "curvature: pass a DataLoader, or a list of batches"
+                f"the trainloader is a {type(loader).__name__}, which can be read only "
+                "once, but a client reads it several times, to count, to train and "
+                "for the curvature: pass a DataLoader, or a list of batches"
             )
         count = 0
         with watching("counting"):
@@ -358,14 +362,14 @@ class LocalProblem:
                 count += len(batch)
                 if count > _MOST:
                     raise DataError(
-                        f"the trainloader has no length, gave {count} examples and did "
-                        "not end: return 'num-examples' from a train_fn of your own, "
-                        "or give the loader an end"
+                        "the trainloader has no length, and did not end after "
+                        f"{count} examples: return 'num-examples' from your own "
+                        "train_fn, or pass a loader that ends"
                     )
         return count
 
     def load(self, params: Params) -> "LocalProblem":
-        """Put the server's parameters into the model; return the problem.
+        """Load the server's parameters into the model; return the problem.
 
         Raises
         ------
@@ -377,7 +381,7 @@ class LocalProblem:
         return self
 
     def check_dtypes(self, params: Params) -> None:
-        """Refuse parameters in another precision than the model's.
+        """Raise :class:`ClientError` for parameters in another precision.
 
         A Flower strategy of another kind takes any; this library's, what they sent.
 
@@ -390,13 +394,14 @@ class LocalProblem:
         for name, tensor in params.items():
             if own[name].is_floating_point() and own[name].dtype != tensor.dtype:
                 raise ClientError(
-                    f"the server sent {name!r:.80} in {tensor.dtype}, and the client's "
-                    f"model has {own[name].dtype}: convert it, model.float() say; to "
-                    "train in half precision, use LocalSGD(autocast=torch.bfloat16)"
+                    f"the server sent {name!r:.80} in {tensor.dtype}, but the client's "
+                    f"model has {own[name].dtype}: convert the model, for example by "
+                    "model.float(). To train in half precision, use "
+                    "LocalSGD(autocast=torch.bfloat16)"
                 )
 
     def check_layout(self, params: Params) -> None:
-        """Refuse parameters that are not this model's.
+        """Raise :class:`ClientError` for parameters that do not fit this model.
 
         Raises
         ------
@@ -428,14 +433,14 @@ class LocalProblem:
             )
         if second := [name for name in params if name in _second_names(self.model)]:
             raise ClientError(
-                f"the server sent {second}, second names of tied parameters, which "
-                "would undo the merge of the first: start from shared_state(model), "
-                "and load what arrives with strict=False"
+                f"the server sent {second}, the second names of tied parameters, and "
+                "these would undo the merge of the first: start from "
+                "shared_state(model), and load what arrives with strict=False"
             )
 
 
 def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
-    """Return metrics as Flower's records hold them: numbers, and lists of numbers.
+    """Return metrics that Flower's records can hold: numbers and lists of numbers.
 
     NumPy's and torch's numbers and arrays of one axis are such, and None is no metrics.
     What is none is left out with a warning: what was trained is not lost for it.
@@ -456,7 +461,9 @@ def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
         return {}
     if not isinstance(returned, Mapping):
         logger.warning(
-            "%s returned %.80r, and no dict of metrics: it is left out", loop, returned
+            "%s returned %.80r, which is no dict of metrics: ignoring it",
+            loop,
+            returned,
         )
         return {}
     metrics: dict[str, Any] = {}
@@ -468,15 +475,14 @@ def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
             _is_number(number) and 0 <= number < math.inf
         ):
             raise ClientError(
-                f"{loop} returned 'num-examples': {value!r:.80}, and it is a number "
-                "from 0 on"
+                f"{loop} returned 'num-examples': {value!r:.80}, but it must be a "
+                "number >= 0"
             )
         elif _is_number(number):
             metrics[str(key)] = int(number) if isinstance(number, bool) else number
         else:
             logger.warning(
-                "%s returned %.40r: %.80r, and metrics are numbers by name: it is left "
-                "out",
+                "Ignoring a metric that %s returned, which is no number: %.40r: %.80r",
                 loop,
                 key,
                 value,
@@ -489,23 +495,23 @@ def _is_number(value: object) -> bool:
 
 
 def _of_one_kind(numbers: Sequence[Any]) -> list[Any]:
-    """Return a list as records hold it: of integers, or of floats."""
+    """Return a list of integers only, or of floats only, as records need it."""
     whole = all(isinstance(number, int) for number in numbers)
     return [int(number) if whole else float(number) for number in numbers]
 
 
 def _takes(function: Callable[..., object], keyword: str, *, or_any: bool) -> bool:
-    """Return whether a function has a keyword of that name, or takes any."""
+    """Return whether a function has this keyword, or takes any keyword."""
     try:
         parameters = signature(function).parameters
-    except ValueError:  # of what is built in, nothing is known
+    except ValueError:  # built-in functions have no signature
         return or_any
     kinds = {parameter.kind for parameter in parameters.values()}
     return keyword in parameters or (or_any and Parameter.VAR_KEYWORD in kinds)
 
 
 def _second_names(model: nn.Module) -> set[str]:
-    """Return the names under which a trained parameter is found once more."""
+    """Return the second names of tied trained parameters."""
     every = dict(model.named_parameters(remove_duplicate=False))
     return {name for name, p in every.items() if p.requires_grad} - set(
         trainable_names(model)

@@ -1,4 +1,4 @@
-"""``Request`` and ``Reply``: what a server asks of a client, and what a job answers."""
+"""``Request``, a server's message to a job, and ``Reply``, the job's answer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from flwr_fisher.wire import NUM_EXAMPLES, arrays_to_tensors, split_config, spli
 
 @dataclass(frozen=True)
 class Request:
-    """A message from the server, read.
+    """A server's message, read and checked.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Request:
         *,
         most_arrays: int | None = None,
     ) -> "Request":
-        """Read a message.
+        """Return the request in a message.
 
         Raises
         ------
@@ -76,8 +76,8 @@ class Request:
         record = arrays_of(message)
         if most_arrays is not None and len(record) > most_arrays:
             raise ClientError(
-                f"the server sent {len(record)} arrays, and at most {most_arrays} "
-                "could be for a model like this client's"
+                f"the server sent {len(record)} arrays, but at most {most_arrays} are "
+                "possible for this client's model: build the same model on both sides"
             )
         tensors = arrays_to_tensors(record)
         params, groups = split_groups({k: v.to(device) for k, v in tensors.items()})
@@ -88,7 +88,7 @@ class Request:
         )
 
     def weight(self, metrics: Mapping[str, Any]) -> float:
-        """Return the client's weight: what its loop says, or its number of examples.
+        """Return the client's weight: its loop's, or its number of examples.
 
         Raises
         ------
@@ -101,17 +101,17 @@ class Request:
         if isinstance(weight, int | float) and 0 < weight < float("inf"):
             return weight
         raise ClientError(
-            f"train_fn returned {NUM_EXAMPLES!r}: {weight!r:.80}, and a client's "
-            "weight is a positive number"
+            f"train_fn returned {NUM_EXAMPLES!r}: {weight!r:.80}, but a client's "
+            "weight must be a positive number"
         )
 
     @property
     def facts(self) -> dict[str, Tensor]:
-        """What the server sent in group ``""``: a run's number, a learning rate, …."""
+        """The tensors of group ``""``, such as a run's number or a learning rate."""
         return self.groups.get("", {})
 
     def fact(self, name: str, shape: tuple[int, ...] = ()) -> Tensor:
-        """Return real numbers that the server sent in group ``""``.
+        """Return real numbers of group ``""``.
 
         Raises
         ------
@@ -124,7 +124,7 @@ class Request:
         return fact
 
     def count(self, name: str) -> int:
-        """Return an integer from 0 on, which the server sent in no group.
+        """Return an integer >= 0 of group ``""``.
 
         Raises
         ------
@@ -133,11 +133,11 @@ class Request:
         """
         fact = self.facts.get(name)
         if fact is None or fact.dim() or fact.is_floating_point() or fact < 0:
-            raise _not_as_expected(name, fact, "an integer from 0 on")
+            raise _not_as_expected(name, fact, "an integer >= 0")
         return int(fact)
 
     def vector(self, name: str, like: Params) -> dict[str, Tensor]:
-        """Return a vector over the trained parameters that the server sent.
+        """Return a vector of the server over the trained parameters.
 
         Parameters
         ----------
@@ -154,7 +154,8 @@ class Request:
         sent = self.groups.get(name)
         if not sent:
             raise ClientError(
-                f"the server sent no '{name}', which it asks this client to work with"
+                f"the server sent no '{name}', which this job needs: install the same "
+                "flwr-fisher on both sides"
             )
         try:
             check_same_layout(like, sent, f"the '{name}' that the server sent")
@@ -171,14 +172,14 @@ def _not_as_expected(name: str, fact: Tensor | None, expected: str) -> ClientErr
         sent = f"{fact.item()}"
     return ClientError(
         f"the server sent {sent} for '{name}', expected {expected}: install the same "
-        "flwr-fisher on both sides, or give the Exchange of a method of your own a "
-        "`send`, which returns Membership.sent() in group ''"
+        "flwr-fisher on both sides, or, in a method of your own, give the Exchange a "
+        "`send` that returns Membership.sent() in group ''"
     )
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a job answers.
+    """A job's answer.
 
     Parameters
     ----------
@@ -193,7 +194,7 @@ class Reply:
 
 
 def config_of(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the server's options in a message's ``ConfigRecord``, and all else."""
+    """Split a message's ``ConfigRecord`` into the server's options and all else."""
     records = message.content.config_records.values()
     return split_config({k: v for record in records for k, v in record.items()})
 
@@ -209,13 +210,13 @@ def arrays_of(message: Message) -> ArrayRecord:
     records = list(message.content.array_records.values())
     if len(records) != 1:
         raise ClientError(
-            f"expected one ArrayRecord from the server, got {len(records)}"
+            f"the server must send one ArrayRecord, but it sent {len(records)}"
         )
     return records[0]
 
 
 def partition_of(context: Context) -> int:
-    """Return what a client is known by in every run: its partition, or its node.
+    """Return a client's identity in all runs: its partition, or its node.
 
     Raises
     ------
@@ -229,6 +230,6 @@ def partition_of(context: Context) -> int:
         return int(number)
     except ValueError:
         raise ClientError(
-            f"the node's partition-id is {number!r:.80}, and must be an integer: start "
-            "it with --node-config 'partition-id=0', say, or without one"
+            f"the node's partition-id must be an integer, got {number!r:.80}: start "
+            "the node with --node-config 'partition-id=0', for example, or without one"
         ) from None

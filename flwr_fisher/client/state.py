@@ -1,4 +1,4 @@
-"""What a client remembers of a run: found on its disk by what the server sent."""
+"""A client's state in a run, which it keeps on its disk."""
 
 import re
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, add, check_same_layout, subtract
 from flwr_fisher.wire import Roster
 
-STATE = "state"  # the namespace of what methods keep of a run
+STATE = "state"  # the namespace of methods' states
 _FIT = re.compile(r"[a-z]+(-[a-z]+)*")
-_TAKEN = "taken"  # the note of what is changed by what the server took, and no more
+_TAKEN = "taken"  # the note of tensors that the server may take in part
 
 
 @dataclass(frozen=True)
 class ClientState:
-    """What a client keeps from one of its rounds to the next: SCAFFOLD's control, say.
+    """A client's state from one of its rounds to the next, such as SCAFFOLD's control.
 
     It lies on the client's disk, in its ``state_dir``. The server tells in which step
     it last had a reply of this client (it keeps a
@@ -70,7 +70,7 @@ class ClientState:
     def of(
         cls, problem: LocalProblem, request: Request, name: str, like: Params
     ) -> "ClientState":
-        """Find a client's state for a request.
+        """Return a client's state for a request.
 
         Raises
         ------
@@ -82,12 +82,13 @@ class ClientState:
         WireError
             If the server's list of clients cannot be read.
         """
-        if not _FIT.fullmatch(name):  # others' files are never deleted
+        if not _FIT.fullmatch(name):  # files with other names are never deleted
             raise ConfigurationError(
-                f"a state's name is of small letters and hyphens, not {name!r}"
+                f"a state's name must consist of small letters and hyphens, got "
+                f"{name!r}"
             )
         disk = problem.disk(STATE, request.client, f"{request.count('run'):x}")
-        # That of the last step stays until the server has had this one's.
+        # The last step's state stays until the server has this one's reply.
         num_bytes = 2 * sum(v.nbytes for v in like.values())
         disk.check_room(num_bytes, f"the state of run {disk.key}")
         roster, client = Roster.from_tensors(request.facts), request.client
@@ -95,7 +96,7 @@ class ClientState:
         return cls(disk, like, name, last_step, request.count("steps") + 1, part)
 
     def load(self, first: Params | None = None) -> tuple[dict[str, Tensor], bool]:
-        """Return it, and whether it was lost: then it is `first`, and the log says so.
+        """Return the state, or `first` if it was lost, and whether it was lost.
 
         It is lost where the server has had a reply of this client, and this disk has no
         state of that step, or another model's. A job tells it by the metric
@@ -119,7 +120,7 @@ class ClientState:
             if saved is not None:
                 return self._taken(saved, self.last_step, first), False
             logger.warning(
-                "The state '%s' of step %s is not in %s: it is lost, and begins anew",
+                "The state '%s' of step %s is not in %s: starting with a new one",
                 self.name,
                 self.last_step,
                 self.disk.path,
@@ -127,7 +128,7 @@ class ClientState:
         return self._begins(first), self.last_step is not None
 
     def _taken(self, saved: Kept, step: int, first: Params | None) -> dict[str, Tensor]:
-        """Return what a step left, changed by no more than what the server took."""
+        """Return a step's state, changed only by the part that the server took."""
         if self.part == 1 or saved.note == _TAKEN:
             return saved.tensors
         before = self._saved(int(saved.note)) if saved.note else None
@@ -150,13 +151,13 @@ class ClientState:
         try:
             check_same_layout(self.like, tensors, what)
         except ParamsError as error:
-            logger.warning("%s: it is another model's, and treated as lost", error)
+            logger.warning("Ignoring the state of another model: %s", error)
             return None
         there = {n: tensors[n].to(value) for n, value in self.like.items()}
         return Kept(there, kept.note)
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the new one, and the last one until the server has had this reply.
+        """Keep the new state, and the last one until the server has this reply.
 
         Raises
         ------
@@ -168,6 +169,6 @@ class ClientState:
         check_same_layout(self.like, tensors, f"the state '{self.name}'")
         kept, before = [], ""
         if self.last_step is not None:
-            kept, before = [self.last_step], f"{self.last_step}"  # what it changed from
+            kept, before = [self.last_step], f"{self.last_step}"  # the step before
         disk, step = self.disk, self.next_step
         disk.save(self.name, tensors, step=step, keep=kept, note=before)

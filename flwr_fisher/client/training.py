@@ -1,6 +1,6 @@
-"""Local training and scoring: the loops that a client runs unless it brings its own.
+"""The default loops of local training and evaluation.
 
-Long: all that LocalSGD can do is described here, and done in one loop.
+Long: the documentation of all of LocalSGD's options, and its loop.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -42,7 +42,7 @@ _OF_SGD = ("lr", "momentum", "weight_decay")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD:
-    r"""Local epochs of SGD, the training loop of FedAvg and FedFisher.
+    r"""Local epochs of SGD: the training loop of FedAvg and FedFisher.
 
     From the server's config it takes ``lr``, in place of its own, and FedProx's
     ``proximal-mu``, which adds :math:`\frac\mu2\|\theta-\theta_0\|^2` to the loss;
@@ -119,12 +119,13 @@ class LocalSGD:
         ]
         if self.optimizer is not None and own:
             raise ConfigurationError(
-                "lr, momentum and weight_decay are SGD's: give an optimizer its own, "
-                "by partial(torch.optim.AdamW, lr=...)"
+                "lr, momentum and weight_decay are for the default SGD: give your "
+                "optimizer its own, by partial(torch.optim.AdamW, lr=...)"
             )
         if self.label_smoothing and self.loss_fn is not cross_entropy:
             raise ConfigurationError(
-                "label_smoothing is the default loss's: smooth labels in your loss_fn"
+                "label_smoothing is for the default loss: smooth the labels in your "
+                "loss_fn"
             )
 
     def __call__(
@@ -152,16 +153,16 @@ class LocalSGD:
         half = self.autocast is torch.float16
         if half and on_gradients is not None:
             raise ConfigurationError(
-                "what reads every gradient needs autocast=torch.bfloat16: some of "
-                "float16's are infinite, and their steps left out"
+                "this method reads every gradient, and with autocast=torch.float16 "
+                "some gradients are infinite: use autocast=torch.bfloat16"
             )
         optimizer = self._optimizer(trained, config)
         needs_closure = _needs_closure(optimizer)
         if needs_closure and (half or on_gradients is not None):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} asks for gradients several times a step, "
-                "which neither autocast=torch.float16 nor what reads every gradient "
-                "can do: take another optimizer"
+                f"{type(optimizer).__name__} computes gradients several times a step, "
+                "and neither autocast=torch.float16 nor a method that reads every "
+                "gradient supports that: use another optimizer"
             )
         schedule = None if self.scheduler is None else self.scheduler(optimizer)
         scaler = torch.amp.GradScaler(device.type, enabled=half)
@@ -190,7 +191,7 @@ class LocalSGD:
             batches = batches_of(loader, model, device, labelled=True, report=False)
             for batch in batches:
                 if not (labels := batch.num_labels):
-                    continue  # of which the mean loss is 0 / 0
+                    continue  # their mean loss would be 0 / 0
                 step += 1
 
                 def closure(
@@ -209,14 +210,14 @@ class LocalSGD:
                 loss = take_step(optimizer, scaler, closure)
                 total += loss * labels
                 count += labels
-                if progress.due:  # a loss that is read makes a GPU wait
+                if progress.due:  # reading a loss makes a GPU wait
                     loss_so_far = f"loss {float(total) / count:.3g}{pace}"
                     progress.tell(f"epoch {epoch} of {self.epochs}, {loss_so_far}")
             if not count:
                 raise DataError(
                     "the training loader has no examples, or none with a label other "
-                    "than -100; a client reads its loader several times, so one that "
-                    "can be read once is empty by now"
+                    "than -100. A client reads its loader several times: if it can "
+                    "be read only once, it is empty now, so pass a DataLoader"
                 )
             mean = float(total) / count
             if schedule is not None:
@@ -234,7 +235,7 @@ class LocalSGD:
         return {"train_loss": mean}
 
     def settings(self) -> dict[str, Any]:
-        """Return what a training depends on: all options but `on_epoch`."""
+        """Return the options on which a training depends: all but `on_epoch`."""
         return {k: v for k, v in vars(self).items() if k != "on_epoch"}
 
     def _optimizer(
@@ -252,7 +253,7 @@ class LocalSGD:
 
 
 def local_sgd(train_fn: TrainFn, why: str) -> LocalSGD:
-    """Return a loop that is :class:`LocalSGD`.
+    """Return the loop, after a check that it is :class:`LocalSGD`.
 
     Raises
     ------
@@ -275,7 +276,7 @@ def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float
 
 
 class _OfInputs(nn.Module):
-    """A model whose one argument is an :class:`Inputs`."""
+    """A model with an :class:`Inputs` as its only argument."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -288,14 +289,14 @@ class _OfInputs(nn.Module):
 def _step_with_closure(
     optimizer: Optimizer, scaler: torch.amp.GradScaler, closure: Callable[[], Tensor]
 ) -> Tensor:
-    """Take a step of an optimiser that asks for gradients; return the first loss."""
+    """Take a step of an optimiser with a closure; return the first loss."""
     return torch.as_tensor(optimizer.step(closure))  # type: ignore[arg-type]
 
 
 def _step_once(
     optimizer: Optimizer, scaler: torch.amp.GradScaler, closure: Callable[[], Tensor]
 ) -> Tensor:
-    """Take a step by gradients that are taken once; return the loss before it."""
+    """Take a step by one computation of gradients; return the loss before it."""
     loss = closure()
     scaler.step(optimizer)
     scaler.update()
@@ -303,13 +304,13 @@ def _step_once(
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether it asks for gradients, several times a step as L-BFGS does."""
+    """Return whether an optimiser needs a closure, as L-BFGS does."""
     parameter = signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is Parameter.empty
 
 
 def _step_schedule(schedule: LRScheduler, loss: float) -> None:
-    """Take a schedule's step after an epoch; some look at its loss."""
+    """Take a schedule's step after an epoch; some schedules need its loss."""
     if isinstance(schedule, ReduceLROnPlateau):
         schedule.step(loss)
     else:
@@ -326,7 +327,7 @@ class _Proximal:
     def add_gradient(self) -> None:
         for p, start in zip(self.parameters, self.start, strict=True):
             if p.grad is not None:
-                if p.grad.is_sparse:  # the term is not
+                if p.grad.is_sparse:  # the term is zero
                     p.grad = p.grad.to_dense()
                 p.grad.add_(p.detach() - start, alpha=self.mu)
 
@@ -334,7 +335,7 @@ class _Proximal:
 def score(
     model: nn.Module, loader: Loader, device: torch.device, loss_fn: Loss
 ) -> tuple[float, float, int]:
-    """Return mean loss, accuracy and number of examples; modes and model unchanged.
+    """Return mean loss, accuracy and number of examples, without changing the model.
 
     Accuracy is over labels, of which an example may have several, one a position; where
     outputs have no classes that labels could name, it is NaN.
@@ -348,7 +349,7 @@ def score(
 def score_batches(
     model: nn.Module, batches: Iterable[Batch], loss_fn: Loss, *, check: bool = False
 ) -> tuple[float, float, int]:
-    """Return what :func:`score` does, of a model in the mode that it is in.
+    """Return the scores of :func:`score`, with the model in its current mode.
 
     `check` has the log tell of a loss that is no mean over labels.
     """
@@ -372,4 +373,4 @@ def _warn_unless_mean(outputs: Tensor, labels: Any, loss_fn: Loss) -> None:
     try:
         check_mean_over_labels(outputs, labels, loss_fn)
     except StructureError as error:
-        logger.warning("The loss depends on how data are batched: %s", error)
+        logger.warning("The loss depends on the batches of the data: %s", error)

@@ -1,4 +1,4 @@
-"""A training under way on the client's disk, so that a crash costs an epoch at most."""
+"""Checkpoints of a training on the client's disk: a crash costs at most an epoch."""
 
 import io
 import pickle
@@ -17,7 +17,7 @@ _NAME = "training"
 
 
 class TrainingCheckpoint:
-    """Lets a training loop go on where it was when its process ended.
+    """Saves and loads the state of a training loop, to continue after a crash.
 
     A `train_fn` that has a keyword of this name, ``checkpoint``, is given one. Where
     the server keeps no checkpoints either, nothing is kept: :meth:`load` returns None.
@@ -51,11 +51,11 @@ class TrainingCheckpoint:
 
     @property
     def is_kept(self) -> bool:
-        """Whether what is saved can be loaded again."""
+        """Whether a saved state can be loaded."""
         return self._disk is not None
 
     def load(self) -> dict[str, Any] | None:
-        """Return what was saved last, with the random numbers as they were then.
+        """Return the last saved state, and restore its random states.
 
         None where nothing was saved, or it is damaged or another request's.
         """
@@ -70,11 +70,11 @@ class TrainingCheckpoint:
             set_generator_states(content["random"])
             return dict(content["state"])
         except (pickle.UnpicklingError, RuntimeError, KeyError, ValueError) as error:
-            logger.warning("A training cannot go on, and starts anew: %s", error)
+            logger.warning("Starting the training again from its beginning: %s", error)
             return None
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Keep a state, and the random numbers' with it.
+        """Save a state with the random states.
 
         A disk that refuses costs a warning.
 
@@ -95,26 +95,26 @@ class TrainingCheckpoint:
                 _NAME,
                 tensors,
                 step=self._step,
-                keep=range(1, self._step),  # a job that begins anew runs these, too
+                keep=range(1, self._step),  # a job that starts again runs these, too
                 note=self._note,
-                # A killed process loses nothing that the system was given to write.
+                # The operating system completes the writes of a killed process.
                 durable=False,
             )
         except (ClientError, pickle.PicklingError, AttributeError, TypeError) as error:
-            logger.warning("This training is not kept: %s", error)
+            logger.warning("Cannot save this training: %s", error)
 
     def next(self) -> "TrainingCheckpoint":
-        """Return that of the request's next training."""
+        """Return the checkpoint of the request's next training."""
         return TrainingCheckpoint(self._disk, self._step + 1, self._note)
 
     def done(self) -> None:
-        """Forget the request's trainings: what came of them is kept."""
+        """Delete the checkpoints of the request's trainings, once its reply is kept."""
         if self._disk is not None:
             self._disk.drop(_NAME)
 
 
 class KeptTraining:
-    """What LocalSGD must have back to go on after an epoch, bit for bit.
+    """All that LocalSGD needs to continue after an epoch, bit for bit.
 
     Parameters
     ----------
@@ -134,17 +134,17 @@ class KeptTraining:
         self.generators = generators_of(loader)
 
     def load(self) -> tuple[int, int, float]:
-        """Put all back; return the last epoch and step, and the epoch's mean loss."""
+        """Restore all; return the last epoch and step, and the epoch's mean loss."""
         fresh = generator_states()
         if (saved := self.checkpoint.load()) is None:
             return 0, 0, 0.0
         before = deepcopy(self._states())
         try:
             self._put_back(saved)
-        except Exception as error:  # of another loader, optimiser or torch
+        except Exception as error:  # saved with another loader, optimiser or torch
             logger.warning(
-                "The training that was kept does not fit this one, which starts anew: "
-                "%s: %s",
+                "The saved training does not fit this one, starting from the "
+                "beginning: %s: %s",
                 type(error).__name__,
                 error,
             )
@@ -154,7 +154,7 @@ class KeptTraining:
         return saved["epoch"], saved["step"], saved["mean"]
 
     def save(self, epoch: int, step: int, mean: float) -> None:
-        """Keep all, after an epoch."""
+        """Save all of it after an epoch."""
         if self.checkpoint.is_kept:
             numbers = {"epoch": epoch, "step": step, "mean": mean}
             self.checkpoint.save({**self._states(), **numbers})
@@ -169,7 +169,7 @@ class KeptTraining:
 
     def _put_back(self, states: Mapping[str, Any]) -> None:
         if states["kinds"] != self._kinds():
-            raise ValueError(f"it was of {states['kinds']}, and is of {self._kinds()}")
+            raise ValueError(f"it was saved for {states['kinds']}, not {self._kinds()}")
         pairs = list(zip(self.generators, states["generators"], strict=True))
         for name, part in self.parts.items():
             part.load_state_dict(states[name])
@@ -178,7 +178,7 @@ class KeptTraining:
 
 
 def generators_of(loader: object) -> list[torch.Generator]:
-    """Return a loader's own generators of random numbers, each once.
+    """Return a loader's own random generators, each once.
 
     Examples
     --------

@@ -1,12 +1,11 @@
-"""The trial: what a request asks for, done on a few examples before the training.
+"""The trial: a request's work on a few examples, before the training.
 
-What would fail after hours of training fails at once.
+An error that would come after hours of training comes at once.
 
-A copy of the model is tried, and the loader is not iterated: its workers, its sampler
-and its generators are not asked for anything, so that the training is what it would be
-without a trial. A data set that is more than tensors is read in another process, a fork
-of this one: what it draws from a generator of its own, or opens on first use, changes
-nothing in this process.
+The trial uses a copy of the model. It does not iterate the loader, and leaves its
+workers, its sampler and its generators alone, so that it does not change the training.
+A data set that is more than tensors is read in a fork of this process: random numbers
+that it draws, or files that it opens, change nothing here.
 """
 
 import copy
@@ -42,8 +41,8 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import seeded
 
 _FEW = 4  # examples
-_SECONDS = 60.0  # that they may take to be read in a process of their own
-_COLUMNS, _NAMED = 100, 6  # characters of a line; layers that are all named
+_SECONDS = 60.0  # seconds for reading them in another process
+_COLUMNS, _NAMED = 100, 6  # characters of a line; layers up to which all are named
 _KINDS = {
     "Kronecker": "K-FAC",
     "EigenKronecker": "E-KFAC",
@@ -58,7 +57,7 @@ Result = TypeVar("Result")
 def on_few_examples(
     problem: LocalProblem, attempt: Callable[[LocalProblem, Batch], Result]
 ) -> Result | None:
-    """Return what an attempt makes of a copy of the model and a few training examples.
+    """Run an attempt on a copy of the model and a few training examples.
 
     They come straight from a data set with positions, collated as the loader does it,
     or from a list of batches. A model may want batches of the size that it is trained
@@ -89,20 +88,20 @@ def on_few_examples(
     try:
         return _attempted(problem, attempt, partial(_batch, problem))
     except _UntriedError as why:
-        logger.info("Nothing can be tried before training: %s", why)
+        logger.info("Skipping the trial before training: %s", why)
 
     def on_first_batch(batch: Batch) -> None:
         try:
             _attempted(problem, attempt, lambda count: batch[:count])
         except _UntriedError as why:
-            logger.info("Nothing can be tried on the first batch: %s", why)
+            logger.info("Skipping the trial on the first batch: %s", why)
 
     problem.on_first_batch.append(on_first_batch)
     return None
 
 
 class _UntriedError(Exception):
-    """Why examples cannot be tried."""
+    """The reason why a trial is not possible."""
 
 
 def _attempted(
@@ -121,7 +120,7 @@ def _attempted(
                 why = str(error).strip().rpartition("\n")[2]  # a worker's: a traceback
                 raise _UntriedError(f"{type(error).__name__}: {why}") from error
             if batch.labels is not None and not batch.num_labels:
-                continue  # nothing can be made of labels that are all -100
+                continue  # labels of -100 alone are not enough for a trial
             try:
                 return attempt(copied, batch)
             except FlwrFisherError:
@@ -129,14 +128,14 @@ def _attempted(
             except Exception:
                 if count is None:
                     raise
-    raise _UntriedError("no label of the first examples is given")
+    raise _UntriedError("the first examples have no labels")
 
 
 # Examples
 
 
 def _batch(problem: LocalProblem, count: int | None) -> Batch:
-    """Return some training examples, by default a batch of them."""
+    """Return some training examples, by default one batch."""
     loader: Any = problem.trainloader
     if isinstance(loader, (list, tuple)) and loader:
         batch = loader[0]
@@ -148,7 +147,7 @@ def _batch(problem: LocalProblem, count: int | None) -> Batch:
 
 
 def _read(loader: DataLoader[Any], positions: Any) -> Any:
-    """Return a loader's batch of some positions, read by a worker."""
+    """Return a loader's batch of some positions, read by a worker process."""
     own = loader.num_workers > 0
     if own or _is_plain(loader):
         few = with_positions(loader, [positions], num_workers=int(own))
@@ -163,13 +162,13 @@ def _read(loader: DataLoader[Any], positions: Any) -> Any:
             timeout=_SECONDS,
         )
     with warnings.catch_warnings():
-        # Of Python: threads may hold locks. A reader that waits for one is given up.
+        # Python warns that threads may hold locks; a reader that waits is stopped.
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         return next(iter(few))
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader cuts examples from tensors, by no code of a user's."""
+    """Return whether a loader reads plain tensors, without a user's code."""
     data = loader.dataset
     while type(data) is Subset:
         data = data.dataset
@@ -178,7 +177,7 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 
 def _positions(loader: DataLoader[Any], count: int | None) -> Any:
-    """Return positions that a batch may have, without asking the sampler for any."""
+    """Return possible positions of a batch, without using the sampler."""
     batches: Any = sampler_of(loader)
     if isinstance(batches, Sequence):
         first = batches[0]
@@ -190,13 +189,13 @@ def _positions(loader: DataLoader[Any], count: int | None) -> Any:
     if not isinstance(positions, Sequence):
         positions = range(len(cast(Sized, loader.dataset)))
     if loader.batch_sampler is None and sampler is batches:
-        return positions[0]  # that of a whole batch
+        return positions[0]  # the size of a whole batch
     size = getattr(batches, "batch_size", None) or 1
     return list(positions[: size if count is None else count])
 
 
 def check_outputs(problem: LocalProblem, batch: Batch) -> None:
-    """Refuse a model whose outputs are no tensor, not finite, or unlike the labels.
+    """Raise an error if outputs are no tensor, not finite, or do not fit the labels.
 
     Raises
     ------
@@ -215,12 +214,12 @@ def check_outputs(problem: LocalProblem, batch: Batch) -> None:
         return
     if not all(tensor.isfinite().all() for tensor in inputs.tensors):
         raise DataError(
-            "the inputs of the first training examples hold NaN or infinity, and the "
-            "model's outputs of them, too: clean the data"
+            "the inputs of the first training examples hold NaN or infinity, and so do "
+            "the model's outputs: clean the data"
         )
     raise ClientError(
-        "the model's outputs of the first training examples hold NaN or infinity at "
-        "the parameters that the server sent: look at them, and at the inputs' scale"
+        "with the server's parameters, the model's outputs of the first training "
+        "examples hold NaN or infinity: check these parameters, and the inputs' scale"
     )
 
 
@@ -233,13 +232,13 @@ def _check_labels(problem: LocalProblem, outputs: Tensor, labels: Tensor) -> Non
         check_mean_over_labels(outputs, labels, loss_fn)
 
 
-# What the log says
+# the log lines
 
 
 def upload_summary(
     model: nn.Module, curvature: Curvature, structure: str | None, size: str
 ) -> list[str]:
-    """Return lines that say which layers have which curvature, and what is uploaded.
+    """Return log lines about each layer's curvature and the upload's size.
 
     Parameters
     ----------
@@ -277,7 +276,7 @@ def upload_summary(
 
 
 def log_once(lines: Iterable[str]) -> None:
-    """Log lines, unless this process has; an upload's size does not make them new."""
+    """Log lines, unless this process has logged them with any upload size."""
     text = "\n".join(lines)
     told = " ".join(text.split()).partition("; upload ")[0]
     if told not in _logged:
@@ -287,7 +286,7 @@ def log_once(lines: Iterable[str]) -> None:
 
 
 def _layers(parameters: Iterable[str]) -> str:
-    """Return the names of the layers that parameters are of; of many, two."""
+    """Return the names of the parameters' layers, or the first and last of many."""
     own = dict.fromkeys(name.rpartition(".")[0] or name for name in parameters)
     names = list(own)
     if len(names) <= _NAMED:

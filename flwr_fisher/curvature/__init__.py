@@ -1,4 +1,4 @@
-"""What a model's loss looks like around its parameters. Works without Flower."""
+"""Curvatures of a model's loss: Fishers, Hessians and gradients, without Flower."""
 
 from flwr_fisher.curvature.batch import Batch, Inputs
 from flwr_fisher.curvature.batches import Pairs

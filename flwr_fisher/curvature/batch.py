@@ -1,6 +1,6 @@
-"""A batch: what a model is called with, by position or by name, and its labels.
+"""A batch: a model's inputs, by position or by name, and their labels.
 
-Long: every form that a batch and an output may have is read here, and nowhere else.
+Long: this file alone reads every form that a batch and a model's output may have.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model is called with for some examples.
+    """A model's inputs for some examples: the arguments of one call.
 
     Parameters
     ----------
@@ -67,15 +67,16 @@ class Inputs:
         for name, value in self._named():
             if isinstance(value, (tuple, list, Mapping)):
                 raise DataError(
-                    f"input {name!r:.40} is a {type(value).__name__}, and the inputs "
-                    f"of a batch are tensors, each with one row an example: {_WAY_OUT}"
+                    f"input {name!r:.40} is a {type(value).__name__}, but each input "
+                    f"must be a tensor with one row for each example: {_WAY_OUT}"
                 )
         rows = {n: v.shape[:1] for n, v in self._named() if isinstance(v, Tensor)}
         if not rows or len(set(rows.values())) > 1 or torch.Size() in rows.values():
             each = {name: tuple(shape) for name, shape in rows.items()}
             raise DataError(
-                "a batch's inputs must be tensors with one row an example, and their "
-                f"first dimensions are {each or 'none: there is no tensor'}: {_WAY_OUT}"
+                "a batch's inputs must be tensors with one row for each example, but "
+                f"their first dimensions are {each or 'none: there is no tensor'}: "
+                f"{_WAY_OUT}"
             )
 
     def _named(self) -> list[tuple[str, Any]]:
@@ -89,7 +90,7 @@ class Inputs:
         return self.mapped(lambda tensor: tensor[rows])
 
     def __call__(self, model: Callable[..., Any]) -> Tensor:
-        """Return the model's outputs, one tensor."""
+        """Call the model, and return its outputs as one tensor."""
         returned = model(*self.args, **self.kwargs)
         return (
             logits_of(returned) if self.output_fn is None else self.output_fn(returned)
@@ -106,7 +107,7 @@ class Inputs:
         return self.mapped(lambda _: next(rest))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
-        """Return the same call with a function of every tensor."""
+        """Return the same call with a function applied to every tensor."""
 
         def one(value: Any) -> Any:
             return function(value) if isinstance(value, Tensor) else value
@@ -141,7 +142,7 @@ class Inputs:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What has to be equal for examples to stand in one batch."""
+        """The form of the inputs; examples of one form can stand in one batch."""
         return tuple(
             (name, value.shape[1:], value.dtype)
             if isinstance(value, Tensor)
@@ -158,7 +159,7 @@ def concatenated(parts: Sequence[Inputs]) -> Inputs:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some examples: their inputs, and their labels.
+    """A batch of examples: their inputs and their labels.
 
     Parameters
     ----------
@@ -191,14 +192,14 @@ class Batch:
 
     @property
     def num_labels(self) -> int:
-        """How many labels there are: what a mean loss is a mean over."""
+        """The number of labels, over which a mean loss is taken."""
         if self._num_labels is not None:
             return self._num_labels
         return len(self) if self.labels is None else count_labels(self.labels)
 
 
 def num_correct(outputs: Tensor, labels: Any) -> float:
-    """Return how many labels are the likeliest class; -100 is none.
+    """Return how many labels are the most likely class; -100 is no label.
 
     NaN where outputs have no classes that labels could name.
     """
@@ -209,7 +210,7 @@ def num_correct(outputs: Tensor, labels: Any) -> float:
 
 
 def count_labels(labels: Any) -> int:
-    """Return how many labels a mean loss is over: all entries but integers of -100.
+    """Return the number of labels: all entries except integers of -100.
 
     Examples
     --------
@@ -229,7 +230,7 @@ def read(
     batch_fn: BatchFn | None = None,
     output_fn: OutputFn | None = None,
 ) -> Batch:
-    """Read a loader's batch as its model takes it.
+    """Return a loader's batch in the form that the model takes.
 
     For the forms, see :class:`~flwr_fisher.curvature.Pairs`.
 
@@ -258,7 +259,7 @@ def read(
         pair = batch_fn(batch)
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise DataError(
-                f"batch_fn must return (inputs, labels), and it returned "
+                "batch_fn must return a tuple (inputs, labels), but it returned "
                 f"{form_of(pair)}"
             )
         inputs, labels = _inputs(pair[0], output_fn), pair[1]
@@ -266,7 +267,7 @@ def read(
         inputs, labels = _of_mapping(batch, model, output_fn)
     elif isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
         if not batch:
-            raise DataError(f"a batch is empty, a {type(batch).__name__}: {_WAY_OUT}")
+            raise DataError(f"a batch is an empty {type(batch).__name__}: {_WAY_OUT}")
         *first, labels = batch if len(batch) > 1 else (*batch, None)
         inputs = _inputs(first[0] if len(first) == 1 else tuple(first), output_fn)
     else:
@@ -287,8 +288,8 @@ def _inputs(value: Any, output_fn: OutputFn | None) -> Inputs:
     if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
         return Inputs(tuple(value), {}, output_fn)
     raise DataError(
-        f"a batch's inputs are a {type(value).__name__}, and must be a tensor, or a "
-        f"tuple or mapping of tensors: {_WAY_OUT}"
+        f"a batch's inputs are a {type(value).__name__}, but they must be a tensor, or "
+        f"a tuple or mapping of tensors: {_WAY_OUT}"
     )
 
 
@@ -310,8 +311,8 @@ def _of_mapping(
     labels = batch[targets[0]] if targets else None
     if not targets and len(known) < len(tensors):
         raise DataError(
-            f"a batch is a mapping of {entries}, and none of them is named as labels "
-            f"are, {', '.join(TARGETS)}: {_WAY_OUT}"
+            f"a batch is a mapping of {entries}, and none of these is a name of labels "
+            f"({', '.join(TARGETS)}): {_WAY_OUT}"
         )
     chosen = tensors if any_name and len(tensors) > 1 else known
     alone = not known and len(tensors) == 1
@@ -322,8 +323,8 @@ def _of_mapping(
     if not chosen:
         arguments = ", ".join(sorted(names)) or "it names none"
         raise DataError(
-            f"a batch is a mapping of {entries}, and no name is an argument of the "
-            f"model's forward ({arguments}): {_WAY_OUT}"
+            f"a batch is a mapping of {entries}, and none of these is an argument of "
+            f"the model's forward ({arguments}): {_WAY_OUT}"
         )
     return Inputs((), chosen, output_fn), labels
 
@@ -334,7 +335,7 @@ def _shifted(
     model: Callable[..., Any],
     entries: str,
 ) -> Tensor:
-    """Return labels as outputs stand: one earlier for a model that shifts by itself."""
+    """Return labels aligned with the outputs: shifted by one where the model shifts."""
     if labels.dim() != 2 or labels.is_floating_point():
         return labels
     given = labels != IGNORED
@@ -349,15 +350,15 @@ def _shifted(
         return torch.cat([labels[:, 1:], end], 1)
     for name in copied:
         raise DataError(
-            f"a batch is a mapping of {entries}, and its labels are its {name!r}: "
-            "a model of causal language would learn to copy. Shift them by one, "
-            f"and {_WAY_OUT}"
+            f"a batch is a mapping of {entries}, and its labels equal its {name!r}: "
+            "a causal language model would learn to copy its input. Shift the labels "
+            f"by one, and {_WAY_OUT}"
         )
     return labels
 
 
 def _shifts(model: Callable[..., Any], copied: bool) -> bool:
-    """Return whether a transformers model takes labels one later than its outputs.
+    """Return whether a transformers model shifts its labels by one itself.
 
     Some, such as GPT-2, have no ``loss_type``, and transformers' default loss, which
     shifts; so have some that do not, but nobody gives these their inputs as labels.
@@ -369,13 +370,13 @@ def _shifts(model: Callable[..., Any], copied: bool) -> bool:
 
 
 def _forward(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function whose arguments a model takes; of a wrapper, its model's."""
+    """Return the model's ``forward``, or that of the model inside a wrapper."""
     inner = getattr(model, "called_like", model)
     return inner.forward if isinstance(inner, nn.Module) else inner
 
 
 def _arguments(model: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Return the names of a model's arguments, and whether it takes any name."""
+    """Return the names of a model's arguments, and whether it takes ``**kwargs``."""
     parameters = _parameters(model)
     kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     names = {name for name, each in parameters.items() if each.kind in kinds}
@@ -392,7 +393,7 @@ def _parameters(model: Callable[..., Any]) -> Mapping[str, Parameter]:
 
 
 def _check_call(inputs: Inputs, model: Callable[..., Any], batch: Any) -> None:
-    """Refuse inputs that the model's ``forward`` cannot be called with."""
+    """Raise :class:`DataError` if the model's ``forward`` cannot take these inputs."""
     try:
         call = signature(_forward(model))
     except (TypeError, ValueError):
@@ -401,13 +402,13 @@ def _check_call(inputs: Inputs, model: Callable[..., Any], batch: Any) -> None:
         call.bind(*inputs.args, **inputs.kwargs)
     except TypeError as error:
         raise DataError(
-            f"a batch is {form_of(batch)}, and {type(model).__name__}.forward{call} "
-            f"cannot be called with its inputs ({error}): {_WAY_OUT}"
+            f"a batch is {form_of(batch)}, but {type(model).__name__}.forward{call} "
+            f"cannot take its inputs ({error}): {_WAY_OUT}"
         ) from None
 
 
 def logits_of(returned: Any) -> Tensor:
-    """Return the one tensor of outputs among what a model returned.
+    """Return the tensor of outputs, or logits, from what a model returned.
 
     It is the tensor itself; what has the name ``logits``, as in transformers' outputs;
     or the only floating-point tensor of a tuple or mapping.
@@ -437,14 +438,14 @@ def logits_of(returned: Any) -> Tensor:
     if len(floats) == 1:
         return floats[0]
     raise StructureError(
-        f"the model returns {form_of(returned)}, and a curvature is of one tensor of "
-        "outputs: name it 'logits', or pass output_fn, which returns it: "
-        "lambda returned: returned[0], say"
+        f"the model returns {form_of(returned)}, but a curvature needs one tensor of "
+        "outputs: name it 'logits', or pass an output_fn that returns it, for example "
+        "lambda returned: returned[0]"
     )
 
 
 def form_of(batch: Any) -> str:
-    """Return in words what a batch is made of."""
+    """Return a description of a batch's form, for errors."""
     if isinstance(batch, Mapping):
         return f"a mapping of {', '.join(f'{key!r:.40}' for key in list(batch)[:12])}"
     if isinstance(batch, (tuple, list)):

@@ -1,6 +1,6 @@
-"""A loader, read as it is: its batches, on the device where the model is.
+"""Reading a loader: its batches on the model's device, all or some of its examples.
 
-Long: how a loader is read, to its end or for some examples, is said here alone.
+Long: this file alone reads loaders, to their end or for some examples.
 """
 
 import copy
@@ -36,7 +36,7 @@ _on_first_batch: ContextVar[list[Callable[[Batch], object]]] = ContextVar(
 
 
 class Pairs(Iterable[Any]):
-    """A loader, and how its batches and a model's outputs are read.
+    """A loader with two functions, which read its batches and a model's outputs.
 
     It yields what `batch_fn` makes of the loader's batches; whatever reads them for a
     model, such as :func:`~flwr_fisher.curvature.fisher` or ``LocalSGD``, reads them as
@@ -99,12 +99,12 @@ class Pairs(Iterable[Any]):
         return len(loader)
 
     def read(self, batch: Any, model: nn.Module) -> Batch:
-        """Return one of the loader's batches as the model takes it."""
+        """Return one of the loader's batches in the form that the model takes."""
         return read(batch, model, self.batch_fn, self.output_fn)
 
 
 def unwrapped(loader: Iterable[Any]) -> Iterable[Any]:
-    """Return the loader itself, without what says how it is read."""
+    """Return the loader inside a :class:`Pairs`, or the loader itself."""
     return loader.loader if isinstance(loader, Pairs) else loader
 
 
@@ -114,7 +114,7 @@ def default_reading(
     output_fn: OutputFn | None,
     on_first_batch: Sequence[Callable[[Batch], object]] = (),
 ) -> Iterator[None]:
-    """Within it, a loader that is no :class:`Pairs` is read by these two functions.
+    """Set, within a ``with`` block, how loaders that are no :class:`Pairs` are read.
 
     So a client's own loop gets its own loader, and may hand it to ``LocalSGD``.
 
@@ -169,8 +169,8 @@ def batches_of(
         made = own.read(batch, model)
         if labelled and not hasattr(made.labels, "to"):
             raise DataError(
-                "batches must have labels, tensors, as in (inputs, labels) or an entry "
-                f"'label', and one is {form_of(batch)}: pass "
+                "every batch must hold a tensor of labels, as in (inputs, labels) or "
+                f"under the key 'label', but one is {form_of(batch)}: pass "
                 "FisherClient(batch_fn=...) or Pairs(loader, batch_fn)"
             )
         if len(made):
@@ -182,7 +182,7 @@ def batches_of(
 
 
 def pairs_of(loader: Iterable[Any]) -> Pairs:
-    """Return a loader as :class:`Pairs`: with its own functions, or the default ones.
+    """Return a loader as :class:`Pairs`, with its own functions or the default ones.
 
     Raises
     ------
@@ -190,12 +190,14 @@ def pairs_of(loader: Iterable[Any]) -> Pairs:
         If the loader is one tensor, and no batches.
     """
     if isinstance(loader, Tensor):
-        raise DataError("the loader must yield batches; for a single one pass [inputs]")
+        raise DataError(
+            "the loader must yield batches, but it is a tensor: pass the list [inputs]"
+        )
     return loader if isinstance(loader, Pairs) else Pairs(loader, *_defaults.get())
 
 
 def count_of(loader: Any) -> int | None:
-    """Return how many examples a loader gives; None if only reading it tells.
+    """Return how many examples a loader has, or None if that is not known in advance.
 
     A batch sampler of a class of its own is copied, and the copy's positions counted;
     where that fails, it is the data set's length.
@@ -221,7 +223,7 @@ def count_of(loader: Any) -> int | None:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return how many batches a loader says that it has; None of a stream."""
+    """Return how many batches a loader says that it has, or None for a stream."""
     try:
         return len(loader)
     except TypeError:
@@ -229,7 +231,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def _drawn(batches: Any, dataset: Any, otherwise: int) -> int:
-    """Return how many positions an epoch of a batch sampler has, by a copy of it."""
+    """Return how many positions a batch sampler draws an epoch, counted on a copy."""
     try:
         copied = copy.deepcopy(batches, {id(dataset): dataset})
         with seeded(0):
@@ -245,7 +247,7 @@ def at_most(
     seed: int,
     at_random: bool = False,
 ) -> Iterable[Any]:
-    """Return a loader of at most so many examples, chosen at random where it can be.
+    """Return a loader of at most `count` examples, chosen at random if possible.
 
     - Of a plain ``DataLoader`` without workers, which goes through a data set in order
       or shuffled, only the chosen examples are read, from the data set.
@@ -289,9 +291,9 @@ def at_most(
 
 
 def reads_at_random(loader: Iterable[Any]) -> bool:
-    """Return whether the first examples of :func:`at_most` are as good as any others.
+    """Return whether :func:`at_most` chooses the loader's examples at random.
 
-    So they are of a stream, too, of which nobody knows.
+    It is also True for a stream, because its order is not known.
     """
     whole = pairs_of(loader)
     known = _positions(whole.loader) is not None
@@ -299,7 +301,7 @@ def reads_at_random(loader: Iterable[Any]) -> bool:
 
 
 def _positions(loader: Iterable[Any]) -> Sequence[int] | None:
-    """Return the positions of a plain loader's examples; None for any other."""
+    """Return the positions of a plain loader's examples, or None for another loader."""
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return None
     batches, sampler = loader.batch_sampler, loader.sampler
@@ -325,7 +327,7 @@ def _subset(loader: Any, positions: list[int]) -> DataLoader[Any]:
 def with_positions(
     loader: DataLoader[Any], batches: Iterable[Any], **options: Any
 ) -> DataLoader[Any]:
-    """Return a plain loader that reads its data set in other batches.
+    """Return a copy of a plain loader with other batches of positions.
 
     Parameters
     ----------
@@ -346,20 +348,20 @@ def with_positions(
 
 
 def sampler_of(loader: DataLoader[Any]) -> Iterable[Any]:
-    """Return what makes batches of positions."""
+    """Return the sampler that makes a loader's batches of positions."""
     # Without a batch size, a loader's sampler gives batches, not examples.
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _shuffles(loader: Any) -> bool:
-    """Return whether a loader's first examples are as good as any others."""
+    """Return whether a loader shuffles, so that its first examples are random."""
     random = (RandomSampler, SubsetRandomSampler)
     batches = sampler_of(loader) if isinstance(loader, DataLoader) else None
     return type(batches) is BatchSampler and type(batches.sampler) in random
 
 
 def _first(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
-    """Yield the first so many examples."""
+    """Yield batches with the first `examples` examples."""
     left = examples
     for batch in batches:
         yield batch[: min(left, len(batch))]
@@ -369,7 +371,7 @@ def _first(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
 
 
 def _sample(batches: Iterable[Batch], examples: int, seed: int) -> list[Batch]:
-    """Draw a number for every example, and keep those with the smallest."""
+    """Yield `count` random examples: those with the smallest random numbers."""
     draw = random_stream(seed, "examples")
     kept: list[tuple[Batch, Tensor]] = []
     for batch in batches:

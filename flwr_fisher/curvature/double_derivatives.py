@@ -1,4 +1,4 @@
-"""A batch's loss, differentiated twice: by reverse mode twice, or forward over it."""
+"""Second derivatives of a batch's loss, by two modes of automatic differentiation."""
 
 import warnings
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from flwr_fisher.params import Params
 
 
 class DoubleDerivatives:
-    """A batch's loss, its gradient, and its Hessian's product with a vector.
+    """Computes a batch's loss, its gradient, and its Hessian's product with a vector.
 
     Parameters
     ----------
@@ -40,8 +40,8 @@ class DoubleDerivatives:
         self.model, self.loss_fn = model, MeanLoss(loss_fn)
         self.parameters, self.vectors = parameters, vectors
         self.leaves = list(parameters.values())
-        # Cheaper for convolutions alone: forward mode multiplies an input that has no
-        # tangent, as the first layer's, by zeros.
+        # Reverse mode is cheaper for convolutions alone: forward mode multiplies an
+        # input without a tangent, such as the first layer's, by zeros.
         self.forward_mode = any(isinstance(m, _ConvNd) for m in model.modules())
 
     def __call__(self, x: Inputs, y: Any) -> Derivatives:
@@ -66,8 +66,8 @@ class DoubleDerivatives:
             if "not implemented" not in str(error):
                 raise
             raise StructureError(
-                "torch cannot differentiate this model or loss twice, so there is no "
-                f"Hessian to probe: {str(error).splitlines()[0]}"
+                "torch cannot differentiate this model or loss twice, so it has no "
+                f"Hessian product: {str(error).splitlines()[0]}"
             ) from error
 
     def _double_backward(self, x: Inputs, y: Any) -> Derivatives:
@@ -93,7 +93,7 @@ class DoubleDerivatives:
         return loss, gradients, products
 
     def _forward_over_reverse(self, x: Inputs, y: Any) -> Derivatives | None:
-        """Return None where a tangent would not be the derivative of the gradient."""
+        """Return the same in forward mode; None where forward mode would be wrong."""
         _load_forward_mode()
         copies = {k: p.detach().requires_grad_() for k, p in self.parameters.items()}
         with forward_ad.dual_level():
@@ -125,7 +125,7 @@ class DoubleDerivatives:
     def _at_outputs(
         self, outputs: Tensor, tangent: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the loss, its gradient by the outputs, and that one's derivative.
+        """Return the loss, its gradient with respect to the outputs, and its tangent.
 
         There is no gradient where the loss reaches the parameters past the outputs.
         """
@@ -147,7 +147,7 @@ class DoubleDerivatives:
 
 
 class _Watch(TorchFunctionMode):
-    """Watches a forward pass for what torch would get wrong in silence.
+    """Watches a forward pass for operations whose tangents torch computes wrongly.
 
     It notices operations under ``no_grad``, which does not stop forward mode, and
     computes weight norm by its plain formula: the second derivative of torch 2.15's

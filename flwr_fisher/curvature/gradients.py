@@ -103,7 +103,7 @@ def gradient(
 def checked_parameters(
     model: nn.Module, device: torch.device | str | None, max_batch_size: int | None
 ) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters, once the arguments are checked.
+    """Check the arguments, and return the trainable parameters.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def mean_derivatives(
     derivatives: Callable[[Inputs, Any], Derivatives],
     max_batch_size: int | None,
 ) -> tuple[list[dict[str, Tensor]], float]:
-    """Return the means of a loss's derivatives, and of the loss, over all examples.
+    """Return the means over all examples of a loss's derivatives and of the loss.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def mean_derivatives(
             count += labels
     if not count:
         raise DataError(
-            "the loader has no examples with a label, so there is no gradient to take"
+            "the loader has no examples with a label, so it has no gradient"
         )
     return [each.mean(count) for each in sums], float(torch.stack(losses).sum()) / count
 
@@ -175,7 +175,7 @@ def _parts(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:
         if not isinstance(labels, Tensor) or len(labels) != len(batch):
             raise DataError(
                 "a loss needs a label for each example: batches must be (inputs, "
-                "labels), tensors of one length"
+                "labels), two tensors of one length"
             )
         most = size or len(batch)
         for start in range(0, len(batch), most):

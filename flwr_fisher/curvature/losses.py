@@ -1,4 +1,4 @@
-"""The loss of a batch: one number, a mean over labels, and errors that name both."""
+"""The loss of a batch: checks that it is a scalar, and a mean over labels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ _MEAN = 1e-5  # relative and absolute: above rounding in float32
 
 
 def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
-    """Return a batch's loss as a scalar that can be differentiated.
+    """Return a batch's loss after a check: a scalar with a gradient.
 
     Parameters
     ----------
@@ -38,17 +38,20 @@ def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)
         raise ConfigurationError(
-            f"loss_fn must return the mean loss of a batch, a scalar tensor; got {got}"
+            "loss_fn must return a scalar tensor, the mean loss of a batch, but it "
+            f"returned {got}"
         )
     if differentiable and not loss.requires_grad:
         raise StructureError(
-            "the loss depends on no trainable parameter, so it has no gradient"
+            "the loss depends on no trainable parameter, so it has no gradient: set "
+            "requires_grad on the parameters to train, and compute the loss from the "
+            "model's outputs"
         )
     return loss.reshape(())
 
 
 def loss_of(loss_fn: Loss, outputs: Tensor, labels: Any) -> Tensor:
-    """Return a batch's loss; where it fails, say for what outputs and labels.
+    """Return a batch's loss; an error names the shapes of outputs and labels.
 
     Parameters
     ----------
@@ -73,9 +76,9 @@ def loss_of(loss_fn: Loss, outputs: Tensor, labels: Any) -> Tensor:
 def _failed(outputs: Tensor, labels: Any, error: Exception) -> DataError:
     what = str(error).strip().partition("\n")[0].rstrip(".")
     return DataError(
-        f"the loss fails on outputs {_form(outputs)} and labels {_form(labels)}, "
-        f"{type(error).__name__}: {what}. Change the labels, by "
-        "FisherClient(batch_fn=...) say, or loss_fn"
+        f"loss_fn fails on outputs {_form(outputs)} and labels {_form(labels)}, "
+        f"{type(error).__name__}: {what}. Change loss_fn, or the labels, for example "
+        "by FisherClient(batch_fn=...)"
     )
 
 
@@ -86,7 +89,7 @@ def _form(value: Any) -> str:
 
 
 class MeanLoss:
-    """A loss that must be the mean over a batch's labels, which is tried on the first.
+    """A loss function; the first batch shows whether it is a mean over labels.
 
     Then its mean over all data does not depend on how they are batched.
 
@@ -121,7 +124,7 @@ class MeanLoss:
 
 
 def check_mean_over_labels(outputs: Tensor, labels: Any, loss_fn: Loss) -> bool:
-    """Check that a loss is the mean over a batch's labels; return whether it could be.
+    """Check that a loss is the mean over a batch's labels; return if that was possible.
 
     It is tried on two parts of the batch; a single label tells nothing.
 
@@ -158,16 +161,16 @@ def check_mean_over_labels(outputs: Tensor, labels: Any, loss_fn: Loss) -> bool:
     else:
         return tried
     way_out = (
-        "With weights of classes, divide by the number of labels: "
+        "With class weights, divide by the number of labels: "
         "F.cross_entropy(outputs, labels, weight=w, reduction='sum') / len(labels)"
     )
     if labels.is_floating_point() and labels.shape != outputs.shape:
         way_out = (
-            f"Labels {list(labels.shape)} may be broadcast against outputs "
-            f"{list(outputs.shape)}: give both one shape"
+            f"The labels, {list(labels.shape)}, may be broadcast against the outputs, "
+            f"{list(outputs.shape)}: give both the same shape"
         )
     raise StructureError(
-        f"the loss of a batch is {float(whole):.6g}, and the mean over its labels of "
-        f"losses of its parts {float(mean):.6g}: loss_fn must be a mean over labels "
-        f"(-100 is none). {way_out}"
+        f"the loss of a batch is {float(whole):.6g}, but the mean of its parts' losses "
+        f"is {float(mean):.6g}: loss_fn must be a mean over labels (-100 is no "
+        f"label). {way_out}"
     )

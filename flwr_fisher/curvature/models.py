@@ -1,4 +1,4 @@
-"""Looking at a model: in eval mode, example by example, and left as it was."""
+"""Evaluating a model and leaving it as it was; checks of models."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,36 +39,37 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise StructureError(
-            "the model is a ScriptModule, whose layers cannot be watched: pass the "
-            "nn.Module that it was made of"
+            "the model is a ScriptModule, and the inputs of its layers cannot be "
+            "recorded: pass the nn.Module from which it was made"
         )
     names = trainable_names(model)
     if not names:
         raise ConfigurationError(
-            "the model has no trainable parameter: set requires_grad on those to merge"
+            "the model has no trainable parameter: set requires_grad on the "
+            "parameters to merge"
         )
     first = model.get_parameter(names[0])
     if first.is_inference():
         raise ConfigurationError(
-            "the model was made under torch.inference_mode, and its parameters can "
-            "have no gradient: make it outside of it"
+            "the model was made under torch.inference_mode, so its parameters cannot "
+            "have gradients: make it outside of inference_mode"
         )
     actual = first.device
     if device is not None and torch.device(device).type != actual.type:
         raise ConfigurationError(
-            f"device={device!s}, but the model is on {actual!s}: move it first"
+            f"device={device!s}, but the model is on {actual!s}: move the model first"
         )
     return actual
 
 
 def place_of(model: nn.Module) -> torch.device | None:
-    """Return the device of a model's first parameter; None where it has none."""
+    """Return the device of a model's first parameter, or None without parameters."""
     return next((parameter.device for parameter in model.parameters()), None)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode, gradients on; leave it exactly as it was."""
+    """Put the model in eval mode, with gradients, in a ``with`` block; restore it."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -83,7 +84,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def outputs_with(
     model: nn.Module, state: Mapping[str, Tensor], inputs: Inputs
 ) -> Tensor:
-    """Return a model's outputs with other parameters or buffers in its own's place.
+    """Return a model's outputs with other parameters or buffers than its own.
 
     Each stands wherever the model holds its own, under whatever name. A module that has
     several names is one place: ``functional_call`` would fill it several times, and put
@@ -120,7 +121,7 @@ def outputs_with(
 
 @contextmanager
 def recurrent_backwards(model: nn.Module) -> Iterator[None]:
-    """Run recurrent layers without cuDNN, which differentiates in train mode alone."""
+    """Turn cuDNN off: it cannot differentiate recurrent layers in eval mode."""
     before = cudnn.enabled
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         cudnn.enabled = False
@@ -148,7 +149,7 @@ def check_examples_are_independent(model: nn.Module, consequence: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             raise StructureError(
-                f"layer '{name}' normalises by the batch's own statistics, so "
+                f"layer '{name}' normalises by the statistics of each batch, so "
                 f"{consequence}: use track_running_stats=True, or group norm"
             )
 
@@ -162,7 +163,7 @@ _SAID = (
 
 
 def is_refusal(error: RuntimeError) -> bool:
-    """Return whether torch refuses a transformation, and nothing else went wrong.
+    """Return whether an error says that torch does not support a transformation.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A fixed random direction, which server and clients make for themselves."""
+"""A fixed random direction, which the server and each client compute by themselves."""
 
 from collections.abc import Mapping
 

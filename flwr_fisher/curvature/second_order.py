@@ -1,4 +1,4 @@
-"""The exact product of a mean loss's Hessian with a vector, the probe."""
+"""The exact product of a mean loss's Hessian with a vector."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -120,7 +120,7 @@ def hvp(
 
 
 def _vectors(parameters: Params, probe: Params | int | str) -> dict[str, Tensor]:
-    """Return the probe by name, without parameters where it is known to be zero."""
+    """Return the probe's vector, without the parameters where it is zero."""
     if isinstance(probe, Mapping):
         check_same_layout(parameters, probe, "the probe")
         return {name: probe[name].detach().to(p) for name, p in parameters.items()}
@@ -130,7 +130,7 @@ def _vectors(parameters: Params, probe: Params | int | str) -> dict[str, Tensor]
 
 
 def _unit_vector(parameters: Params, coordinate: int) -> dict[str, Tensor]:
-    """Return the vector that is 1 at a coordinate, as the one parameter that has it."""
+    """Return a unit vector as one tensor, of the parameter that has the coordinate."""
     start = 0
     for name, p in parameters.items():
         if start <= coordinate < start + p.numel():
@@ -139,6 +139,6 @@ def _unit_vector(parameters: Params, coordinate: int) -> dict[str, Tensor]:
             return {name: unit}
         start += p.numel()
     raise StructureError(
-        f"the probe is coordinate {coordinate}, but there are {start} trainable "
-        "parameters"
+        f"the probe is coordinate {coordinate}, but the model has only {start} "
+        "trainable parameters"
     )

@@ -9,12 +9,12 @@ from flwr_fisher.params import Params
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Return a tensor, detached, in at least float32: fit to be squared and summed."""
+    """Return a detached tensor in at least float32, for squares and sums."""
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class Sums:
-    """Sums of tensors shaped like parameters.
+    """Sums of tensors that have the shapes of parameters.
 
     In half precision a sum stands still once it is some hundred times its terms.
 
@@ -29,7 +29,7 @@ class Sums:
         self.totals = {n: widened(torch.zeros_like(p)) for n, p in parameters.items()}
 
     def add(self, terms: Iterable[Tensor | None], weight: int = 1) -> None:
-        """Add a term for each parameter, or None for zero."""
+        """Add a term to each parameter's sum; None is zero."""
         for total, term in zip(self.totals.values(), terms, strict=True):
             if term is not None:
                 total.add_(term.detach(), alpha=weight)
@@ -39,7 +39,7 @@ class Sums:
         self.add(None if term is None else widened(term).square() for term in terms)
 
     def mean(self, count: int) -> dict[str, Tensor]:
-        """Return the sums over a count, in the parameters' dtypes."""
+        """Return the sums divided by a count, in the parameters' dtypes."""
         return {
             name: (total / count).to(self.parameters[name].dtype)
             for name, total in self.totals.items()

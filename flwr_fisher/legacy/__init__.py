@@ -1,7 +1,8 @@
-"""Apps of Flower's older API: translated at the door.
+"""Adapters for apps of Flower's older API.
 
 ``NumPyClient``, and what ``ServerApp(server_fn=...)`` takes, moved to ``flwr.compat``.
-This room goes when Flower drops them. No other imports it; it imports none of them.
+This room will be removed when Flower drops them. No other room imports it, and it does
+not import Flower's older classes.
 """
 
 from flwr_fisher.legacy.numpy_client import client_app, from_numpy_client

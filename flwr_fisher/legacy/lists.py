@@ -1,8 +1,8 @@
-"""Lists of arrays without names, as older Flower apps pass them, and a model's names.
+"""The names of older Flower apps' lists of arrays, which have no names.
 
-Nearly all of them are ``[v.numpy() for v in model.state_dict().values()]``; some are
-the parameters alone, or those that are trained. Each of the three is a part of the one
-before it, in the same order, so two that have the same length are the same list.
+Nearly all such lists are ``[v.numpy() for v in model.state_dict().values()]``. Some
+have only the parameters, or only the trained ones. Each of the three is a part of the
+one before it, in the same order. So two lists with the same length are the same.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Order = str | Sequence[str]
 
 
 def names_of(model: nn.Module, order: Order) -> list[str]:
-    """Return the names that a list of arrays stands for.
+    """Return the names of a list's arrays.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def names_of(model: nn.Module, order: Order) -> list[str]:
 
 
 def order_of(model: nn.Module, arrays: Sequence[NDArray]) -> str | None:
-    """Return which order a list of arrays is in, by its length and shapes.
+    """Return the order of a list of arrays, from its length and shapes.
 
     Examples
     --------
@@ -86,7 +86,7 @@ def to_list(model: nn.Module, names: Sequence[str]) -> list[NDArray]:
 def from_list(
     model: nn.Module, names: Sequence[str], arrays: Sequence[NDArray], what: str
 ) -> dict[str, Tensor]:
-    """Return arrays by name, in the dtypes that the model's entries have.
+    """Return arrays by name, in the dtypes of the model's entries.
 
     Parameters
     ----------
@@ -109,23 +109,23 @@ def from_list(
         orders = {order: len(own) for order, own in _orders(model).items()}
         fits = order_of(model, arrays)
         raise ParamsError(
-            f"{what}: {len(arrays)} arrays, not {len(names)} ({some}); the model has "
-            f"{orders}: pass order={fits or 'one of these, or names'!r}"
+            f"{what}: {len(arrays)} arrays, not {len(names)} ({some}). The model "
+            f"has {orders}: pass order={fits or 'one of these, or names'!r}"
         )
     state, tensors = model.state_dict(), {}
     for place, (name, array) in enumerate(zip(names, arrays, strict=True)):
         own = state[name]
         if np.shape(array) != tuple(own.shape):
             raise ParamsError(
-                f"{what}: array {place} has shape {np.shape(array)}, and '{name}' has "
-                f"{tuple(own.shape)}: the list is to be in the order of the model's "
-                f"entries, {some}; say which other one it is, order=[names, …]"
+                f"{what}: array {place} has shape {np.shape(array)}, but '{name}' has "
+                f"{tuple(own.shape)}. The list must have the order of the model's "
+                f"entries, {some}: if it has another order, pass order=[names, …]"
             )
         try:
             tensors[name] = torch.tensor(np.asarray(array)).to(own.dtype)
         except TypeError as error:
             raise ParamsError(
-                f"{what}: array {place}, '{name}', is no tensor: {error}"
+                f"{what}: array {place}, '{name}', cannot be a tensor: {error}"
             ) from error
     return tensors
 

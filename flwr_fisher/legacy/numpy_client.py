@@ -1,4 +1,4 @@
-"""A ``NumPyClient``, or a `client_fn` of them, as this library's: `fit` stays."""
+"""Adapters that make a ``NumPyClient``, or a `client_fn`, a client of this library."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,11 +77,11 @@ def from_numpy_client(
 
         app = flwr_fisher.client.make_client_app(client_fn)
     """
-    client = getattr(client, "numpy_client", client)  # what `to_client` wraps
+    client = getattr(client, "numpy_client", client)  # inside of `to_client`'s
     if not _has(client, "fit"):
         raise ClientError(
-            f"{type(client).__name__} has no fit(parameters, config) of its own: pass "
-            "a NumPyClient, or make a FisherClient(model, trainloader, train_fn=...)"
+            f"{type(client).__name__} does not define fit(parameters, config): pass a "
+            "NumPyClient, or use FisherClient(model, trainloader, train_fn=...)"
         )
     evaluates = valloader is None and _has(client, "evaluate")
     own: EvaluateFn | None = _Evaluate(client, model, order) if evaluates else None
@@ -103,7 +103,7 @@ def client_app(
     mods: list[Mod] | None = None,
     **options: Any,
 ) -> ClientApp:
-    """Return the app of a `client_fn`, in place of Flower's ``ClientApp(client_fn)``.
+    """Return an app for a `client_fn`, in place of ``ClientApp(client_fn)``.
 
     Parameters
     ----------
@@ -134,7 +134,9 @@ def client_app(
         own = [None if part is None else _part(client, part) for part in parts]
         network, train, held_out = own
         if not isinstance(network, nn.Module):
-            raise ClientError(f"model={model!r} is no module: {type(network).__name__}")
+            raise ClientError(
+                f"model={model!r} must give an nn.Module, not {type(network).__name__}"
+            )
         return from_numpy_client(
             client, network, train, held_out, order=order, **options
         )
@@ -144,7 +146,7 @@ def client_app(
 
 @dataclass(frozen=True)
 class _Fit:
-    """A ``train_fn`` that has the client's `fit` train."""
+    """A ``train_fn`` that trains by the client's `fit`."""
 
     client: Any
     order: Order | None
@@ -165,13 +167,13 @@ class _Fit:
         return {**metrics, "num-examples": count}
 
     def settings(self) -> dict[str, str]:
-        """Return what tells one training from others."""
+        """Return the settings on which a training depends."""
         return {"client": type(self.client).__qualname__}
 
 
 @dataclass(frozen=True)
 class _Evaluate:
-    """An ``evaluate_fn`` that has the client's `evaluate` score."""
+    """An ``evaluate_fn`` that evaluates by the client's `evaluate`."""
 
     client: Any
     model: nn.Module
@@ -186,8 +188,9 @@ class _Evaluate:
     ) -> dict[str, float]:
         if model is not self.model:
             raise ClientError(
-                "the server evaluates a model around this client's network, which "
-                f"{type(self.client).__name__}.evaluate does not know: pass a valloader"
+                "the server evaluates TCT's model, and "
+                f"{type(self.client).__name__}.evaluate knows only its network: pass "
+                "a valloader"
             )
         names = _names(self.client, model, self.order)
         returned = self.client.evaluate(to_list(model, names), dict(config))
@@ -196,13 +199,13 @@ class _Evaluate:
 
 
 def _has(client: Any, method: str) -> bool:
-    """Return whether the client has a method of its own, not Flower's empty one."""
+    """Return whether the client defines a method, instead of Flower's empty one."""
     own = getattr(client, method, None)
     return callable(own) and str(own.__module__).partition(".")[0] != "flwr"
 
 
 def _names(client: Any, model: nn.Module, order: Order | None) -> list[str]:
-    """Return what the client's lists of arrays hold."""
+    """Return the names of the client's lists of arrays."""
     every = names_of(model, "state")
     if order is not None:
         return names_of(model, order)
@@ -218,7 +221,7 @@ def _names(client: Any, model: nn.Module, order: Order | None) -> list[str]:
 def _checked(
     returned: Any, first: type, method: str, what: str
 ) -> tuple[Any, int, dict[str, Any]]:
-    """Return the three things that a method of a ``NumPyClient`` returns."""
+    """Return the three results of a ``NumPyClient``'s method, after checks."""
     match returned:
         case (one, Integral() as count, dict() as metrics) if isinstance(one, first):
             if int(count) > 0:
@@ -239,17 +242,17 @@ def _part(client: Any, part: Part) -> Any:
         return part(client)
     if not hasattr(client, part):
         raise ClientError(
-            f"{type(client).__name__} has no attribute '{part}', but "
-            f"{sorted(vars(client))}: name the one that holds it, or pass a function "
+            f"{type(client).__name__} has no attribute '{part}', only "
+            f"{sorted(vars(client))}: pass the name of the right one, or a function "
             "of the client"
         )
     return getattr(client, part)
 
 
 def _of_context(client_fn: Callable[..., Any]) -> Callable[[Context], Any]:
-    """Return a `client_fn` of a context; one of a ``cid`` is deprecated."""
+    """Return a `client_fn` that takes a context; one with a ``cid`` is deprecated."""
     parameters: list[Parameter] = list(signature(client_fn).parameters.values())
-    # Under `from __future__ import annotations` they are texts.
+    # texts, with `from __future__ import annotations`
     if not parameters or not (
         parameters[0].name == "cid" or parameters[0].annotation in (str, "str")
     ):

@@ -1,4 +1,4 @@
-"""A `server_fn` as an app of Flower's Message API."""
+"""An adapter that makes a `server_fn` an app of Flower's Message API."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from flwr_fisher.strategies import CurvatureResult
 
 
 class History:
-    """What an older server returns: losses and metrics by round.
+    """The result of an older server: losses and metrics by round.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def _by_name(rounds: Mapping[int, MetricRecord]) -> dict[str, list[tuple[int, An
 
 
 class Server:
-    """Flower's older ``Server``, to derive from: it runs a strategy's ``start``.
+    """A base class in place of Flower's older ``Server``; it calls ``start``.
 
     Parameters
     ----------
@@ -87,14 +87,14 @@ class Server:
         older = getattr(self.strategy, "older", None)
         if not isinstance(older, Older):
             raise ConfigurationError(
-                f"{type(self.strategy).__name__} is none that as_legacy made: make one "
-                "of flwr_fisher.strategies so, as_legacy(FedFish, model=...), or keep "
-                "ServerApp(server_fn=...) for it"
+                f"{type(self.strategy).__name__} is not from as_legacy: wrap a "
+                "strategy of flwr_fisher.strategies, as_legacy(FedFish, model=...), or "
+                "keep ServerApp(server_fn=...) for this one"
             )
         if self.grid is None:
             raise ConfigurationError(
-                "this Server reaches no clients: make the app "
-                "flwr_fisher.legacy.server_app(server_fn), not ServerApp(server_fn=...)"
+                "this Server has no grid: use flwr_fisher.legacy.server_app("
+                "server_fn), not ServerApp(server_fn=...)"
             )
         began = time.monotonic()
         options = dict(older.start)
@@ -109,7 +109,7 @@ class Server:
 
 
 def server_app(server_fn: Callable[[Context], Any]) -> ServerApp:
-    """Return the app of a `server_fn`, in place of ``ServerApp(server_fn=server_fn)``.
+    """Return an app for a `server_fn`, in place of ``ServerApp(server_fn=server_fn)``.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def server_app(server_fn: Callable[[Context], Any]) -> ServerApp:
 
 
 def _server(components: Any) -> Server:
-    """Return the server that runs the components' strategy.
+    """Return a server for the components' strategy.
 
     Raises
     ------
@@ -160,14 +160,14 @@ def _server(components: Any) -> Server:
         made = Server(client_manager=server.client_manager(), strategy=server.strategy)
     else:
         raise ConfigurationError(
-            f"{type(server).__name__} derives from Flower's Server, which runs older "
-            "strategies: derive it from flwr_fisher.legacy.Server, or return "
+            f"{type(server).__name__} derives from Flower's Server, which runs only "
+            "older strategies: derive it from flwr_fisher.legacy.Server, or return "
             "ServerAppComponents(strategy=..., config=...)"
         )
     manager = made.client_manager()
     if manager is not None and not _is_flowers(manager):
         logger.warning(
-            "%s is not used: flwr_fisher's strategies choose clients by seed and round",
+            "Ignoring %s: flwr_fisher's strategies sample clients by seed and round",
             type(manager).__name__,
         )
     return made

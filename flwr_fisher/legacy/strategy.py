@@ -1,4 +1,4 @@
-"""One of this library's strategies with the settings of Flower's older ones."""
+"""Adapters that give this library's strategies the settings of Flower's older ones."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ AggregateFn = Callable[[list[tuple[int, dict[str, Any]]]], dict[str, Any]]
 
 @dataclass
 class Older:
-    """What an older strategy is told, and ``start`` is not.
+    """The settings of an older strategy that ``start`` does not have.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class Older:
     start: Mapping[str, Any]
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Have the older function score the arrays."""
+        """Evaluate the arrays by the older function."""
         assert self.evaluate_fn is not None
         model = copy.deepcopy(self.model)
         model.load_state_dict(arrays_to_tensors(arrays), strict=False)
@@ -68,7 +68,7 @@ class Older:
 
 
 class _PerRound(CurvatureStrategy):
-    """A strategy whose clients are sent a config that differs by round."""
+    """A strategy that sends clients a different config in each round."""
 
     older: Older
 
@@ -99,7 +99,7 @@ def as_legacy(
     reopen: bool = False,
     **options: Any,
 ) -> CurvatureStrategy:
-    """Return a strategy for a `server_fn`, in place of one of ``flwr.server.strategy``.
+    """Return a strategy for a `server_fn`, in place of ``flwr.server.strategy``'s.
 
     The older strategies' settings keep their names and mean the same; those of
     `strategy` stand beside them. It is run by :func:`server_app`.
@@ -147,12 +147,12 @@ def as_legacy(
     """
     if not (isinstance(strategy, type) and issubclass(strategy, CurvatureStrategy)):
         raise ConfigurationError(
-            "as_legacy is for the classes of flwr_fisher.strategies, such as "
-            f"FedFisherOneShot, with their settings as keywords, not for {strategy!r}"
+            "as_legacy takes a class of flwr_fisher.strategies, such as "
+            f"FedFisherOneShot, and its settings as keywords, not {strategy!r}"
         )
     if evaluate_fn is not None and issubclass(strategy, TCT):
         raise ConfigurationError(
-            "evaluate_fn gets a network's arrays, and TCT's model is more: use "
+            "evaluate_fn gets only a network's arrays, but TCT's model has more: use "
             "strategy.start(..., evaluate_fn=...) (docs/moving-from-fedavg.md)"
         )
     aggregate = {
@@ -174,7 +174,7 @@ def as_legacy(
 def _begun(
     model: nn.Module, initial_parameters: Any, order: Order | None
 ) -> tuple[nn.Module, list[str]]:
-    """Return a copy of the model with its initial parameters, and what lists hold."""
+    """Return a copy of the model with its initial parameters, and the lists' names."""
     network = copy.deepcopy(model)
     arrays = None if initial_parameters is None else arrays_of(initial_parameters)
     if arrays is not None and order is None:
@@ -196,7 +196,7 @@ def _joined(
 def _aggregated(
     function: AggregateFn,
 ) -> Callable[[list[RecordDict], str], MetricRecord]:
-    """Return Flower's kind of an older function; the mean loss stays beside it."""
+    """Return an older aggregation function in Flower's new form, with the mean loss."""
 
     def aggregate(contents: list[RecordDict], key: str) -> MetricRecord:
         records: list[dict[str, Any]] = [

@@ -1,6 +1,6 @@
-"""Measures of a federation, usable with any strategy: Flower's own and this library's.
+"""Measures of a federation, for any strategy of Flower or of this library.
 
-A measure is an ``evaluate_fn``, so that what it finds reaches
+A measure is an ``evaluate_fn``, so its metrics are in
 ``Result.evaluate_metrics_serverapp``::
 
     measured = MeasuredGrid(grid, held_out=20)
@@ -9,8 +9,8 @@ A measure is an ``evaluate_fn``, so that what it finds reaches
     evaluate_fn = combine(barrier, personal, my_evaluate_fn)
     result = strategy.start(measured, arrays, evaluate_fn=evaluate_fn)
 
-The clients are to be :class:`flwr_fisher.client.FisherClient`, or to obey the same
-config: ``fisher.report-local`` in a train message, ``fisher.evaluate-on`` and
+The clients must be :class:`flwr_fisher.client.FisherClient`, or handle the same config:
+``fisher.report-local`` in a train message, ``fisher.evaluate-on`` and
 ``fisher.personalise-fraction`` in an evaluate message.
 """
 

@@ -1,4 +1,4 @@
-"""The accuracy of parameters that the server has at hand."""
+"""The accuracy of models and ensembles, measured on the server."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -69,7 +69,7 @@ def ensemble_accuracy(
             for batch in batches_of(loader, model, device, labelled=True):
                 mean = torch.zeros((), device=device)
                 for params, weight in zip(members, weights, strict=True):
-                    model.load_state_dict(own)  # what this member lacks
+                    model.load_state_dict(own)  # entries that this member lacks
                     model.load_state_dict(params, strict=False)
                     mean = mean + batch.inputs(model).softmax(-1) * weight
                 right += num_correct(mean, batch.labels)
@@ -83,11 +83,11 @@ def ensemble_accuracy(
 
 def _check_fit(own: Params, members: Sequence[Params]) -> None:
     if not members:
-        raise ParamsError("an ensemble needs members")
+        raise ParamsError("an ensemble needs at least one member")
     for key, value in ((k, v) for params in members for k, v in params.items()):
         if key not in own or own[key].shape != value.shape:
             has = tuple(own[key].shape) if key in own else "no such key"
             raise ParamsError(
-                f"the parameters have '{key}' of shape {tuple(value.shape)}, the model "
-                f"has {has}"
+                f"the parameters have '{key}' of shape {tuple(value.shape)}, but the "
+                f"model has {has}"
             )

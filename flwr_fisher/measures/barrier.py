@@ -1,4 +1,4 @@
-"""How much worse the server's model is to the clients than their own."""
+"""The client-server barrier: the server's model against the clients' own."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from flwr_fisher.wire import named_options
 
 
 class ClientServerBarrier:
-    r"""The client-server barrier of the cohort just aggregated, as an ``evaluate_fn``.
+    r"""The client-server barrier of the last aggregated cohort, as an ``evaluate_fn``.
 
     FedFish, Eq. 5: with :math:`L_i` on client i's own training data,
 
@@ -77,9 +77,8 @@ class ClientServerBarrier:
         if not local:
             reason = (
                 f"none of {len(cohort)} clients replied with a local-loss. Start the "
-                "strategy with the MeasuredGrid, and make clients with FisherClient; "
-                "where clients train no model, as in FAGH or TCT's stage 2, there is "
-                "none"
+                "strategy with the MeasuredGrid, and use FisherClient. If clients "
+                "train no model, as in FAGH or TCT's stage 2, there is no barrier"
             )
             warn_unmeasured("client-server barrier", server_round, reason)
             return None
@@ -99,13 +98,13 @@ class ClientServerBarrier:
 def _scores(
     records: Mapping[int, MetricRecord | None], prefix: str = ""
 ) -> dict[int, dict[str, float]]:
-    """Return by node the numbers under a prefix, of nodes with a loss among them."""
+    """Return the nodes' numbers under a prefix, for nodes that report a loss."""
     scores = {node: numbers(record or {}, prefix) for node, record in records.items()}
     return {node: row for node, row in scores.items() if "loss" in row}
 
 
 def _barrier(local: dict[str, float], server: dict[str, float]) -> dict[str, float]:
-    """Return one client's part: differences, and what they are between."""
+    """Return one client's differences, and the scores between which they are."""
     barrier = {"barrier-loss": server["loss"] - local["loss"]}
     keys = ["loss"]
     if "accuracy" in local and "accuracy" in server:

@@ -1,4 +1,4 @@
-"""Several ``evaluate_fn`` as one, and the means that they are made of."""
+"""Several ``evaluate_fn`` as one, and means of clients' numbers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from flwr_fisher.server.driver import EvaluateFn
 
 
 def combine(*functions: EvaluateFn | None) -> EvaluateFn:
-    """Return one ``evaluate_fn`` that calls several, in order, and joins their metrics.
+    """Return one ``evaluate_fn`` that calls several in order, and joins their metrics.
 
     Of two metrics with one name the later counts, and the log says so. None instead of
     a function is left out.
@@ -34,7 +34,7 @@ def combine(*functions: EvaluateFn | None) -> EvaluateFn:
                 continue
             joined = MetricRecord() if joined is None else joined
             if odd := [k for k, v in metrics.items() if k in joined and joined[k] != v]:
-                logger.warning("combine: two functions measure %s", ", ".join(odd))
+                logger.warning("combine: two functions return %s", ", ".join(odd))
             joined.update(metrics)
         return joined
 
@@ -42,7 +42,7 @@ def combine(*functions: EvaluateFn | None) -> EvaluateFn:
 
 
 def numbers(record: Mapping[str, object], prefix: str = "") -> dict[str, float]:
-    """Return the finite numbers under a prefix, without it."""
+    """Return the finite numbers under a prefix, by names without the prefix."""
     return {
         key.removeprefix(prefix): value
         for key, value in record.items()
@@ -53,7 +53,7 @@ def numbers(record: Mapping[str, object], prefix: str = "") -> dict[str, float]:
 
 
 def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the plain mean of every number that all rows have.
+    """Return the unweighted mean of every number that all rows have.
 
     Sums are exact, so the rows' order does not matter.
 
@@ -70,5 +70,5 @@ def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def warn_unmeasured(measure: str, server_round: int, reason: str) -> None:
-    """Log that a round lacks a measure, and why."""
+    """Log why a round has no value of a measure."""
     logger.warning("No %s in round %d: %s", measure, server_round, reason)

@@ -1,4 +1,4 @@
-"""What a federation has cost its clients, by round."""
+"""The costs of a federation for its clients, by round."""
 
 from flwr.app import ArrayRecord, MetricRecord
 
@@ -9,7 +9,7 @@ from flwr_fisher.server.driver import EvaluateFn
 
 
 def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
-    """Return an ``evaluate_fn`` that reports what the rounds so far have cost.
+    """Return an ``evaluate_fn`` that reports the costs of all rounds so far.
 
     Its metrics are ``uploaded-bytes``, all train replies as they are on the wire, of
     all clients and of all exchanges of a round, and ``gradient-evaluations``.
@@ -47,8 +47,8 @@ def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
         uploaded = grid.count_uploads() - before
         if server_round and not uploaded:
             logger.warning(
-                "Nothing was uploaded up to round %d: start the strategy with the "
-                "MeasuredGrid too",
+                "The MeasuredGrid saw no upload up to round %d: start the strategy "
+                "with it, too",
                 server_round,
             )
         evaluations = gradient_evaluations * server_round

@@ -1,4 +1,4 @@
-"""A ``Grid`` that watches a strategy at work, and hides some nodes from it."""
+"""A ``Grid`` for measures: it records a strategy's messages, and holds nodes out."""
 
 import copy
 import random
@@ -22,11 +22,11 @@ from flwr_fisher.server.identity import NodeNames
 from flwr_fisher.server.mailbox import Mailbox, collect
 from flwr_fisher.wire import ConfigValue, named_options, serialized_bytes
 
-_SPELT_OUT = 3  # failures that the log spells out
+_SPELT_OUT = 3  # failures that the log names
 
 
 def check_measured(grid: Grid) -> None:
-    """Raise unless the grid is a :class:`MeasuredGrid`.
+    """Raise an error unless the grid is a :class:`MeasuredGrid`.
 
     Raises
     ------
@@ -35,13 +35,13 @@ def check_measured(grid: Grid) -> None:
     """
     if not isinstance(grid, MeasuredGrid):
         raise ConfigurationError(
-            f"grid must be a MeasuredGrid, not {type(grid).__name__}: make one, "
-            "measured = MeasuredGrid(grid), and start the strategy with it too"
+            f"grid must be a MeasuredGrid, not {type(grid).__name__}: pass "
+            "measured = MeasuredGrid(grid), and start the strategy with it, too"
         )
 
 
 class MeasuredGrid(Grid):
-    """Hands everything on to a grid, and lets measures see what passes.
+    """Wraps a grid, records its messages for measures, and holds nodes out.
 
     Nodes that are held out never take part: ``get_node_ids`` does not name them. Which
     ones depends on `seed` and the partitions that are connected when the first train
@@ -76,23 +76,23 @@ class MeasuredGrid(Grid):
         self._cohort: dict[int, MetricRecord | None] = {}
         self._uploaded: int | None = None
 
-    # What measures use
+    # --- for measures
 
     def held_out(self) -> list[int]:
-        """Return the nodes that are held out and connected."""
+        """Return the connected nodes that are held out."""
         return sorted(self._split()[1], key=self._names.order)
 
     def report_local(self, every: int) -> None:
-        """Ask clients that train to score their model, each `every`-th round."""
+        """Ask clients that train to evaluate their model in every `every`-th round."""
         self._every = every
 
     def count_uploads(self) -> int:
-        """Return what train replies weighed since the first call, in bytes."""
+        """Return the size in bytes of all train replies since the first call."""
         self._uploaded = self._uploaded or 0
         return self._uploaded
 
     def take_cohort(self) -> dict[int, MetricRecord | None]:
-        """Return and forget who was to train, with the reply's metrics if any.
+        """Return, once, the nodes asked to train, with their replies' metrics.
 
         A reply counts where the client scored its model: it has a ``local-loss``.
         """
@@ -100,7 +100,7 @@ class MeasuredGrid(Grid):
         return cohort
 
     def aggregated(self, metrics: Mapping[int, MetricRecord]) -> None:
-        """Learn by node whose replies were aggregated, from a strategy that says so.
+        """Receive the aggregated replies' metrics by node, from the server.
 
         It may have left out a bad reply, and have others from a checkpoint. Requests
         that no one scored a model for, one for gradients perhaps, change nothing.
@@ -116,7 +116,7 @@ class MeasuredGrid(Grid):
         config: Mapping[str, ConfigValue],
         timeout: float,
     ) -> dict[int, MetricRecord]:
-        """Have nodes evaluate the arrays; return the metrics of those that did.
+        """Let nodes evaluate the arrays; return the metrics of those that replied.
 
         Failures cost a warning.
         """
@@ -147,7 +147,7 @@ class MeasuredGrid(Grid):
             logger.warning("%d of %d clients failed to evaluate: %s", *counts, reasons)
         return metrics
 
-    # What a strategy uses
+    # --- for a strategy
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes that take part."""
@@ -163,7 +163,7 @@ class MeasuredGrid(Grid):
         return self.grid.push_messages([self._request(m) for m in messages])
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there."""
+        """Return the replies that have arrived."""
         return self._watched(self.grid.pull_messages(message_ids))
 
     def send_and_receive(
@@ -196,7 +196,7 @@ class MeasuredGrid(Grid):
         return self.grid.run
 
     def _split(self) -> tuple[list[int], list[int]]:
-        """Return who takes part and who is held out, of those who are connected."""
+        """Split the connected nodes into participants and held-out ones."""
         nodes = list(self.grid.get_node_ids())
         if not self._chosen:
             self._hidden = self._choose(nodes)
@@ -210,7 +210,7 @@ class MeasuredGrid(Grid):
         wanted = self.num_held_out
         count = wanted if isinstance(wanted, int) else round(wanted * len(nodes))
 
-        # By a number of each node's own: who comes next does not shuffle the others.
+        # By a number for each node, so that a new node does not change the others.
         def rank(node: int) -> tuple[float, int]:
             key = f"{self.seed}/held out/{self._names.name(node)}"
             return random.Random(key).random(), node
@@ -218,7 +218,7 @@ class MeasuredGrid(Grid):
         return frozenset(sorted(nodes, key=rank)[:count])
 
     def _request(self, message: Message) -> Message:
-        """Note a train message; return one that asks for what measures want to know."""
+        """Note a train message; return a copy that asks for the measures' metrics."""
         if not _is_train(message):
             return message
         self._chosen = True
@@ -228,14 +228,14 @@ class MeasuredGrid(Grid):
         server_round = config.get("server-round", 0)
         if not self._every or int(str(server_round)) % self._every:
             return message
-        # A copy: message, content and config are the strategy's, perhaps the user's.
+        # A copy, because message, content and config belong to the strategy.
         request = copy.copy(message)
         changed = ConfigRecord({**config, **named_options({"report-local": True})})
         request.content = RecordDict({**message.content, name: changed})
         return request
 
     def _watched(self, replies: Iterable[Message]) -> list[Message]:
-        """Note the metrics of replies that score the client's model."""
+        """Note the metrics of replies that evaluate the client's model."""
         received = list(replies)
         for reply in received:
             if not _is_train(reply) or not reply.has_content():

@@ -1,4 +1,4 @@
-"""How well clients that never took part make the server's model their own."""
+"""Personalisation: how well held-out clients fine-tune the server's model."""
 
 from flwr.app import ArrayRecord, MetricRecord
 
@@ -80,7 +80,7 @@ class Personalisation:
         check_measured(grid)
         if not grid.num_held_out:
             raise ConfigurationError(
-                "personalisation is of clients that never train: give the grid some, "
+                "personalisation needs clients that never train: hold some out, "
                 "MeasuredGrid(grid, held_out=20)"
             )
         self.grid, self.every, self.timeout, self.name = grid, every, timeout, name
@@ -91,7 +91,7 @@ class Personalisation:
             self.config["lr"] = lr
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Return how held-out clients fare with the parameters."""
+        """Return the scores of held-out clients, before and after fine-tuning."""
         if server_round % self.every:
             return None
         nodes = self.grid.held_out()

@@ -1,4 +1,4 @@
-"""One-shot merging: clients' posteriors in, one model out. Works without Flower."""
+"""One-shot merging of the clients' posteriors into one model, without Flower."""
 
 from flwr_fisher.merge.fedfisher import fedfisher, fisher_merge, merge_posteriors
 from flwr_fisher.merge.influence import Influence, influence

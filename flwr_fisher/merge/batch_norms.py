@@ -1,9 +1,10 @@
-"""Running statistics of batch norms, as tensors: which have moved, and shifts of them.
+"""Running statistics of batch norms as tensors: which have moved, and by what shift.
 
-After a merge they are means over the clients' statistics, which are of the clients' own
-weights. How far the merged model's inputs to a norm are from them is a *shift*, which
-clients can add up: of the mean in deviations, of the variance in variances, so that all
-layers have one scale.
+After a merge they are means over the clients' statistics, which belong to the clients'
+own weights. A *shift* is the distance from them to the statistics of the merged model's
+inputs. Clients measure shifts, and a mean over clients can be taken. A shift of the
+mean is counted in deviations, and one of the variance in variances, so that all layers
+have one scale.
 """
 
 from collections.abc import Iterable
@@ -16,11 +17,11 @@ from flwr_fisher.params import NORM_STATISTICS, Params
 
 MEAN, VARIANCE, _COUNT = NORM_STATISTICS
 _STEPPED = ("weight", "bias")
-_FLOOR = 1e-5  # torch's eps of a batch norm, which adds it to every variance
+_FLOOR = 1e-5  # torch's eps of a batch norm, added to every variance
 
 
 def norms_of(params: Params) -> list[str]:
-    """Return what stands before ``running_mean`` in the names of norms' statistics.
+    """Return the batch norms' prefixes: what precedes ``running_mean`` in their names.
 
     Examples
     --------
@@ -32,7 +33,7 @@ def norms_of(params: Params) -> list[str]:
 
 
 def moved_norms(before: Params, after: Params, *, in_eval: bool = False) -> list[str]:
-    """Return the norms whose statistics a round has left behind.
+    """Return the norms whose statistics a round's mean of clients no longer fits.
 
     A norm that stays in eval mode while clients train is frozen: its statistics are a
     part of the network, and right for whatever weights it has. Its count of batches
@@ -67,7 +68,7 @@ def moved_norms(before: Params, after: Params, *, in_eval: bool = False) -> list
 
 
 def shifts_of(mean: Tensor, square: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return how far inputs are from a norm's statistics :math:`\mu, v`.
+    r"""Return the shift from a norm's statistics :math:`\mu, v` to those of its inputs.
 
     .. math:: \frac{E[x] - \mu}{\sqrt{v + \epsilon}}, \qquad
               \frac{E[(x - \mu)^2] - v}{v + \epsilon}
@@ -84,7 +85,7 @@ def shifts_of(mean: Tensor, square: Tensor, variance: Tensor) -> tuple[Tensor, T
 
 
 def with_shifts(params: Params, shifts: Params) -> dict[str, Tensor]:
-    r"""Return parameters with the statistics that a mean of shifts tells.
+    r"""Return parameters with their norms' statistics moved by a mean of shifts.
 
     Exact in the sense of one pass over all inputs: :math:`E[x]` and
     :math:`E[x^2] - E[x]^2`, in float64.
@@ -109,7 +110,7 @@ def with_shifts(params: Params, shifts: Params) -> dict[str, Tensor]:
         to_mean, to_square = (shifts[name].cpu().double() for name in names)
         scale = variance + _FLOOR
         off = to_mean * scale.sqrt()
-        # Rounding alone takes it below 0: of inputs that are all the same.
+        # Only rounding takes it below 0, if all inputs are the same.
         new = (variance + to_square * scale - off.square()).clamp(min=0)
         for name, value in zip(names, (mean + off, new), strict=True):
             made[name] = value.to(params[name])
@@ -117,7 +118,7 @@ def with_shifts(params: Params, shifts: Params) -> dict[str, Tensor]:
 
 
 def check_shifts(shifts: Params) -> None:
-    """Raise :class:`ParamsError` where no inputs have such shifts.
+    """Raise :class:`ParamsError` if no inputs could have such shifts.
 
     The mean square is at least the square of the mean, wherever both are taken from.
     """
@@ -131,11 +132,11 @@ def check_shifts(shifts: Params) -> None:
 
 
 def _slack(mean: Tensor) -> Tensor:
-    """Return what rounding makes of a difference of squares, in secure sums at most."""
+    """Return a bound on the rounding error of a difference of squares."""
     return 1e-3 * (1 + mean.square())
 
 
 def zero_shifts(params: Params, prefixes: Iterable[str]) -> dict[str, Tensor]:
-    """Return shifts of zero of some norms, under their statistics' names."""
+    """Return shifts of zero for some norms, under their statistics' names."""
     names = (prefix + name for prefix in prefixes for name in (MEAN, VARIANCE))
     return {name: torch.zeros_like(params[name]) for name in names}

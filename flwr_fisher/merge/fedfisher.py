@@ -196,7 +196,7 @@ def merge_posteriors(
     progress: Report | None = None,
     device: Device = None,
 ) -> MergeResult:
-    """Merge as :func:`fedfisher` does, with its options in one object."""
+    """Merge as :func:`fedfisher` does, with the options in one object."""
     check_score(score, settings.solver)
     if posteriors:
         settings = settings.of_model(posteriors[0].params)
@@ -227,7 +227,7 @@ def _merged(
 
 
 class _ClientShares:
-    """Adds up each client's part of the systems' traces while these are made."""
+    """Adds up each client's part of the traces, while the layers' systems are made."""
 
     def __init__(self, systems: SystemMakers, examples: Sequence[float]) -> None:
         self.systems = [partial(self._make, make) for make in systems]
@@ -241,7 +241,7 @@ class _ClientShares:
         return system
 
     def shares(self) -> list[float]:
-        """Return the clients' shares; by examples where there is no curvature."""
+        """Return the clients' shares of the curvature, or else of the examples."""
         return shares_of(self.traces if sum(self.traces) else self.examples)
 
 

@@ -1,4 +1,4 @@
-"""What each client did to a merge: the merge without it."""
+"""Each client's influence on a merge, found by merging without it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ Scorer = Callable[[dict[str, Tensor]], float]
 
 @dataclass(frozen=True)
 class Influence:
-    r"""What one client did to a merge.
+    r"""One client's influence on a merge.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def influence(
     score: Scorer | None = None,
     device: Device = None,
 ) -> list[Influence]:
-    """Return each client's influence, from as many merges as there are clients.
+    """Return each client's influence, by one more merge for each client.
 
     Parameters
     ----------
@@ -81,10 +81,11 @@ def influence(
     [0.25, 0.25, 2.0]
     """
     if len(posteriors) < 2:
-        raise ConfigurationError("the influence of one client alone is everything")
+        raise ConfigurationError("influence needs the posteriors of at least 2 clients")
     if merged.settings is None or not merged.shares:
         raise ConfigurationError(
-            "influence takes a merge of fedfisher: sums know no client's part"
+            "influence takes a merge by fedfisher; a merge from sums does not know "
+            "the clients' parts"
         )
     influences, names = [], list(posteriors[0].curvature.shapes)
     with watching("influence", len(posteriors), "clients") as progress:

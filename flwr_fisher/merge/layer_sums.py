@@ -1,10 +1,10 @@
-r"""K-FAC from sums: what a client adds.
+r"""K-FAC from sums: a client's contribution.
 
-A sum of Kronecker products is not one, and FedFisher (Jhunjhunwala et al., AISTATS
-2024, section 4) concludes that a server needs each client's own. But conjugate
-gradients need only products of the sum with vectors, which are sums of the clients'
-products, and a preconditioner, which is made of each layer's partial traces; these add
-up as well:
+A sum of Kronecker products is no Kronecker product. FedFisher (Jhunjhunwala et al.,
+AISTATS 2024, section 4) concludes that a server needs each client's own factors. But
+conjugate gradients need only two things: products of the sum with vectors, which are
+sums of the clients' products, and a preconditioner. Each layer's partial traces give
+one, and they add up as well:
 
 .. math:: \sum_i p_i F_i v, \qquad \bar A = \sum_i p_i \operatorname{tr}(G_i) A_i,
           \qquad \bar G = \sum_i p_i \operatorname{tr}(A_i) G_i.
@@ -18,7 +18,7 @@ from flwr_fisher.errors import StructureError
 def balanced(
     curvature: Curvature, *, shrink: float, damping: float, balance: float
 ) -> Curvature:
-    r"""Return a client's curvature as it counts in sums, but for its examples.
+    r"""Return a client's curvature as it enters the sums, except for its example count.
 
     Layer by layer :math:`F / (\operatorname{tr} F)^\gamma`, regularised, which a client
     can do by itself.
@@ -41,7 +41,7 @@ def balanced(
     for block in curvature.made().blocks():
         regularised = block.made().regularised(shrink=shrink, damping=damping)
         trace = regularised.trace()
-        # A client that is certain of everything has nothing to balance.
+        # A client whose curvature is zero has nothing to balance.
         factor = trace**-balance if trace > 0 else 1.0
         blocks.append(regularised.scaled(factor) if balance else regularised)
     return BlockDiagonal(blocks)
@@ -70,6 +70,6 @@ def partial_traces(curvature: Curvature) -> Curvature:
         else:
             raise StructureError(
                 f"the curvature of {list(block.shapes)} is a {type(block).__name__}, "
-                "and only K-FAC's and diagonals can be summed"
+                "but sums need structure='kfac' or 'diagonal'"
             )
     return BlockDiagonal(blocks)

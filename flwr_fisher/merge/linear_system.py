@@ -1,6 +1,6 @@
-"""The linear systems behind a merge: one for each layer, by the clients' curvatures.
+"""A merge's linear systems, one for each layer, from the clients' curvatures.
 
-Long: a layer's equation, and what floats do not hold of it, are one matter.
+Long: a layer's equation, and its scale in floating point, belong together.
 """
 
 import math
@@ -37,14 +37,14 @@ from flwr_fisher.params import (
 
 Device = torch.device | str | None
 
-_SMALL = 2**28  # bytes of all clients' products in a layer, that are kept
+_SMALL = 2**28  # bytes of all clients' products in a layer that may be kept
 
 
 @dataclass(frozen=True)
 class StepUnit:
-    """In what a system's step delta is measured, and how far it may go."""
+    """The unit of a system's step delta, and the longest step that is trusted."""
 
-    exponent: int = 0  # delta is the step divided by two to this
+    exponent: int = 0  # delta is the step divided by 2**exponent
     radius: float = math.inf  # the longest delta that is trusted
 
     def step(self, delta: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ class LinearSystem:
         )
 
     def unscaled(self) -> "LinearSystem":
-        """Return the same system at its own scale, in float64 where it has another."""
+        """Return the system at its original scale, in float64 if it was rescaled."""
         exponent, radius = self.unit.exponent, self.unit.radius
         if self.scale == 1 and not exponent:
             return self
@@ -113,7 +113,7 @@ class LinearSystem:
         return add(product, vector, self.ridge) if self.ridge else product
 
 
-# Each makes a layer's system; what it reads of an accelerator is among the reads.
+# Each computes a layer's system, and queues its device reads in the given queue.
 SystemMaker = Callable[[Reads], LinearSystem]
 SystemMakers = Sequence[SystemMaker]
 
@@ -124,7 +124,7 @@ def linear_systems(
     settings: MergeSettings,
     device: Device = None,
 ) -> SystemMakers:
-    """Return what makes each layer's system for the step away from the mean.
+    """Return functions that compute each layer's system for its step from the mean.
 
     So that no more than one layer's are held, each is made when it is due, on the
     device or where its tensors are.
@@ -144,7 +144,7 @@ def _layer_system(
     device: Device,
     reads: Reads,
 ) -> LinearSystem:
-    r"""Return one layer's system, of which the merged layer is the solution.
+    r"""Return one layer's system; its solution is the layer's step from the mean.
 
     .. math:: \Big(\sum_i w_i F_i + \lambda I\Big) (\theta - \bar\theta)
               = \sum_i w_i F_i (\theta_i - \bar\theta)
@@ -199,7 +199,7 @@ def _regularised(
     curvatures, exponents = [], []
     assert settings.shrink is not None  # of_model has filled it in
     for part in parts:
-        # Where it is: numbers of what is in the machine's memory are read there.
+        # on its own device: numbers in the host's memory are read without a wait
         held, exponent = rescaled(part.mapped(partial(_wide, device=None)))
         exponents.append(exponent)
         there = held if device is None else held.mapped(partial(_wide, device=device))
@@ -226,13 +226,13 @@ def _weighted_sum(
 
 
 def _spread(examples: Sequence[float], squared_lengths: Sequence[float]) -> float:
-    """Return how far the clients are from their mean, all of them together."""
+    """Return the root mean square distance of the clients from their mean."""
     variance = sum(_products(shares_of(examples), squared_lengths))
     return math.sqrt((len(squared_lengths) - 1) * variance)
 
 
 def _wide(tensor: Tensor, device: Device) -> Tensor:
-    """Return a tensor on a device, floats as at least float32, in which is solved.
+    """Return a tensor on a device, in at least float32, for the solver.
 
     An accelerator is not waited for: it reads from memory that PyTorch keeps for that.
     """
@@ -244,13 +244,13 @@ def _wide(tensor: Tensor, device: Device) -> Tensor:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What a system needs of all clients' steps away from the mean."""
+    """Measurements of all clients' steps away from the mean, for a system."""
 
     traces: list[float]  # of the curvatures
     fisher_squares: list[float]  # of each step in the client's own curvature
     squared_lengths: list[float]
     largest: float  # entry of all
-    products: list[dict[str, Tensor]]  # with steps; none where they would be large
+    products: list[dict[str, Tensor]]  # with steps; none if they would be large
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class _ClientSteps:
     exponent: int = 0
 
     def of(self, index: int) -> dict[str, Tensor]:
-        """Make a client's."""
+        """Return a client's steps."""
         own, mean = select(self.posteriors[index].params, self.mean), self.mean
         params = {name: _wide(value, self.device) for name, value in own.items()}
         if self.exponent:
@@ -274,7 +274,7 @@ class _ClientSteps:
         return subtract(params, mean)
 
     def measured(self, curvatures: Sequence[Curvature], reads: Reads) -> _Measured:
-        """Return what a system needs, from one pass over the steps and one read."""
+        """Return the measurements, from one pass over the steps and one device read."""
         numbers, products = [], []
         size = 4 * sum(value.numel() for value in self.mean.values())
         small = size * len(curvatures) <= _SMALL
@@ -294,7 +294,7 @@ class _ClientSteps:
 
 
 def _step_exponent(largest: float, like: Params) -> int:
-    """Return the exponent of the longest step, and 0 where it is within range."""
+    """Return the exponent of the longest step, or 0 if it is within range."""
     # A difference of two finite numbers may be infinite.
     most = min(torch.finfo(value.dtype).max for value in like.values())
     exponent = exponent_of(min(largest, most))
@@ -302,7 +302,7 @@ def _step_exponent(largest: float, like: Params) -> int:
 
 
 def _shift(total: WeightedSum, like: Params) -> int:
-    """Return the exponent of the mean eigenvalue, and 0 where it is within range."""
+    """Return the exponent of the mean eigenvalue, or 0 if it is within range."""
     exponent = exponent_of(total.trace() / total.numel())
     return exponent if abs(exponent) > 2 * _widest(like) else 0
 

@@ -1,10 +1,10 @@
 """Matching hidden units before merging: Git Re-Basin (Ainsworth et al., ICLR 2023).
 
-Hidden units may be numbered in any order without changing a network. Clients that did
-not start from one model number them in different orders, and their mean computes
-nothing. It is undone by permutations, which cost nothing.
+The order of hidden units does not change what a network computes. Clients that started
+from different models have their units in different orders, so the mean of their
+parameters is of no use. A permutation of each client's units brings them to one order.
 
-Long: what a renumbered network and its curvature are, and which order is the nearest.
+Long: permutations of networks and curvatures, and the search for the nearest order.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from flwr_fisher.errors import StructureError, extra
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import Params, layout_of, weighted_mean
 
-Order = Tensor  # of integers: which old unit is at each new place
+Order = Tensor  # of integers: the old number of each new unit
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer in a chain, whose inputs are the outputs of the one before.
+    """A layer in a chain: its inputs are the outputs of the layer before it.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Layer:
 
 
 def chain_of(params: Params) -> list[Layer]:
-    """Return the layers of a network in which one follows another, first to last.
+    """Return the layers of a network that is a chain, from first to last.
 
     It knows parameters alone, in their order: a network with branches whose layers are
     equally wide, such as a residual one without normalisation, passes for a chain.
@@ -87,9 +87,9 @@ def chain_of(params: Params) -> list[Layer]:
             layers[-1] = replace(layers[-1], bias=name)
         else:
             raise StructureError(
-                f"'{name}' of shape {tuple(value.shape)} is no weight or bias of a "
-                "layer in a chain: units can be renumbered where layers follow one "
-                "another, without normalisation between them"
+                f"'{name}' of shape {tuple(value.shape)} is not the weight or bias of "
+                "a layer in a chain: units can be matched only in networks whose "
+                "layers follow one another, without normalisation between them"
             )
     return layers
 
@@ -105,9 +105,9 @@ def _after(before: Layer | None, name: str, weight: Tensor) -> Layer:
     repeats, rest = divmod(inputs, before.outputs)
     if rest or not repeats or (repeats > 1 and weight.dim() > 2):
         raise StructureError(
-            f"'{name}' has {inputs} inputs and does not follow '{before.weight}' with "
-            f"its {before.outputs} outputs: units can be renumbered where layers "
-            "follow one another"
+            f"'{name}' has {inputs} inputs, but '{before.weight}' before it has "
+            f"{before.outputs} outputs: units can be matched only in networks whose "
+            "layers follow one another"
         )
     return Layer(name, None, outputs, repeats)
 
@@ -115,7 +115,7 @@ def _after(before: Layer | None, name: str, weight: Tensor) -> Layer:
 def renumbered(
     params: Params, layers: Sequence[Layer], orders: Sequence[Order]
 ) -> dict[str, Tensor]:
-    """Return a network with its units in another order, which computes the same.
+    """Return the same network with its hidden units in another order.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def renumbered(
 def renumbered_posterior(
     posterior: LocalPosterior, layers: Sequence[Layer], orders: Sequence[Order]
 ) -> LocalPosterior:
-    """Return a posterior over the network with its hidden units in another order.
+    """Return the posterior of the network with its hidden units in another order.
 
     Raises
     ------
@@ -156,15 +156,15 @@ def renumbered_posterior(
             blocks.append(block.renumbered(*places[block.weight]))
         else:
             raise StructureError(
-                f"units cannot be renumbered in {block.kind} of {list(block.shapes)}: "
-                "take structure='kfac', 'ekfac' or 'diagonal'"
+                f"units cannot be matched in {block.kind} of {list(block.shapes)}: use "
+                "structure='kfac', 'ekfac' or 'diagonal'"
             )
     params = renumbered(posterior.params, layers, orders)
     return LocalPosterior(params, BlockDiagonal(blocks), posterior.num_examples)
 
 
 def inputs_of(order: Order, repeats: int) -> Order:
-    """Return the order of a layer's inputs where its former layer's units have one.
+    """Return the order of a layer's inputs, given the order of the layer before it.
 
     Examples
     --------
@@ -187,12 +187,12 @@ def _places(
     return places
 
 
-RENUMBERED = ("kfac", "ekfac", "diagonal")  # structures that go with their units
-_MOST = 100  # rounds over all layers, or all clients; a handful is usual
+RENUMBERED = ("kfac", "ekfac", "diagonal")  # structures that can be permuted
+_MOST = 100  # rounds over all layers, or all clients; five are usual
 
 
 def matched(posteriors: Sequence[LocalPosterior]) -> list[LocalPosterior]:
-    r"""Return clients' posteriors with their hidden units in one order.
+    r"""Return the clients' posteriors with all hidden units in the same order.
 
     MergeMany (Algorithm 3): each client in turn is matched to the mean of the others,
     by their examples, until none moves. They begin with the order of the client with
@@ -241,7 +241,7 @@ def matched(posteriors: Sequence[LocalPosterior]) -> list[LocalPosterior]:
 
 
 def check_matching(params: Params) -> None:
-    """Raise what :func:`matched` would raise of networks with such parameters."""
+    """Raise the error that :func:`matched` would raise for such parameters."""
     with extra("matching"):
         import scipy.optimize  # noqa: F401
     chain_of(params)
@@ -253,7 +253,7 @@ def match(
     layers: Sequence[Layer],
     orders: Sequence[Order] = (),
 ) -> list[Order]:
-    r"""Return the order of a network's units in which it is nearest to another.
+    r"""Return the order of a network's units that brings it nearest to another network.
 
     Weight matching (Algorithm 1): it maximises :math:`\sum_l \langle W_l^{ref}, P_l
     W_l P_{l-1}^\top \rangle` layer by layer, each a linear assignment of a unit's
@@ -306,7 +306,7 @@ def _similarity(
     orders: Sequence[Order],
     at: int,
 ) -> Tensor:
-    """Return by how much a unit (column) fits a place of the reference (row)."""
+    """Return how well a unit (column) fits a unit of the reference (row)."""
     layer, following = layers[at], layers[at + 1]
     rows, columns = _matrix(reference, layer.weight), _matrix(params, layer.weight)
     if at:
@@ -327,6 +327,6 @@ def _matrix(params: Params, name: str) -> Tensor:
 
 
 def _by_unit(weight: Tensor, repeats: int) -> Tensor:
-    """Return the weights of the next layer by the unit that they read."""
+    """Return the next layer's weights, grouped by the unit that they read."""
     by_input = weight.transpose(0, 1)
     return by_input.reshape(by_input.shape[0] // repeats, -1)

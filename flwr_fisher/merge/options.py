@@ -1,4 +1,4 @@
-"""Options of a merge: defaults of each solver, and ranges."""
+"""The options of a merge: each solver's defaults, and the allowed ranges."""
 
 import math
 from collections.abc import Callable
@@ -42,12 +42,12 @@ SOLVERS = tuple(_DEFAULTS)
 TRUST = 1.0  # from the second round on
 
 Score = Callable[[dict[str, Tensor]], float]  # of merged parameters, higher is better
-Report = Callable[[str], object]  # is told in words how a solution goes
+Report = Callable[[str], object]  # is called with a text about the solver's progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    """How a server merges; :func:`~flwr_fisher.merge.fedfisher` has the formulas.
+    """A server's options of a merge, as :func:`~flwr_fisher.merge.fedfisher` has them.
 
     Parameters
     ----------
@@ -89,11 +89,11 @@ class MergeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeSettings:
-    """The options of :func:`~flwr_fisher.merge.fedfisher`, each with its value."""
+    """All settings of :func:`~flwr_fisher.merge.fedfisher`, defaults filled in."""
 
     solver: str
     anchor: float
-    shrink: float | None  # None: as the model's layers call for
+    shrink: float | None  # None: a default that depends on the model's layers
     damping: float
     balance: float
     robust: float
@@ -110,7 +110,7 @@ class MergeSettings:
                 check_range(name, value, *limits)
 
     def of_model(self, params: Params) -> "MergeSettings":
-        """Return the settings with `shrink` filled in, which depends on the model.
+        """Return the settings with `shrink`, whose default depends on the model.
 
         Examples
         --------
@@ -125,7 +125,7 @@ class MergeSettings:
         return replace(self, shrink=_SHRINK_WITH_NORMS if norms else _SHRINK)
 
     def used(self) -> dict[str, Any]:
-        """Return those that the solver reads.
+        """Return the settings that the solver uses.
 
         Examples
         --------
@@ -142,7 +142,7 @@ class MergeSettings:
 
 
 def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
-    """Fill in the solver's defaults and validate.
+    """Return the options with the solver's defaults, after checking their ranges.
 
     Parameters
     ----------
@@ -166,4 +166,6 @@ def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
 def check_score(score: object, solver: str) -> None:
     """Raise :class:`ConfigurationError` if a solver other than ``adam`` has a score."""
     if score is not None and solver != "adam":
-        raise ConfigurationError(f"score is for solver='adam', not '{solver}'")
+        raise ConfigurationError(
+            f"score works with solver='adam' only, not '{solver}': leave it out"
+        )

@@ -1,4 +1,4 @@
-"""What a client reports: where it ended, and how sure it is of every direction."""
+"""A client's posterior: its parameters, and the curvature of its loss at them."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from flwr_fisher.params import (
 
 @dataclass(frozen=True)
 class LocalPosterior:
-    """A Gaussian around a client's parameters: FedFisher's Laplace approximation.
+    """A client's posterior, FedFisher's Laplace approximation: a Gaussian.
 
     Parameters
     ----------
@@ -51,9 +51,9 @@ class LocalPosterior:
             self.curvature, Curvature
         ):
             raise ConfigurationError(
-                "a LocalPosterior takes parameters by name, such as shared_state(model)"
-                f", and a Curvature; got {type(self.params).__name__} and "
-                f"{type(self.curvature).__name__}"
+                "a LocalPosterior takes a mapping of parameters, such as "
+                "shared_state(model), and a Curvature; got "
+                f"{type(self.params).__name__} and {type(self.curvature).__name__}"
             )
         if not isinstance(self.params, DeferredParams):
             detached = {name: value.detach() for name, value in self.params.items()}
@@ -77,7 +77,7 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
     values are not looked at here: an upload's were checked when it was read.
     """
     if not posteriors:
-        raise ParamsError("there is no posterior to merge")
+        raise ParamsError("there is no posterior to merge: pass at least one")
     first = layout_of(posteriors[0].params)
     for index, posterior in enumerate(posteriors):
         what, layout = f"posterior {index}", layout_of(posterior.params)
@@ -92,7 +92,7 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
 
 def _check_block(what: str, block: Curvature, params: Params) -> None:
     tensors, numbers = block.tensors(), block.non_negative()
-    # Directions may be the integers as which they travelled, what they give is not.
+    # Directions may still be the integers of the wire; their matrices are floats.
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     for tensor, name in itertools.product([*floating, *numbers], block.shapes):
         _check_dtype(what, tensor.dtype, params[name].dtype)
@@ -104,7 +104,7 @@ def _check_block(what: str, block: Curvature, params: Params) -> None:
 
 def _check_dtype(what: str, dtype: torch.dtype, expected: torch.dtype) -> None:
     if dtype != expected:
-        raise ParamsError(f"{what} is {dtype}, where {expected} is expected")
+        raise ParamsError(f"{what} is {dtype}, expected {expected}")
 
 
 def fedavg(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:

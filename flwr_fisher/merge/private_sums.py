@@ -1,15 +1,16 @@
-r"""FedFisher's sums of diagonals, as contributions whose norm is bounded.
+r"""FedFisher's sums of diagonals, from contributions with a bounded norm.
 
-Differential privacy needs to know how much one client can change a sum. Each client
-counts once, and contributes :math:`u_i = (\hat\Delta_i, \hat F_i, \hat v_i) /
-\sqrt 3`, a vector of norm 1 at most, of
+Differential privacy bounds how much one client can change a sum. Each client counts
+once, and contributes :math:`u_i = (\hat\Delta_i, \hat F_i, \hat v_i) / \sqrt 3`, a
+vector of norm 1 at most, of
 
 .. math:: \hat\Delta_i = \mathrm{clip}_1((\theta_i - \theta) / C), \quad
           \hat F_i = F_i / \|F_i\|, \quad
           \hat v_i = \mathrm{clip}_1(\hat F_i \odot \hat\Delta_i / \kappa) .
 
-Their means are all that the merge needs, in multiples of C and :math:`\kappa`. A
-Fisher's scale, which no clipping norm could fit beforehand, does not count.
+The merge needs only the means of the contributions, in multiples of C and
+:math:`\kappa`. Fishers are divided by their norms, because no clipping norm would fit
+all of their scales.
 """
 
 import math
@@ -21,7 +22,7 @@ from flwr_fisher.merge.sums import DiagonalSums
 from flwr_fisher.params import Params, clipped, norm, scale, select, subtract
 
 VECTORS = ("displacement", "fisher", "product")
-# What the norm of a product is of its displacement's, about; measured:
+# About the ratio of a product's norm to its displacement's; measured:
 # benchmarks/results/privacy.md
 _PRODUCT = 0.05
 _PARTS = math.sqrt(len(VECTORS))
@@ -30,7 +31,7 @@ _PARTS = math.sqrt(len(VECTORS))
 def contribution(
     start: Params, params: Params, fisher: Params, clipping_norm: float
 ) -> dict[str, dict[str, Tensor]]:
-    """Return a client's three vectors, of norm 1 at most together, by their names.
+    """Return a client's three vectors by name; together they have norm 1 at most.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ def contribution(
 
 
 def private_sums(mean: Params, start: Params, clipping_norm: float) -> DiagonalSums:
-    """Return the sums that the contributions' mean stands for, of one example.
+    """Return the sums for one example that the mean of the contributions stands for.
 
     Parameters
     ----------

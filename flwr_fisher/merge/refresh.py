@@ -1,4 +1,4 @@
-"""A pass over data that gives a merged model's batch norms statistics of its own."""
+"""A pass over data that recomputes the statistics of a merged model's batch norms."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ _TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one 
 
 
 def refresh_norms(model: nn.Module, loader: Iterable[Any]) -> None:
-    r"""Give a model's batch norms the statistics of its own inputs to them.
+    r"""Set a model's batch norms to the statistics of their inputs on some data.
 
     For models that were merged: their batch norms' running statistics are means over
     the clients', which are of other weights, and in eval mode such a model can be far
@@ -74,7 +74,7 @@ def norm_shifts(
     loader: Iterable[Any],
     prefixes: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Return how far inputs of batch norms are from their running statistics.
+    """Return the shifts from batch norms' running statistics to those of their inputs.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def norm_shifts(
 
 
 class _Total:
-    """Sums over a norm's inputs, less its running mean, by channel."""
+    """Sums over a norm's inputs minus its running mean, by channel."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         assert norm.running_mean is not None
@@ -126,12 +126,12 @@ class _Total:
         self._batch: list[tuple[Tensor, Tensor, int]] = []
 
     def see(self, x: Tensor) -> None:
-        """Sum an input of the batch under way."""
+        """Add one input to the sums of the current batch."""
         over, wide = [0, *range(2, x.dim())], self.first.dtype
         shape, count = [1, -1, *(1 for _ in over[1:])], x.numel() // x.shape[1]
         off = x.detach().to(self.mean.dtype) - self.mean.reshape(shape)
         first = off.sum(over, dtype=wide)
-        # Squares of what is far off would lose in rounding what they differ by.
+        # Squares of large numbers would lose their differences to rounding.
         centre = (first / count).to(off.dtype)
         squares = (off - centre.reshape(shape)).square().sum(over, dtype=wide)
         centre = centre.to(wide)
@@ -139,11 +139,11 @@ class _Total:
         self._batch.append((first, second, count))
 
     def forget(self) -> None:
-        """Let go of the batch's sums."""
+        """Discard the sums of the current batch."""
         self._batch = []
 
     def add(self) -> None:
-        """Add the batch's sums."""
+        """Add the sums of the current batch to the total."""
         for first, second, count in self._batch:
             self.first += first
             self.second += second
@@ -151,7 +151,7 @@ class _Total:
         self.forget()
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """Return both sums over the count in float64, on the CPU."""
+        """Return both sums divided by the count, in float64 on the CPU."""
         both = torch.stack([self.first, self.second]).cpu().double() / self.count
         return both[0], both[1]
 
@@ -159,7 +159,7 @@ class _Total:
 def _totals(
     model: nn.Module, loader: Iterable[Any], norms: Collection[_BatchNorm]
 ) -> dict[_BatchNorm, _Total]:
-    """Run a model over a loader, its norms in train mode; return what they were given.
+    """Run a model over a loader, with norms in train mode; return their inputs' sums.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def _totals(
     """
     totals = {norm: _Total(norm) for norm in norms}
     device, batches, count = next(iter(totals.values())).mean.device, 0, 0
-    # A model that was compiled would not see what is hooked to it since.
+    # A compiled model does not call hooks that were added later.
     eager = torch.compiler.set_stance("force_eager")
     with norms_training(model, totals), torch.no_grad(), _watched(totals), eager:
         for batch in batches_of(loader, model, device):
@@ -186,15 +186,15 @@ def _totals(
                 total.add()
     if not count:
         raise DataError(
-            f"the loader gave {batches} batches, of which batch norm takes none in "
-            "train mode: it needs batches of two examples or more"
+            f"batch norm can use none of the loader's {batches} batches in train mode: "
+            "it needs batches of two examples or more"
         )
     return totals
 
 
 @contextmanager
 def norms_training(model: nn.Module, norms: Collection[_BatchNorm]) -> Iterator[None]:
-    """Put norms in train mode and all else in eval mode; leave all as it was."""
+    """Put norms in train mode and the rest in eval mode, in a ``with`` block."""
     kept = {norm: [b.clone() for b in norm.buffers(recurse=False)] for norm in norms}
     try:
         with evaluating(model):
@@ -209,7 +209,7 @@ def norms_training(model: nn.Module, norms: Collection[_BatchNorm]) -> Iterator[
 
 @contextmanager
 def _watched(totals: Mapping[_BatchNorm, _Total]) -> Iterator[None]:
-    """Show each norm's inputs to its total."""
+    """Add each norm's inputs to its total, in a ``with`` block."""
 
     def see(norm: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         totals[norm].see(args[0] if args else kwargs["input"])
@@ -223,7 +223,7 @@ def _watched(totals: Mapping[_BatchNorm, _Total]) -> Iterator[None]:
 
 
 def norms_by_prefix(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the batch norms with running statistics, by what their names begin with.
+    """Return the batch norms with running statistics, by the prefix of their names.
 
     Under each of its names, if it has several.
     """
@@ -235,7 +235,7 @@ def norms_by_prefix(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def _trained(model: nn.Module) -> list[str]:
-    """Return the norms that are not frozen: they have no parameters, or train one."""
+    """Return norms that are not frozen: without parameters, or with a trained one."""
 
     def is_trained(norm: _BatchNorm) -> bool:
         own = list(norm.parameters(recurse=False))

@@ -14,7 +14,7 @@ from flwr_fisher.params import finite, shares_of
 def regmean(
     posteriors: Sequence[LocalPosterior], *, off_diagonal: float = 0.9
 ) -> dict[str, Tensor]:
-    r"""Return RegMean's parameters.
+    r"""Return the parameters of RegMean's merge.
 
     For each layer with a Kronecker curvature, with its weight as ``[out, in]``,
 
@@ -50,7 +50,9 @@ def regmean(
         for block in total.blocks()
     ]
     if not any(layers):
-        raise StructureError("RegMean needs the input factors of structure='kfac'")
+        raise StructureError(
+            "regmean needs the input factors of K-FAC: use structure='kfac'"
+        )
     for layer in filter(None, layers):
         merged |= _least_squares(layer, posteriors)
     return merged
@@ -66,7 +68,7 @@ def _least_squares(
         for (w, k), posterior in zip(layer, posteriors, strict=True)
     ]
     what = f"RegMean's solution for '{first.weight}'"
-    # What the factors' own rounding leaves of a singular matrix is not to be inverted.
+    # The rounding errors of a singular matrix's factors must not be inverted.
     least = gram.shape[-1] * torch.finfo(first.A.dtype).eps
     inverse = torch.linalg.pinv(gram, rtol=least, hermitian=True)
     solution = torch.stack(products).sum(0) @ inverse

@@ -1,4 +1,4 @@
-"""Solving a merge's linear systems, one a layer, by the chosen solver."""
+"""The solution of a merge's linear systems, one for each layer, by a solver."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ from flwr_fisher.merge.solvers import (
 )
 from flwr_fisher.params import Params, add, dot, norm, select
 
-# A step by parameter; None where a system was not solved.
+# A step by parameter, or None if a system was not solved.
 Steps = dict[str, Tensor | None]
 
 _FLOOR = 1e-6  # of a system's largest curvature, as FisherMerge's code has it
@@ -37,7 +37,7 @@ _ROUNDED = 1.001  # of the residual at the start
 
 @dataclass(frozen=True)
 class MergeResult:
-    """The merged model, and how the solver did.
+    """The merged model, with what the solver reports.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def solve(
     score: Score | None,
     progress: Report | None,
 ) -> MergeResult:
-    """Solve each layer's system for its step away from the mean, and take the steps.
+    """Solve each layer's system for its step away from the mean; take the steps.
 
     A layer whose system is not solved stays at the mean, and is named.
     """
@@ -140,7 +140,7 @@ def _one_by_one(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer that is solved, of which nothing but the solution is held."""
+    """A solved layer: its solution, without its system."""
 
     names: list[str]
     scale: float
@@ -150,7 +150,7 @@ class _Layer:
 
 
 def _begun(make: SystemMaker, settings: MergeSettings, reads: Reads) -> _Layer:
-    """Make one layer's system and solve it; the system is freed on return."""
+    """Compute one layer's system and solve it; the system is freed on return."""
     system = make(reads).normalised()
     scale = system.scale * power_of_two(system.unit.exponent)
     start, numbers = reads.queue(norm(system.rhs)), None
@@ -165,7 +165,7 @@ def _begun(make: SystemMaker, settings: MergeSettings, reads: Reads) -> _Layer:
 
 
 def _each_after_the_next(layers: Iterable[_Layer]) -> Iterator[_Layer]:
-    """Yield each layer when the next one is begun; the last one in the end."""
+    """Yield each layer once the next one has been started; the last one at the end."""
     before: list[_Layer] = []
     for layer in layers:
         yield from before
@@ -196,7 +196,7 @@ def _result(
 def _is_solved(
     solution: Params, residuals: list[float], rise: float, settings: MergeSettings
 ) -> bool:
-    """Whether a solver got anywhere, and not somewhere worse than the mean."""
+    """Return whether the solver took a step, and improved on the mean."""
     if not all(map(math.isfinite, residuals)) or not is_finite(solution):
         return False
     if len(residuals) == 1:  # there was nothing to solve, or no step could be taken
@@ -214,7 +214,7 @@ def _solved(system: LinearSystem, settings: MergeSettings) -> Solution:
     if settings.solver == "closed-form":
         return _closed_form(system, _FLOOR)
     if settings.solver in ("pcg", "cg") and _is_diagonal(system):
-        # What many iterations would get to, of which float32 loses the digits.
+        # What many iterations would reach, beyond float32's digits.
         return _closed_form(system, floor=0.0)
     most, tolerance = settings.iterations, settings.tolerance
     problem = system.matvec, system.rhs
@@ -229,7 +229,7 @@ def _solved(system: LinearSystem, settings: MergeSettings) -> Solution:
 
 
 def relative_norms(curves: list[list[float]]) -> list[float]:
-    """Join the layers' residual norms; a layer that is done keeps its last one."""
+    """Return the norms of all layers together; a finished layer keeps its last norm."""
     length = max((len(curve) for curve in curves), default=0)
     padded = [curve + curve[-1:] * (length - len(curve)) for curve in curves]
     residuals = [math.hypot(*values) for values in zip(*padded, strict=True)]
@@ -241,11 +241,11 @@ def _is_diagonal(system: LinearSystem) -> bool:
 
 
 def _closed_form(system: LinearSystem, floor: float) -> Solution:
-    """Divide; an entry of at most `floor` times the system's largest counts as 0."""
+    """Solve by division; entries of at most `floor` times the largest count as 0."""
     if not _is_diagonal(system):
         raise StructureError(
-            f"the curvature of {list(system.rhs)} is not diagonal, so it has no closed "
-            "form: use solver='pcg', or structure='diagonal'"
+            f"the curvature of {list(system.rhs)} is not diagonal, and only a diagonal "
+            "one has a closed form: use solver='pcg', or structure='diagonal'"
         )
     entries = system.curvature.diagonal()
     tops = torch.stack([entry.max().double() for entry in entries.values()])
@@ -267,7 +267,7 @@ def _adam(
     score: Score | None,
     progress: Report | None,
 ) -> tuple[Steps, list[float]]:
-    """Solve all systems at once, and again without those that do not end finite."""
+    """Solve all systems at once; repeat it without those that do not stay finite."""
     rhs = {name: value for system in systems for name, value in system.rhs.items()}
     reads = Reads()
 

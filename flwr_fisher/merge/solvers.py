@@ -1,4 +1,4 @@
-"""Solvers of a merge: what preconditions conjugate gradients; FedFisher's own two."""
+"""A merge's preconditioner of conjugate gradients, and FedFisher's two own solvers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -13,11 +13,11 @@ from flwr_fisher.curvature.operators.solvers import Iteration, Matvec, Solution
 from flwr_fisher.merge.options import Report, Score
 from flwr_fisher.params import Params, add, flatten, norm, select, unflatten
 
-_LEAST = 1e-4  # ridge, of the mean eigenvalue: singular matrices are not inverted
+_LEAST = 1e-4  # ridge over the mean eigenvalue, for singular matrices
 
 
 def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
-    r"""Return what multiplies with an approximate inverse of ``curvature + ridge I``.
+    r"""Return a function: an approximate inverse of ``curvature + ridge I``.
 
     A sum of Kronecker products :math:`\sum_i w_i\, G_i \otimes A_i` is not one, but the
     product :math:`\bar G \otimes \bar A` of its two partial traces,
@@ -40,7 +40,7 @@ def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
         At least 0; here it counts as at least 1e-4.
     """
     ridge = max(ridge, _LEAST)
-    terms = [*curvature.flat()]  # shrinking makes a sum of an E-KFAC
+    terms = [*curvature.flat()]  # shrinking turns an E-KFAC into a sum
     layers = [(w, t) for w, t in terms if isinstance(t, LayerCurvature)]
     if len(layers) == len(terms):
         return _by_partial_traces(layers, ridge)
@@ -89,7 +89,7 @@ def _by_partial_traces(
 def _sum_solver(
     terms: Sequence[ScaledFactor], divisor: Tensor, ridge: float
 ) -> Callable[[Tensor], Tensor]:
-    """Return what solves with ``sum of scale M / divisor + ridge I``, by group."""
+    """Return a solver for ``sum of scale M / divisor + ridge I``, by group."""
     factors = [factor.scaled(scale / divisor) for factor, scale in terms]
     low = [factor for factor in factors if isinstance(factor, LowRankFactor)]
     n = factors[0].shape[-1]
@@ -108,7 +108,7 @@ def _summed(factors: Sequence[SymmetricFactor], like: Tensor) -> Tensor:
 
 
 def _woodbury(vectors: Tensor, diagonal: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what solves with ``V V^T + diag(d)``."""
+    """Return a solver for ``V V^T + diag(d)``, by Woodbury's identity."""
     divisor = diagonal.unsqueeze(-1)
     scaled = vectors / divisor
     inner = _solver_of(vectors.mT @ scaled, 1.0)
@@ -116,14 +116,14 @@ def _woodbury(vectors: Tensor, diagonal: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _solver_of(matrices: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
-    """Return what solves with symmetric matrices plus a multiple of the identity.
+    """Return a solver for symmetric matrices plus a multiple of the identity.
 
     Where they are not positive definite, this raises on the CPU; from an accelerator,
     which it does not wait for, what is solved is NaN.
     """
     working = torch.promote_types(matrices.dtype, torch.float32)
     wide = matrices.to(torch.float64, copy=True)
-    del matrices  # as large as all else that is at hand here
+    del matrices  # as large as all other memory in use here
     wide.diagonal(dim1=-2, dim2=-1).add_(ridge)
     if wide.device.type == "cpu":
         lower = torch.linalg.cholesky(wide).to(working)
@@ -166,7 +166,7 @@ def gradient_descent(
     those of :func:`~flwr_fisher.curvature.operators.solvers.conjugate_gradient`.
     """
     largest = largest_eigenvalue(matvec, rhs)
-    # It is slow, and seldom over before its last step: an accelerator is not asked.
+    # It seldom ends before its last step, so it never reads from an accelerator.
     iteration = Iteration(rhs, iterations, tolerance, look=max(1, iterations))
     iteration.require(largest > 0)
     for _ in iteration:
@@ -178,7 +178,7 @@ def gradient_descent(
 def paper_adam(
     matvec: Matvec, rhs: Params, *, lr: float, epsilon_inside: bool
 ) -> Iterates:
-    r"""Yield the iterates of the optimiser that FedFisher's experiments used.
+    r"""Yield the iterates of Adam as FedFisher's experiments used it.
 
     With the gradient v, :math:`m \leftarrow v + 0.9 m`,
     :math:`s \leftarrow v^2 + 0.99 s`, and a step of :math:`\eta m / \sqrt{s + 0.01}`
@@ -218,7 +218,7 @@ def best_of(
     score: Score | None,
     progress: Report | None,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Take iterates, score some, and return the best and all residual norms.
+    """Score some of the iterates; return the best one and all residual norms.
 
     Without a score it is the last one that is returned. An accelerator is waited for
     where progress is told, or a score taken.

@@ -1,8 +1,8 @@
-r"""FedFisher's merge of diagonal Fishers from sums over clients alone.
+r"""FedFisher's merge of diagonal Fishers from sums over the clients.
 
-With diagonals, everything that the merge needs of its clients is a sum over them:
-:math:`\sum n_i`, :math:`\sum n_i \theta_i`, :math:`\sum n_i F_i` and
-:math:`\sum n_i F_i \theta_i`. A secure sum reveals nothing else.
+With diagonals, the merge needs only sums over the clients: :math:`\sum n_i`,
+:math:`\sum n_i \theta_i`, :math:`\sum n_i F_i` and :math:`\sum n_i F_i \theta_i`. A
+secure sum reveals nothing else.
 
 Long: the sums, their merge and its options.
 """
@@ -48,8 +48,8 @@ from flwr_fisher.params import (
     sum_dtype,
 )
 
-_BALANCE = 1.0  # of K-FAC, where neither `robust` nor `max_share` is possible
-# What only single clients' curvatures can tell, and the value that does nothing.
+_BALANCE = 1.0  # for K-FAC, where neither `robust` nor `max_share` is possible
+# Options that need each client's own curvature, and the values that turn them off.
 _OF_CLIENTS = {
     "balance": 0.0,
     "robust": 0.0,
@@ -61,7 +61,7 @@ _OF_CLIENTS = {
 
 @dataclass(frozen=True)
 class DiagonalSums:
-    r"""What one client adds to the sums, or the sums over several clients.
+    r"""One client's contribution to the sums, or the sums over several clients.
 
     Floats are float32, or float64 for a float64 model; integers are int64. float32 is
     enough: no :math:`F_i` is negative, so that in
@@ -100,7 +100,7 @@ class DiagonalSums:
 
     @classmethod
     def of(cls, posterior: LocalPosterior) -> "DiagonalSums":
-        """Return what a client adds.
+        """Return a client's contribution.
 
         Raises
         ------
@@ -148,7 +148,7 @@ tensor([2.])}, fisher_params={'w': tensor([6.])})
 
 
 def add_sums(parts: Sequence[DiagonalSums]) -> DiagonalSums:
-    """Return the sums over all clients; they are taken in float64.
+    """Return the sums over all clients, in float64.
 
     A sum that its own dtype cannot hold stays in it.
 
@@ -158,7 +158,7 @@ def add_sums(parts: Sequence[DiagonalSums]) -> DiagonalSums:
         If there is none, or their layouts differ.
     """
     if not parts:
-        raise ParamsError("there are no sums to add")
+        raise ParamsError("there are no sums to add: pass those of at least one client")
     return DiagonalSums(
         sum(part.num_examples for part in parts),
         _added([part.params for part in parts]),
@@ -175,7 +175,7 @@ def fedfisher_from_sums(
     progress: Report | None = None,
     **options: Any,
 ) -> MergeResult:
-    r"""Merge as :func:`~flwr_fisher.merge.fedfisher` does, knowing nothing but sums.
+    r"""Merge as :func:`~flwr_fisher.merge.fedfisher` does, from sums only.
 
     With :math:`N = \sum n_i`, :math:`\bar\theta = \sum n_i \theta_i / N` and
     :math:`F = \sum n_i F_i / N` it solves the same system,
@@ -227,7 +227,7 @@ def merge_sums(
     score: Score | None = None,
     progress: Report | None = None,
 ) -> MergeResult:
-    """Merge as :func:`fedfisher_from_sums` does, with its options in one object."""
+    """Merge as :func:`fedfisher_from_sums` does, with the options in one object."""
     check_score(score, settings.solver)
     for part in (sums.params, sums.fisher, sums.fisher_params):
         check_finite(part, "the sums")
@@ -243,7 +243,7 @@ def merge_sums(
 def sums_settings(
     solver: str = "pcg", *, structure: str = "diagonal", **options: Any
 ) -> MergeSettings:
-    """Return :func:`merge_settings` for sums, which know no single client.
+    """Return :func:`merge_settings` for sums, where no client's curvature is known.
 
     `shrink` and `damping` do nothing to a diagonal. For ``structure="kfac"`` clients
     balance their Fishers themselves, so `balance` may be what it likes.
@@ -263,8 +263,8 @@ def sums_settings(
     for name, nothing in of_clients.items():
         if options.get(name) not in (None, nothing):
             raise ConfigurationError(
-                f"{name} must be {nothing:g} where the server knows sums only, since "
-                f"it takes each client's own curvature; got {options[name]}"
+                f"{name} must be {nothing:g}, got {options[name]}: the server knows "
+                f"only sums, and {name} needs each client's own curvature"
             )
     return merge_settings(solver, **(options | of_clients))
 
@@ -272,7 +272,7 @@ def sums_settings(
 def _tensor_system(
     sums: DiagonalSums, name: str, mean: Tensor, anchor: float, _: Reads
 ) -> LinearSystem:
-    r"""Return one tensor's system, of which its step from the mean is the solution.
+    r"""Return one tensor's system; its solution is the step from the mean.
 
     .. math:: (F + \lambda I)\, \delta = \sum n_i F_i \theta_i / N - F \bar\theta,
               \qquad F = \sum n_i F_i / N
@@ -288,7 +288,7 @@ def _tensor_system(
 
 
 def _dtype_for(entry: Tensor, rhs: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return float64 where a solver's products may not be held by the sums' dtype."""
+    """Return float64 if a solver's products may overflow the sums' dtype."""
     widest = 2 * widest_exponent(dtype)
     far = abs(exponent_of(largest_entry(entry))) > widest
     return torch.float64 if far or largest_entry(rhs) >= 2.0**widest else dtype
@@ -300,7 +300,7 @@ def _diagonal(posterior: LocalPosterior) -> dict[str, Tensor]:
         if not isinstance(block, Diagonal):
             raise StructureError(
                 f"the curvature of {list(block.shapes)} is a {type(block).__name__}, "
-                "and only diagonals can be summed: use structure='diagonal'"
+                "but only diagonals can be summed: use structure='diagonal'"
             )
         entries |= block.entries
     return entries

@@ -1,7 +1,8 @@
-"""FedFisher's conjugate gradients where the server sees sums over clients alone.
+"""FedFisher's conjugate gradients for a server that sees only sums over clients.
 
-What :func:`~flwr_fisher.merge.fedfisher` does in one go waits here for its clients
-between two iterations: an :class:`Iterate` holds where each layer is, as tensors.
+:func:`~flwr_fisher.merge.fedfisher` iterates without a break. Here, the server asks its
+clients for a product in each iteration. An :class:`Iterate` holds the state of every
+layer between two iterations, as tensors.
 """
 
 import math
@@ -21,7 +22,7 @@ from flwr_fisher.params import Params, add, dot, double, norm, scale, select
 
 @dataclass(frozen=True)
 class Iterate:
-    """Where conjugate gradients are, layer by layer; in float64.
+    """The state of conjugate gradients, layer by layer, in float64.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ class Iterate:
     norms: list[list[float]]
 
     def to_groups(self) -> dict[str, dict[str, Tensor]]:
-        """Return it as named groups of tensors."""
+        """Return the state as named groups of tensors."""
         longest = max(map(len, self.norms), default=0)
         padded = [own + [math.nan] * (longest - len(own)) for own in self.norms]
         numbers = {"decrease": self.decrease, "norms": padded}
@@ -56,7 +57,7 @@ class Iterate:
 
     @classmethod
     def from_groups(cls, groups: Mapping[str, Params]) -> "Iterate":
-        """Read what :meth:`to_groups` returned."""
+        """Return the state from the groups of :meth:`to_groups`."""
         norms: list[list[float]] = groups["progress"]["norms"].tolist()
         return cls(
             dict(groups["solution"]),
@@ -68,7 +69,7 @@ class Iterate:
 
 
 def begin(traces: Curvature, pull: Params, settings: MergeSettings) -> Iterate:
-    r"""Return the start, at the clients' mean.
+    r"""Return the first state, at the clients' mean.
 
     Parameters
     ----------
@@ -99,7 +100,7 @@ def begin(traces: Curvature, pull: Params, settings: MergeSettings) -> Iterate:
 def advanced(
     traces: Curvature, before: Iterate, product: Params, settings: MergeSettings
 ) -> Iterate:
-    r"""Return the iterate after one step along the direction, and where to go next.
+    r"""Return the state after one step, with the next direction.
 
     Parameters
     ----------
@@ -132,7 +133,7 @@ def advanced(
 def merged(
     mean: Params, iterate: Iterate, layers: Sequence[Sequence[str]]
 ) -> MergeResult:
-    """Return the model at which conjugate gradients stand.
+    """Return the model of the current state.
 
     A layer for which they found no step stays at the mean, and is named.
 
@@ -160,7 +161,7 @@ def merged(
 
 
 def _has_step(step: Params, norms: Sequence[float]) -> bool:
-    """Whether a step was taken, or none was needed; each lowers the objective."""
+    """Return whether a step was taken or none was needed; each lowers the objective."""
     if not is_finite(step) or not all(map(math.isfinite, norms)):
         return False
     return len(norms) > 1 or norms[0] == 0
@@ -168,7 +169,7 @@ def _has_step(step: Params, norms: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class _LayerSystem:
-    r"""What the server knows of one layer's linear system, at a scale of its own.
+    r"""The server's knowledge of one layer's linear system, at the layer's own scale.
 
     .. math:: \Big(\tfrac1u \sum_i p_i F_i + \rho I\Big)\, \delta
               = \tfrac1u \sum_i p_i F_i (\theta_i - \bar\theta),
@@ -181,7 +182,7 @@ class _LayerSystem:
     unit: float  # u
     ridge: float  # rho
     diagonal: bool
-    inverse: Matvec | None  # an approximate one; None: there is no curvature
+    inverse: Matvec | None  # an approximate inverse, or None without curvature
 
 
 def _layer_systems(traces: Curvature, settings: MergeSettings) -> list[_LayerSystem]:
@@ -206,7 +207,7 @@ def _layer_system(block: Curvature, settings: MergeSettings) -> _LayerSystem:
 
 
 def _trace(block: Curvature) -> float:
-    """Return the trace of the sum, which both partial traces have."""
+    """Return the trace of the sum; both partial traces have the same."""
     return (
         float(block.of_inputs.trace().sum())
         if isinstance(block, Kronecker)
@@ -220,7 +221,7 @@ def _per_group(block: Kronecker) -> Tensor:
 
 
 def _divided_by(block: Diagonal, unit: float, ridge: float) -> Matvec:
-    """Return what divides by a diagonal; where that is 0 nothing is known."""
+    """Return a function that divides by a diagonal, with 0 where that is 0."""
 
     def solve(vector: Params) -> dict[str, Tensor]:
         solution = {}
@@ -236,7 +237,7 @@ def _divided_by(block: Diagonal, unit: float, ridge: float) -> Matvec:
 def _stepped(
     system: _LayerSystem, own: Iterate, product: Params, settings: MergeSettings
 ) -> Iterate:
-    """Take one layer's step; where none can be taken, stay and ask for none."""
+    """Take one layer's step; if none is possible, stay and request no product."""
     zero = {name: torch.zeros_like(value) for name, value in own.direction.items()}
     stay = Iterate(own.solution, own.residual, zero, own.decrease, own.norms)
     norms = own.norms[0]
@@ -247,7 +248,7 @@ def _stepped(
     curvature = float(dot(own.direction, product))
     if not 0 < curvature < math.inf:
         return stay
-    # The direction is rounded to what the clients are sent, so it is asked again.
+    # Clients get the rounded direction, so whether there is one is checked again.
     length = float(dot(own.direction, own.residual)) / curvature
     solution = add(own.solution, own.direction, length)
     residual = add(own.residual, product, -length)

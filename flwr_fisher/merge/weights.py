@@ -1,4 +1,4 @@
-"""How much each client counts for in a merge, and which are left out."""
+"""The clients' weights in a merge, and the outliers that it leaves out."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ from flwr_fisher.merge.options import MergeSettings
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import dot, layout_of, shares_of
 
-MAJORITY = 3  # so many clients, at least, have a majority without any one of them
+MAJORITY = 3  # at least so many clients have a majority without any one of them
 
 
 def layer_weights(
@@ -42,7 +42,7 @@ def layer_weights(
     settings : MergeSettings
         Of the merge.
     """
-    # A client that is certain of everything has no curvature, and nothing to balance.
+    # A client without curvature has nothing to balance.
     powers = [trace**settings.balance if trace > 0 else 1.0 for trace in traces]
     usual = statistics.median(squared_distances)
     doubts = [
@@ -60,10 +60,10 @@ def layer_weights(
 def _near_median(
     weights: list[float], traces: Sequence[float], outlier: float
 ) -> list[float]:
-    """Return the weights with at most so many times the median curvature for one."""
+    """Return weights that limit each client to a multiple of the median curvature."""
     held = [weight * trace for weight, trace in zip(weights, traces, strict=True)]
     most = outlier * statistics.median(held)
-    if not most or max(held) <= most:  # a median of 0 says nothing
+    if not most or max(held) <= most:  # a median of 0 is no measure
         return weights
     pairs = zip(weights, held, strict=True)
     return shares_of([w * most / own if own > most else w for w, own in pairs])
@@ -72,7 +72,7 @@ def _near_median(
 def _capped(
     weights: list[float], traces: Sequence[float], max_share: float
 ) -> list[float]:
-    """Return the weights with no more than a share of the summed curvature for one.
+    """Return weights that limit each client to a share of the summed curvature.
 
     At one half or more, no more than one client can be above it. One that alone has
     curvature gets no weight: its layer stays at the mean.
@@ -86,20 +86,20 @@ def _capped(
     return shares_of([w * factor if i == top else w for i, w in enumerate(weights)])
 
 
-JUDGES = 20  # of the clients, at most, whose Fishers measure the others
-SquaredDistances = list[list[float]]  # of every client, by the judge that measures
+JUDGES = 20  # at most so many clients' Fishers measure the others
+SquaredDistances = list[list[float]]  # of every client, by the measuring client
 
 
 @dataclass(frozen=True)
 class Screened:
-    """Which clients are merged, and with how many examples."""
+    """The clients to merge, with their example counts, and the outliers."""
 
     posteriors: list[LocalPosterior]
     indices: list[int]  # of them, among all clients
     distances: list[float]  # all clients', in multiples of the median
 
     def outliers(self) -> dict[int, float]:
-        """Return the distances of those that are left out."""
+        """Return the distances of the clients that are left out."""
         kept = set(self.indices)
         return {i: d for i, d in enumerate(self.distances) if i not in kept}
 
@@ -109,7 +109,7 @@ def without_outliers(
     outlier: float,
     device: torch.device | str | None = None,
 ) -> Screened:
-    r"""Return the clients left without outliers, with capped example counts.
+    r"""Return the clients without outliers, with capped example counts.
 
     In layer :math:`\ell`, with the coordinate-wise median :math:`c` of the clients'
     parameters, client j's Fisher finds client i at
@@ -177,7 +177,7 @@ def _judges(clients: int) -> list[int]:
 def _distances_by_layer(
     posteriors: Sequence[LocalPosterior], device: torch.device | str | None
 ) -> Iterator[SquaredDistances]:
-    """Yield those in each layer, then in each tensor that no curvature covers."""
+    """Yield the distances in each layer, then in each tensor without curvature."""
     judges = _judges(len(posteriors))
     for parts in shared_blocks([posterior.curvature for posterior in posteriors]):
         together = WeightedSum(parts, [1.0] * len(parts))  # all cover the same
@@ -205,7 +205,7 @@ def _steps_from_median(
 
 
 def _median(values: Tensor) -> Tensor:
-    """Return the median over the first dimension, of an even number the mean of two."""
+    """Return the median over dimension 0; for even counts, the mean of the middle."""
     ordered, last = values.sort(0).values, len(values) - 1
     return (ordered[last // 2] + ordered[last - last // 2]) / 2
 
@@ -215,7 +215,7 @@ def _squared_distances(
     away: Sequence[dict[str, Tensor]],
     device: torch.device | str | None,
 ) -> list[float]:
-    """Return all steps' squares as a Fisher measures them; float64 holds any."""
+    """Return the steps' squared lengths in a Fisher's norm, in float64."""
     wide = curvature.made().to(device, torch.float64)
     squares = (float(dot(step, wide.matvec(step))) for step in away)
     return [math.inf if math.isnan(square) else max(0.0, square) for square in squares]
@@ -224,7 +224,7 @@ def _squared_distances(
 def _median_of_judges(
     distances: SquaredDistances, judges: Sequence[int]
 ) -> list[float]:
-    """Return every client's squared distance, as the median of the others has it."""
+    """Return each client's squared distance, the median over the others' Fishers."""
     relative = [_in_medians(each) for each in distances]
     return [
         statistics.median(
@@ -237,7 +237,7 @@ def _median_of_judges(
 
 
 def _in_medians(values: Sequence[float]) -> list[float]:
-    """Return values divided by their median; where that is 0, infinite ones."""
+    """Return values divided by their median; infinite ones if that is 0."""
     usual = statistics.median(values)
     return [
         1.0 if value == usual else value / usual if usual else math.inf

@@ -1,4 +1,4 @@
-"""What a run leaves behind: ``metrics.json``, the model, and pictures."""
+"""The report of a run: ``metrics.json``, the model, and pictures."""
 
 from flwr_fisher.report.folder import resolve_output_dir, save_report
 from flwr_fisher.report.many_rounds import evaluate_on_test, report_rounds

@@ -1,4 +1,4 @@
-"""What every report writes and logs: a folder, sizes of replies, a table."""
+"""The parts of every report: a folder, the sizes of replies, a table."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ with extra("report"):
 
 
 def resolve_output_dir(output_dir: str, run_id: int) -> Path:
-    """Return the directory to write to, made if it does not exist.
+    """Return the output directory, and make it if it does not exist.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def resolve_output_dir(output_dir: str, run_id: int) -> Path:
     path = Path(output_dir or f"~/flwr-fisher/outputs/{run_id}").expanduser()
     if not path.is_absolute():
         raise ConfigurationError(
-            f"output-dir must be an absolute path, got '{output_dir}': try "
+            f"output-dir must be an absolute path, got '{output_dir}': pass "
             f"--run-config \"output-dir='$PWD/{output_dir}'\""
         )
     path.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def save_report(
 
 
 def reply_sizes(result: Result, params: Params) -> dict[str, float]:
-    """Return what a client uploads in a round, and what with FedAvg, on average.
+    """Return a client's mean upload in a round, and the same with FedAvg.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def log_summary(
     sizes: Mapping[str, float],
     path: Path,
 ) -> None:
-    """Log a table, what an upload weighs, and where the results are."""
+    """Log a table, the size of an upload, and the folder of the results."""
     log_table(title, columns, rows)
     if sizes:
         upload, plain = sizes["upload_per_client"], sizes["fedavg_per_client"]

@@ -1,4 +1,4 @@
-"""The report's table of what each client did to the merge."""
+"""The report's table of each client's influence on the merge."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from flwr_fisher.report.folder import log_table
 from flwr_fisher.strategies import Upload
 
 MOST_CLIENTS = 20
-# Parameters times clients squared, what all merges without one have to read: seconds
+# Parameters times clients squared, which all merges without one client read: seconds
 # for a small model, and many minutes for a ResNet of twenty clients.
 MOST_WORK = 1e8
 _QUICK = ("pcg", "cg", "closed-form")
@@ -19,7 +19,7 @@ _QUICK = ("pcg", "cg", "closed-form")
 def influences(
     uploads: Sequence[Upload[Any]], merged: MergeResult, score: Scorer
 ) -> list[dict[str, Any]]:
-    """Return a row a client, those that moved the model furthest first.
+    """Return one row for each client, the largest influence first.
 
     Parameters
     ----------
@@ -38,10 +38,10 @@ def influences(
         is left out; the log says why.
     """
     posteriors = []
-    if merged.shares:  # otherwise the uploads are sums
+    if merged.shares:  # or else the uploads are sums
         posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
     if reason := _why_not(posteriors, merged):
-        logger.info("Influence is left out: %s", reason)
+        logger.info("Skipping the table of influence: %s", reason)
         return []
     each = influence(posteriors, merged, score=score)
     rows = [
@@ -78,18 +78,19 @@ def log_influences(rows: Sequence[Mapping[str, Any]]) -> None:
 def _why_not(posteriors: Sequence[LocalPosterior], merged: MergeResult) -> str:
     clients = len(posteriors)
     if not merged.shares:
-        return "of sums, no client's part is known"
+        return "with sums, no client's part is known"
     if merged.settings is None or merged.settings.solver not in _QUICK:
-        return f"it takes a merge a client, and those of {_QUICK} alone are quick"
+        return f"it takes one merge for each client, and only {_QUICK} are quick"
     if clients < 2:
         return "there is one client"
     if clients > MOST_CLIENTS:
         return (
-            f"{clients} clients, and it takes a merge for each: {MOST_CLIENTS} at most"
+            f"it takes one merge for each of {clients} clients, and the report makes "
+            f"{MOST_CLIENTS} at most"
         )
     if posteriors[0].curvature.numel() * clients**2 > MOST_WORK:
         return (
-            "it takes a merge a client, which is long for a model of this size: call "
-            "flwr_fisher.merge.influence"
+            "it takes one merge for each client, which is long for a model of this "
+            "size: call flwr_fisher.merge.influence"
         )
     return ""

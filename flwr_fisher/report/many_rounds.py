@@ -1,4 +1,4 @@
-"""The report of a run of several rounds, of any strategy."""
+"""The report of a run with several rounds, for any strategy."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ _PANELS: tuple[tuple[str, ...], ...] = (
 def evaluate_on_test(
     task: Task, *, every: int = 1, also: Collection[int] = ()
 ) -> EvaluateFn:
-    """Return an ``evaluate_fn`` that scores the server's model on the test set.
+    """Return an ``evaluate_fn`` that evaluates the server's model on the test set.
 
     Its metrics are ``accuracy`` and ``loss``. A TCT model in its second stage has no
     ``loss``, since it is no cross-entropy that it was fitted by; before that stage's
@@ -75,7 +75,7 @@ def report_rounds(
     also: Mapping[str, int] | None = None,
     marks: Mapping[int, str] | None = None,
 ) -> dict[str, float]:
-    """Write what a run of several rounds gave, round by round; log a summary.
+    """Write the metrics of a run with several rounds; log a summary.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def report_rounds(
     save_report(path, params, config=config, seconds=seconds, **measured)
     drawn = [keys for keys in _PANELS if curves.keys() & set(keys)]
     plot_rounds(path / "rounds.png", {method: history}, drawn, marks=marks)
-    if len(task.data.shape) == 3:  # a text has documents, too many to tell apart
+    if len(task.data.shape) == 3:  # a text has too many documents to show
         plot_shares(path / "labels.png", task, getattr(result, "uploads", []))
     title = f"{method}, {max(rounds)} rounds"
     log_summary(title, ("measure", "first", "last"), _rows(curves), sizes, path)

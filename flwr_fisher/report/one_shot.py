@@ -1,4 +1,4 @@
-"""The report of a one-shot run: every method on the same uploads."""
+"""The report of a one-shot run: all methods on the same uploads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,10 +27,10 @@ _TITLES = {
 
 
 class Problem(Protocol):
-    """What a merge is scored on: a model and a test set."""
+    """The problem of a merge: a model and a test set."""
 
     def make_model(self) -> nn.Module:
-        """Return the model; of whatever weights."""
+        """Return the model, with any weights."""
 
     def test_loader(self) -> Loader:
         """Return the test set's batches, ``(inputs, labels)``."""
@@ -44,7 +44,7 @@ def report_one_shot(
     seconds: Mapping[str, float] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Score the merge beside the simple alternatives, on the same uploads; write all.
+    """Compare the merge with simple alternatives on the same uploads; write a report.
 
     The alternatives are FedAvg's mean, the best single client (on the test set, so a
     generous reference), and the ensemble of all clients, which is not one model. Of
@@ -86,7 +86,7 @@ def report_one_shot(
     if isinstance(task, Task):
         plot_shares(labels, task, result.uploads)
     else:
-        labels.unlink(missing_ok=True)  # of another run in this folder
+        labels.unlink(missing_ok=True)  # from another run in this folder
     plot_residuals(path / "residual.png", merged.residuals)
     log_influences(influence)
     rows = [(title, f"{100 * value:.1f} %") for title, value in titled.items()]
@@ -105,7 +105,7 @@ def _accuracies(
     score: Callable[..., float], uploads: Sequence[Upload[Any]], merged: MergeResult
 ) -> dict[str, float]:
     own = score(merged.params)
-    if merged.mean is not None:  # a merge of sums: no client's part is known
+    if merged.mean is not None:  # a merge from sums: no client's part is known
         return {"fedavg": score(merged.mean), "fedfisher": own}
     posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
     members = [posterior.params for posterior in posteriors]

@@ -27,7 +27,7 @@ def figure(height: float) -> tuple[Figure, Axes]:
 
 
 def panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels over the same x, two a row, `height` inches each."""
+    """Return a figure of panels over the same x, two in a row, each `height` inches."""
     columns = min(count, 2)
     rows = -(-count // columns)
     drawn = Figure(figsize=((6.4, 10.0)[columns - 1], height * rows), dpi=150)
@@ -40,12 +40,12 @@ def panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
 
 
 def save(drawn: Figure, path: Path) -> None:
-    """Write the figure, cut to what is on it."""
+    """Write the figure, cropped to its content."""
     drawn.savefig(path, bbox_inches="tight", facecolor="white")
 
 
 def plot_accuracies(path: Path, accuracy: Mapping[str, float], best: str) -> None:
-    """Draw models' accuracies, a bar each, in per cent.
+    """Draw the models' accuracies in per cent, one bar for each.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def plot_accuracies(path: Path, accuracy: Mapping[str, float], best: str) -> Non
 
 
 def plot_labels(path: Path, histogram: Tensor, class_names: Sequence[str]) -> None:
-    """Draw each client's examples of each class, one stacked bar a client.
+    """Draw each client's examples by class, one stacked bar for each client.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def plot_labels(path: Path, histogram: Tensor, class_names: Sequence[str]) -> No
 
 
 def plot_shares(path: Path, task: Task, uploads: Sequence[Upload[Any]]) -> None:
-    """Draw each client's labels, where the clients hold the task's shares.
+    """Draw each client's labels, if clients hold the task's shares.
 
     Of nodes with data of their own nobody knows them.
     """
@@ -116,11 +116,11 @@ def plot_shares(path: Path, task: Task, uploads: Sequence[Upload[Any]]) -> None:
     if shares and shares.issuperset(upload.client for upload in uploads):
         plot_labels(path, task.label_histogram(), task.data.class_names)
     else:
-        path.unlink(missing_ok=True)  # of another run in this folder
+        path.unlink(missing_ok=True)  # from another run in this folder
 
 
 def plot_residuals(path: Path, residuals: Sequence[float]) -> None:
-    """Draw the solver's relative residual by iteration, on a logarithmic scale."""
+    """Draw the solver's relative residual over iterations, on a logarithmic scale."""
     drawn, axes = figure(height=3.2)
     axes.semilogy(range(len(residuals)), residuals, color=BEST, linewidth=2)
     axes.set_xlabel("solver iteration")

@@ -1,4 +1,4 @@
-"""What a run of several rounds leaves: its metrics by round, and their picture."""
+"""The metrics of a run by round, and their picture."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -31,7 +31,7 @@ TITLES = {
 
 
 def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
-    """Return a result's metrics by round, and then by where they come from.
+    """Return a result's metrics by round, and within a round by their source.
 
     ``{1: {"train": {…}, "evaluate": {…}, "server": {…}}, …}``: ``server`` is what
     ``evaluate_fn`` gave, ``train`` and ``evaluate`` are the clients' metrics,
@@ -60,7 +60,7 @@ def plot_rounds(
     *,
     marks: Mapping[int, str] | None = None,
 ) -> None:
-    """Draw metrics by round, a panel for each, for one run or several.
+    """Draw metrics over rounds, one panel for each, for one run or several.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def _panel(axes: Axes, runs: Mapping[str, History], keys: tuple[str, ...]) -> No
                 color=RUNS[index % len(RUNS)],
                 linestyle=dashes,
                 linewidth=2,
-                # Few points are measurements to tell apart, many are a curve.
+                # Few points get markers; many are a curve.
                 marker="o" if len(points) <= 15 else None,
                 markersize=4,
             )
@@ -158,7 +158,7 @@ def _mark(axes: Axes, marks: Mapping[int, str]) -> None:
 
 
 def points_of(history: History, key: str) -> list[tuple[int, float]]:
-    """Return a metric's values with their rounds, where they are numbers."""
+    """Return a metric's values with their rounds, if they are numbers."""
     return [
         (number, record[key])
         for number, record in sorted(history.items())
@@ -175,5 +175,5 @@ def _label(keys: tuple[str, ...]) -> str:
 
 
 def _short(key: str) -> str:
-    """Return a key without what the axis says already."""
+    """Return a key without the words that are on the axis."""
     return key.rpartition("-")[0] or key

@@ -1,4 +1,4 @@
-"""What a round's uploads do to the model, a file a method. Works without Flower."""
+"""The formulas of methods with many rounds, one file a method, without Flower."""
 
 from flwr_fisher.rounds.fagh import FaghMoments, FaghStep, fagh_step
 from flwr_fisher.rounds.fedexp import FedExpStep, fedexp_step, last_two_mean

@@ -20,7 +20,7 @@ from flwr_fisher.params import Params, check_finite, check_same_layout, finite, 
 
 @dataclass(frozen=True)
 class FaghMoments:
-    r"""What a step of FAGH hands to the next, before its bias is corrected.
+    r"""The moments that one step of FAGH passes to the next, before bias correction.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class FaghMoments:
 
 @dataclass(frozen=True)
 class FaghStep:
-    r"""What a step of FAGH did.
+    r"""The result of a step of FAGH.
 
     Parameters
     ----------
@@ -162,8 +162,8 @@ def fagh_step(
         raise ParamsError(f"probe_dot must be finite, got {c}")
     if (t == 1) == (moments is not None):
         raise ParamsError(
-            f"step {t} of FAGH with{'' if t == 1 else 'out'} moments: pass those that "
-            "the last step returned, and none to step 1"
+            f"step {t} of FAGH got {'' if t == 1 else 'no '}moments: pass the moments "
+            "that the last step returned, and none to step 1"
         )
     M1 = _moment(gradient, moments.gradient if moments else None, betas[0])
     M2 = _moment(hvp, moments.hvp if moments else None, betas[1])
@@ -204,7 +204,9 @@ def fagh_step(
     )
     check_finite(direction, "the direction of FAGH's step")
     if not math.isfinite(curvature):
-        raise ParamsError(f"the curvature along the probe is {curvature}")
+        raise ParamsError(
+            f"the curvature along the probe is {curvature}, and FAGH needs a finite one"
+        )
     new = finite(new, "the model after FAGH's step")
     return FaghStep(new, moments, direction, curvature, fell_back)
 

@@ -1,4 +1,4 @@
-"""FedExP's server step, which extrapolates (Jhunjhunwala, Wang & Joshi 2023)."""
+"""FedExP's server step with extrapolation (Jhunjhunwala, Wang & Joshi 2023)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from flwr_fisher.errors import check_range
 from flwr_fisher.params import Params, check_finite, shares_of, weighted_mean
 from flwr_fisher.rounds.updates import stepped
 
-_LONG = 1e100  # an update whose square, summed, float64 may not hold
+_LONG = 1e100  # an update whose squares may overflow float64 when summed
 
 
 @dataclass(frozen=True)
 class FedExpStep:
-    r"""What a step of FedExP did.
+    r"""The result of a step of FedExP.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def fedexp_step(
 
 
 def last_two_mean(last: Params, before: Params | None) -> dict[str, Tensor]:
-    """Return the mean of the last two iterates, what FedExP's paper evaluates.
+    """Return the mean of the last two iterates, which FedExP's paper evaluates.
 
     Extrapolated iterates oscillate between valleys, and their mean lies lower. Training
     goes on from the last, not from the mean.
@@ -111,7 +111,7 @@ def last_two_mean(last: Params, before: Params | None) -> dict[str, Tensor]:
 
 
 def _unit(deltas: Sequence[Params]) -> float:
-    """Return what updates are divided by, so that float64 holds their squares."""
+    """Return a divisor for updates, so that float64 can hold their squares."""
     sizes = (float(v.abs().max()) for d in deltas for v in d.values() if v.numel())
     largest = max(sizes, default=0.0)
     return largest if largest > _LONG else 1.0

@@ -1,4 +1,4 @@
-"""FedFish's server step: an average of updates, weighted by Fishers (Dhawan et al.)."""
+"""FedFish's server step: a mean of updates weighted by Fishers (Dhawan et al.)."""
 
 from collections.abc import Iterator, Sequence
 from functools import reduce
@@ -74,14 +74,17 @@ def fedfish_average(
     """
     mean = weighted_mean(deltas, weights)
     if len(fishers) != len(deltas):
-        raise ParamsError(f"{len(fishers)} Fishers for {len(deltas)} updates")
+        raise ParamsError(
+            f"there are {len(fishers)} Fishers and {len(deltas)} updates: pass one "
+            "Fisher for each update"
+        )
     covered = {key: v for key, v in deltas[0].items() if key in fishers[0]}
     for index, (delta, fisher) in enumerate(zip(deltas, fishers, strict=True)):
         check_same_layout(covered, fisher, f"client {index}'s Fisher")
         check_finite(delta, f"client {index}")
         _check_fisher(index, delta, fisher)
     clients = zip(deltas, fishers, shares_of(weights), strict=True)
-    # Who has no weight has no say in what the largest Fisher is either.
+    # A client of weight 0 does not count for the largest Fisher either.
     weighted = [client for client in clients if client[2] > 0]
     return mean | {key: _weighted_mean(weighted, key, mean[key]) for key in covered}
 
@@ -89,7 +92,7 @@ def fedfish_average(
 def fedfish_quotient(
     product: Params, fisher: Params, deltas: Params
 ) -> dict[str, Tensor]:
-    r"""Return the same of sums over the clients, of whom none is known.
+    r"""Return the same pseudo-gradient from sums over the clients.
 
     Parameters
     ----------
@@ -114,7 +117,7 @@ def fedfish_quotient(
     for what, part in (("the product", product), ("the Fisher", fisher)):
         check_same_layout(deltas, part, what)
         check_finite(part, what)
-    # Rounding may leave a little below zero where no client has any.
+    # Where no client has a Fisher, rounding may give a small negative sum.
     return {
         key: torch.where(
             fisher[key] > 0,
@@ -130,7 +133,7 @@ def _weighted_mean(
 ) -> Tensor:
     deltas, fishers, shares = zip(*clients, strict=True)
 
-    def wide() -> Iterator[Tensor]:  # one client after another: none but one is held
+    def wide() -> Iterator[Tensor]:  # one client after another: only one is in memory
         return (fisher[key].to(mean.device, torch.float64) for fisher in fishers)
 
     def parts() -> Iterator[Tensor]:

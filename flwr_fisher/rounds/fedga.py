@@ -1,4 +1,4 @@
-"""FedGA's displaced start, which aligns clients' gradients (Dandi et al. 2022)."""
+"""FedGA's displaced start of local training (Dandi et al. 2022)."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from flwr_fisher.rounds.updates import stepped
 def fedga_start(
     params: Params, mean_gradient: Params, gradient: Params, *, beta: float
 ) -> dict[str, Tensor]:
-    r"""Return where a client of FedGA starts its local training.
+    r"""Return the displaced parameters where a client of FedGA starts training.
 
     .. math:: \theta_i = \theta + v_i, \qquad
               v_i = -\beta \big( \nabla f(\theta) - \nabla f_i(\theta) \big)

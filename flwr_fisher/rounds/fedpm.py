@@ -15,7 +15,7 @@ Covariances = Mapping[str, InputCovariance]
 
 @dataclass(frozen=True)
 class Preconditioner:
-    r"""What turns a gradient into FedPM's local direction: FOOF, layer by layer.
+    r"""FedPM's local preconditioner: FOOF, layer by layer.
 
     .. math:: W \leftarrow W - \eta\, \hat G (A + \delta I)^{-1}
 
@@ -49,7 +49,9 @@ class Preconditioner:
 
     @classmethod
     def of(cls, covariances: Covariances, *, damping: float) -> "Preconditioner":
-        """Factorise once; every direction is then two triangular solves in float64.
+        """Factorise the layers' second moments once, in float64.
+
+        Each direction then takes two triangular solves.
 
         Parameters
         ----------
@@ -70,7 +72,7 @@ class Preconditioner:
         for name, layer in covariances.items():
             if not layer.A.isfinite().all():
                 raise ParamsError(
-                    f"the inputs of '{name}' overflow: the model diverges, so lower "
+                    f"the inputs of '{name}' overflow, so the model diverges: lower "
                     "the learning rate"
                 )
             factor, info = torch.linalg.cholesky_ex(_damped(layer.A.double(), damping))
@@ -83,7 +85,7 @@ class Preconditioner:
         return cls(covariances, factors)
 
     def direction(self, gradient: Params) -> dict[str, Tensor]:
-        """Return the gradient, with the layers' parts preconditioned.
+        """Return the gradient with the layers' parts preconditioned.
 
         Parameters
         ----------
@@ -103,7 +105,7 @@ class Preconditioner:
 
 @dataclass(frozen=True)
 class FedPMMixture:
-    r"""What :func:`fedpm_mix` returns.
+    r"""The result of :func:`fedpm_mix`.
 
     Parameters
     ----------
@@ -183,8 +185,11 @@ def fedpm_mix(
     check_positive("damping", damping)
     mean = weighted_mean(trained, weights)
     if any(each.keys() != covariances[0].keys() for each in covariances):
-        raise ParamsError("clients have the inputs' second moments of other layers")
-    # In float64, which the mean in the clients' own dtype would round.
+        raise ParamsError(
+            "clients have second moments of inputs for different layers: all clients "
+            "must train the same layers"
+        )
+    # In float64: the clients' own dtype would round the mean.
     covered = [
         name
         for layer in covariances[0].values()

@@ -1,8 +1,8 @@
-"""Newton's direction from local Hessians: GIANT and DONE.
+"""GIANT's and DONE's Newton directions from local Hessians.
 
-In both, a round has two exchanges: clients report gradients, and the server sends back
-their mean g; each client then solves H_i d_i = g roughly, with Hessian-vector products
-alone, and the server steps along the mean of the solutions.
+In both, a round has two exchanges. First, clients report gradients, and the server
+computes their mean g. Then each client solves H_i d_i = g approximately, by
+Hessian-vector products, and the server steps along the mean of the solutions.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ def giant_direction(
     check_range("iterations", iterations, 1)
     check_range("tolerance", tolerance, 0, 1)
     found = conjugate_gradient(
-        # A product is a pass over the data: none is made for nothing.
+        # A product takes a pass over the data, so none is computed in vain.
         *(hvp, gradient),
         iterations=iterations,
         tolerance=tolerance,

@@ -1,4 +1,4 @@
-"""SCAFFOLD's averages: a model and a control variate (Karimireddy et al. 2020)."""
+"""SCAFFOLD's means of models and of control variates (Karimireddy et al. 2020)."""
 
 from collections.abc import Sequence
 

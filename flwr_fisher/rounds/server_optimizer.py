@@ -26,7 +26,7 @@ _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     and kind is not torch.optim.Optimizer
 }
 OPTIMIZERS = tuple(sorted(_CLASSES.keys() - {"lbfgs", "sparseadam"}))
-# An optimiser's own Python values, as tensors that say what they were.
+# An optimiser's Python values as tensors, whose keys name the former type.
 _PLAIN: dict[str, Callable[[Tensor], Any]] = {
     "": lambda tensor: tensor,
     "None": lambda tensor: None,
@@ -71,8 +71,8 @@ def make_optimizer(
             optimizer = partial(optimizer, lr=lr)
     elif not callable(optimizer):
         raise ConfigurationError(
-            "optimizer takes a name or a factory such as functools.partial(torch.optim."
-            f"SGD, lr=1.0), got {type(optimizer).__name__}"
+            "optimizer must be a name or a factory such as functools.partial("
+            f"torch.optim.SGD, lr=1.0), got {type(optimizer).__name__}"
         )
     _build(optimizer, [nn.Parameter(torch.zeros(1, 1))])
     return optimizer
@@ -142,13 +142,14 @@ def server_step(
         if _settings(optimizer) != settings or optimizer.state.keys() - names.keys():
             raise ConfigurationError(
                 f"{type(optimizer).__name__} keeps state that belongs to no parameter, "
-                "which would be lost between rounds: use one of torch.optim's"
+                "and the server would lose it between rounds: use an optimizer of "
+                "torch.optim"
             )
         for p, entries in optimizer.state.items():
             kept |= dict(_saved(f"{names[p]}/{k}", v) for k, v in entries.items())
     moved = {name: value.detach() for name, value in stepped.items()}
     check_finite(moved, "the server optimizer's step")
-    # A square that overflowed would hold its parameter still from then on.
+    # A square that overflowed would stop its parameter for good.
     check_finite(kept, "the server optimizer's state")
     return {k: moved.get(k, v) for k, v in params.items()}, kept
 
@@ -162,7 +163,7 @@ def _stepped(params: Params, gradient: Params) -> list[str]:
         if not params[name].is_floating_point():
             raise ParamsError(
                 f"the gradient's '{name}' is {value.dtype}, but the parameter is "
-                f"{params[name].dtype}: leave it out"
+                f"{params[name].dtype}: leave it out of the gradient"
             )
         if not value.isfinite().all():
             raise ParamsError(f"the gradient's '{name}' holds NaN or infinity")
@@ -175,17 +176,19 @@ def _build(
     optimizer = _translated(lambda: factory(parameters))
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"the optimizer's factory returned a {name}")
+        raise ConfigurationError(
+            f"the optimizer's factory must return a torch optimizer, not a {name}"
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigurationError(
-            f"optimizer '{name}': it takes sparse gradients, and a pseudo-gradient is "
-            "dense"
+            f"optimizer '{name}' takes sparse gradients, but a pseudo-gradient is "
+            "dense: use another optimizer"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigurationError(
-            f"optimizer '{name}': it calls a closure, and a server has no loss to "
-            "evaluate"
+            f"optimizer '{name}' needs a closure, but a server has no loss to "
+            "evaluate: use another optimizer"
         )
     return optimizer
 
@@ -203,14 +206,14 @@ def _settings(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _saved(key: str, value: Any) -> tuple[str, Tensor]:
-    """Return a state's entry as a tensor, under a key that says what it was."""
+    """Return a state's entry as a tensor, under a key that names its type."""
     if isinstance(value, Tensor):
         return key, value.detach()
     kind = "None" if value is None else type(value).__name__
     if kind not in _PLAIN:
         raise ConfigurationError(
-            f"the optimizer's state '{key}' is a {kind}, which cannot be saved as a "
-            "tensor"
+            f"the optimizer's state '{key}' is a {kind}, and only tensors and numbers "
+            "can be saved: use an optimizer of torch.optim"
         )
     dtype = torch.float64 if isinstance(value, float) else None
     return f"{key}:{kind}", torch.tensor([] if value is None else value, dtype=dtype)
@@ -225,11 +228,11 @@ def _restored(
         name, _, entry = key.rpartition("/")
         entry, _, kind = entry.partition(":")
         if name not in params or kind not in _PLAIN:
-            raise ParamsError(f"the state has '{key}', which fits no parameter")
+            raise ParamsError(f"the optimizer's state '{key}' belongs to no parameter")
         if name in stepped:
             value = _PLAIN[kind](tensor)
             if isinstance(value, Tensor):
-                # A step's count stays where it is, as torch leaves it.
+                # A step count stays on its device, as torch leaves it.
                 device = value.device if entry == "step" else stepped[name].device
                 value = value.detach().to(device, copy=True)
             own.setdefault(name, {})[entry] = value

@@ -1,4 +1,4 @@
-"""Updates: how far clients came from where a round began, and steps along a mean."""
+"""The clients' updates in a round, and steps along their mean."""
 
 from collections.abc import Collection, Sequence
 
@@ -17,7 +17,7 @@ from flwr_fisher.params import (
 
 
 def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tensor]:
-    """Return ``params + factor * direction``; what it lacks comes back as it is.
+    """Return ``params + factor * direction``; parameters without a direction stay.
 
     Raises
     ------
@@ -26,14 +26,14 @@ def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tenso
         stepped parameter is not finite.
     """
     if unknown := sorted(direction.keys() - params.keys()):
-        raise ParamsError(f"the params lack {unknown}, which are to be stepped")
+        raise ParamsError(f"the step has {unknown}, which the params lack")
     moved = {key: value for key, value in params.items() if key in direction}
     step = add(moved, direction, factor)
     return {**params, **finite(step, f"the params plus {factor:g} times the step")}
 
 
 def stepped_names(params: Params, trained: Collection[str] | None = None) -> list[str]:
-    """Return what is stepped of a model, where uploads do not say what is trained.
+    """Return the names to step, where uploads do not say which parameters are trained.
 
     By default everything of floating point that is not named like the statistics of
     torch's batch norm.
@@ -64,7 +64,7 @@ def with_averages(
     models: Sequence[Params],
     weights: Sequence[float],
 ) -> dict[str, Tensor]:
-    """Return what a server moved, in its own dtypes, and everything else averaged.
+    """Return the stepped parameters, with the mean of everything else, in their dtypes.
 
     Parameters
     ----------

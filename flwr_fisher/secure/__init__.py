@@ -1,8 +1,9 @@
-"""Sums of clients' tensors that nobody can look into, for those who need them.
+"""Secure sums: the server sees sums over clients, and no client's own tensors.
 
-A strategy is given ``secure=SecureSums()``, a client ``mods=[SecureSumsMod()]``. The
-protocol is SecAgg+ (Bell et al., CCS 2020): :class:`Participant` is one client of it,
-:class:`Aggregator` the server. It needs ``pip install "flwr-fisher[secure]"``.
+Pass ``secure=SecureSums()`` to a strategy, and ``mods=[SecureSumsMod()]`` to the client
+app. The protocol is SecAgg+ (Bell et al., CCS 2020), with :class:`Participant` for a
+client and :class:`Aggregator` for the server. Run
+``pip install "flwr-fisher[secure]"`` first.
 """
 
 from flwr_fisher.errors import extra

@@ -1,10 +1,10 @@
-r"""The server of a secure sum: it passes on keys and shares, and takes masks away.
+r"""The server of a secure sum: it passes on keys and shares, and removes masks.
 
 In SecAgg+ (Bell et al., CCS 2020) clients stand on a ring in a random order, and each
 shares secrets with the next :math:`k/2` on both sides. Up to :data:`EVERYONE` clients
 share with all others, as in Bonawitz et al. (CCS 2017).
 
-Long: a third of it says how many neighbours a client needs.
+Long: a third of it computes how many neighbours a client needs.
 """
 
 import math
@@ -22,7 +22,7 @@ from flwr_fisher.secure.fixed_point import Words
 
 @dataclass(frozen=True)
 class Sealed:
-    """What a client has sent to its neighbours.
+    """A client's sealed shares for its neighbours, and its commitments.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Aggregator:
-    """What the server knows of the clients of its sums; none of it is secret.
+    """The server's state of a secure sum; none of it is secret.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Aggregator:
         return {n: self.public[n] for n in self.neighbourhoods[number]}
 
     def shared(self, sealed: Mapping[int, Sealed]) -> "Aggregator":
-        """Return it with what clients have sent to their neighbours.
+        """Return the state with the clients' shares for their neighbours.
 
         Raises
         ------
@@ -78,18 +78,18 @@ class Aggregator:
             if present < self.threshold:
                 gone = [n for n in self.neighbourhoods[number] if n not in sealed]
                 raise RoundError(
-                    f"{present} of the {len(self.neighbourhoods[number])} neighbours "
-                    f"of {self.names[number]} have shared secrets, and "
-                    f"{self.threshold} are needed; not {self._listed(gone)}"
+                    f"only {present} of the {len(self.neighbourhoods[number])} "
+                    f"neighbours of {self.names[number]} have shared secrets, but "
+                    f"{self.threshold} are needed. Missing: {self._listed(gone)}"
                 )
         return new
 
     def peers(self, number: int) -> list[int]:
-        """Return those of a neighbourhood that take part, itself included."""
+        """Return the clients of a neighbourhood that take part, itself included."""
         return [n for n in self.neighbourhoods[number] if n in self.sealed]
 
     def received_by(self, number: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        """Return what a client's neighbours have sent to it, and committed to in it."""
+        """Return the sealed shares and commitments of a client's neighbours for it."""
         others = {n: self.sealed[n] for n in self.peers(number) if n != number}
         return (
             {n: own.shares[number] for n, own in others.items()},
@@ -99,7 +99,7 @@ class Aggregator:
     def split(
         self, number: int, survivors: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Return which of a client's peers are in a sum, and which have left."""
+        """Return a client's peers in a sum, and those that have left."""
         present, peers = set(survivors), self.peers(number)
         return (
             [n for n in peers if n in present],
@@ -113,7 +113,7 @@ class Aggregator:
         survivors: Sequence[int],
         shares: Mapping[int, Mapping[int, bytes]],
     ) -> Words:
-        """Return a sum's words without masks.
+        """Return a sum's words with the masks removed.
 
         Parameters
         ----------
@@ -143,11 +143,11 @@ class Aggregator:
             seed = self._secret(index, 0, number, shares)
             if crypto.public_of(seed) != self.public[number][1 + index]:
                 raise RoundError(
-                    f"{self.names[number]} has shared another key than its public one: "
-                    f"sum {index} cannot be opened without it"
+                    f"{self.names[number]} shared a key that does not fit its public "
+                    f"one, so sum {index} cannot be opened"
                 )
             for other in beside:
-                # What the survivor added for the client that has left.
+                # the survivor's mask for the client that has left
                 key = crypto.agreed(seed, self.public[other][1 + index])
                 crypto.mask(opened, key, np.subtract if other < number else np.add)
         return opened
@@ -175,8 +175,7 @@ class Aggregator:
                 good.append(share)
         if wrong:
             logger.warning(
-                "aggregate_train: not the share of %s's secret that it was given, "
-                "from %s",
+                "aggregate_train: wrong shares of %s's secret from %s",
                 self.names[number],
                 self._listed(wrong),
             )
@@ -184,9 +183,9 @@ class Aggregator:
             blamed = (("no answer from", missing), ("wrong ones from", wrong))
             reasons = [f"{text} {self._listed(who)}" for text, who in blamed if who]
             raise RoundError(
-                f"{len(good)} shares of the secret of {self.names[number]} have come, "
-                f"and {self.threshold} are needed to open sum {index}: "
-                f"{'; '.join(reasons)}; nothing of it can be seen"
+                f"only {len(good)} shares of the secret of {self.names[number]} "
+                f"arrived, but {self.threshold} are needed to open sum {index}: "
+                f"{'; '.join(reasons)}. The sum stays secret"
             )
         try:
             return crypto.combined(good[: self.threshold])
@@ -197,9 +196,9 @@ class Aggregator:
         return ", ".join(self.names[number] for number in numbers)
 
 
-EVERYONE = 40  # clients, up to which each shares with all
-_SECURITY, _CORRECTNESS = 40, 20  # bits: chances that a secret, or the sum, is lost
-_CORRUPT, _DROPPED = 0.2, 0.2  # shares of the clients that these chances allow for
+EVERYONE = 40  # clients up to which each shares with all others
+_SECURITY, _CORRECTNESS = 40, 20  # bits: how rarely a secret, or the sum, is lost
+_CORRUPT, _DROPPED = 0.2, 0.2  # shares of clients that are corrupt, or absent
 
 
 def neighbourhoods(numbers: Sequence[int], degree: int, seed: int) -> list[list[int]]:
@@ -234,7 +233,7 @@ def neighbourhoods(numbers: Sequence[int], degree: int, seed: int) -> list[list[
 
 
 def threshold_of(size: int, share: float) -> int:
-    """Return how many of a neighbourhood must answer to open what one of it shared.
+    """Return how many of a neighbourhood must answer to open a shared secret.
 
     More than half: else a server could open both of a client's secrets, by telling one
     half that it has left and the other that it has not.
@@ -249,7 +248,7 @@ def threshold_of(size: int, share: float) -> int:
 
 
 def degree_for(clients: int, share: float) -> int:
-    r"""Return how many others a client shares with.
+    r"""Return with how many other clients a client shares its secrets.
 
     The least even number for which, with a fifth of all clients in league with the
     server and a fifth leaving, drawn at random: of no client's secret enough shares are
@@ -277,7 +276,7 @@ def degree_for(clients: int, share: float) -> int:
         return clients - 1
     for degree in range(EVERYONE, clients, 2):
         needed = threshold_of(degree + 1, share)
-        # Its own share counts, and the client itself is neither corrupt nor gone.
+        # Its own share counts; the client itself is neither corrupt nor absent.
         corrupt = _at_least(needed - 1, degree, clients - 1, _CORRUPT)
         gone = _at_least(degree + 2 - needed, degree, clients - 1, _DROPPED)
         secure = corrupt + math.log2(clients) <= -_SECURITY
@@ -286,13 +285,13 @@ def degree_for(clients: int, share: float) -> int:
     if clients <= 2 * EVERYONE:
         return clients - 1
     raise ConfigurationError(
-        f"threshold={share:g} is too near to one half or to 1 for {clients} clients, a "
-        "fifth of whom may leave: take 0.6, or set the number of neighbours"
+        f"threshold={share:g} is too near to 0.5 or to 1 for {clients} clients, of "
+        "whom a fifth may leave: use 0.6, or set the number of neighbours"
     )
 
 
 def _at_least(wanted: int, drawn: int, total: int, share: float) -> float:
-    """Return log2 of the chance to draw so many of a share of all, without return."""
+    """Return log2 of a hypergeometric distribution's tail from `wanted` on."""
     marked = math.floor(share * total)
     logs = [
         _log_choose(marked, hit) + _log_choose(total - marked, drawn - hit)

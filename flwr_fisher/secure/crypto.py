@@ -1,12 +1,12 @@
 """Keys and masks from seeds, shares of seeds, and signatures under keys.
 
-Everything secret is a seed of 120 bits, one block of Shamir's scheme. Key agreement
-(ECDH on P-256), sealing (Fernet) and shares (Shamir's, over GF(2^128)) are Flower's.
+Each secret is a seed of 120 bits, one block of Shamir's scheme. Key agreement (ECDH on
+P-256), sealing (Fernet) and shares (Shamir's, over GF(2^128)) are Flower's.
 
-Without signatures a server can hand out keys of its own. The keys that SuperNodes are
-registered by will do: ECDSA, as ``ssh-keygen -t ecdsa`` makes them.
+Without signatures, a server could replace clients' keys by its own. The keys that
+register SuperNodes can sign: ECDSA keys, as ``ssh-keygen -t ecdsa`` makes them.
 
-Long: all that is secret, or signed, is made and opened here.
+Long: all secrets and signatures are made and checked here.
 """
 
 import hashlib
@@ -41,11 +41,11 @@ from flwr_fisher.secure.fixed_point import Words
 
 SEED, PUBLIC, SHARE, DIGEST = 15, 33, 20, 32  # bytes
 _CURVE = ec.SECP256R1()
-_BYTES = "bytes"  # is the one key of what stands for bytes
+_BYTES = "bytes"  # the only key of a dict that stands for bytes
 
 
 def public_of(seed: bytes) -> bytes:
-    """Return the public key, compressed, of the private key that a seed stands for."""
+    """Return the compressed public key for the private key of a seed."""
     return (
         _private(seed)
         .public_key()
@@ -58,11 +58,11 @@ def check_public(key: bytes) -> None:
     try:
         ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, key)
     except ValueError as error:
-        raise WireError(f"no public key: {error}", field="keys") from error
+        raise WireError(f"not a public key: {error}", field="keys") from error
 
 
 def agreed(seed: bytes, public: bytes) -> bytes:
-    """Return the key that two clients have in common: 32 bytes, in base64."""
+    """Return the common key of two clients: 32 bytes, in base64."""
     point = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, public)
     return generate_shared_key(_private(seed), point)
 
@@ -79,7 +79,7 @@ def _private(seed: bytes) -> ec.EllipticCurvePrivateKey:
 
 
 def unseal(key: bytes, sealed: bytes) -> bytes:
-    """Return what only the holders of a key could encrypt, or read.
+    """Return the decrypted bytes of a sealed message.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def unseal(key: bytes, sealed: bytes) -> bytes:
 
 
 def combined(shares: Sequence[bytes]) -> bytes:
-    """Return the seed that shares tell.
+    """Return the seed that shares reconstruct.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def pieces(row: bytes, size: int) -> list[bytes]:
 
 
 def share_in(row: bytes, index: int, which: int, size: int = SHARE) -> bytes:
-    """Return one of a row's shares, or digests of `size` bytes: two for each sum.
+    """Return one of a row's shares or digests of `size` bytes; a sum has two.
 
     `which` is 0 for the key of a sum's pairwise masks, and 1 for a client's own mask.
     """
@@ -126,16 +126,16 @@ def share_in(row: bytes, index: int, which: int, size: int = SHARE) -> bytes:
 
 
 def commitments(row: bytes) -> bytes:
-    """Return the commitments to a client's shares for another, in a row like theirs."""
+    """Return the commitments to a client's shares for another, as a row."""
     return b"".join(map(commitment, pieces(row, SHARE)))
 
 
 def commitment(share: bytes) -> bytes:
-    """Return what tells a share from any other, and nothing of what it is."""
+    """Return the commitment to a share: a digest that does not reveal it."""
     return hashlib.sha256(b"flwr-fisher share " + share).digest()
 
 
-_AT_ONCE = 2**22  # bytes of a stream
+_AT_ONCE = 2**22  # bytes of the stream at a time
 
 
 def mask(words: Words, key: bytes, operation: np.ufunc = np.add) -> None:
@@ -171,7 +171,7 @@ def mask(words: Words, key: bytes, operation: np.ufunc = np.add) -> None:
 
 
 def noise(key: bytes, count: int) -> Words:
-    """Return so many uniform words of 32 bits: the same for the same key."""
+    """Return `size` uniform words of 32 bits, a function of the key."""
     return np.frombuffer(_stream(key).update(bytes(4 * count)), np.uint32)
 
 
@@ -180,7 +180,7 @@ def _stream(key: bytes) -> CipherContext:
     return Cipher(algorithms.ChaCha20(stream_key, bytes(16)), None).encryptor()
 
 
-# What is kept, by clients and by the server
+# --- records on disk, of clients and of the server
 
 
 def to_json(value: object) -> str:
@@ -189,7 +189,7 @@ def to_json(value: object) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """Undo :func:`to_json`: numbers are keys again, and dataclasses dicts."""
+    """Return the value of :func:`to_json`, with dataclasses as dicts."""
     return json.loads(text, object_hook=_value)
 
 
@@ -205,9 +205,9 @@ def _value(found: dict[str, Any]) -> Any:
     return {int(k) if k.isdecimal() else k: value for k, value in found.items()}
 
 
-# Signatures
+# --- signatures
 
-_DIGEST, _LENGTH = 32, 144  # bytes: of who has signed, and of the longest signature
+_DIGEST, _LENGTH = 32, 144  # bytes of the signer's digest, and of the longest signature
 SIGNATURE = _DIGEST + 1 + _LENGTH
 UNSIGNED = bytes(SIGNATURE)
 _HOW = ec.ECDSA(hashes.SHA384())
@@ -236,7 +236,8 @@ def signature(path: Path | str, number: int, public: Sequence[bytes]) -> bytes:
         raise ConfigurationError(f"identity={str(path)!r}: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigurationError(
-            f"identity={str(path)!r} is no ECDSA key: make one with ssh-keygen -t ecdsa"
+            f"identity={str(path)!r} is not an ECDSA key: make one with ssh-keygen -t "
+            "ecdsa"
         )
     own = key.sign(_signed(number, public), _HOW)
     name = _digest(key.public_key())
@@ -245,7 +246,7 @@ def signature(path: Path | str, number: int, public: Sequence[bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class Trusted:
-    """The public keys of all clients whose sums this one joins.
+    """The public keys of all clients that this client trusts.
 
     Parameters
     ----------
@@ -271,16 +272,16 @@ class Trusted:
             except (ValueError, UnsupportedAlgorithm) as error:
                 raise ConfigurationError(f"trusted: {path}: {error}") from error
             if not isinstance(key, ec.EllipticCurvePublicKey):
-                raise ConfigurationError(f"trusted: {path} is no ECDSA key")
+                raise ConfigurationError(f"trusted: {path} is not an ECDSA key")
             keys[_digest(key)] = path.stem, key
         if not keys:
-            raise ConfigurationError(f"trusted: no *.pub in {folder}")
+            raise ConfigurationError(f"trusted: {folder} has no *.pub file")
         return cls(keys)
 
     def check(
         self, public: Mapping[int, Sequence[bytes]], signatures: Mapping[int, bytes]
     ) -> None:
-        """See that each client's keys are signed by a client of its own.
+        """Check that each client's keys are signed, each by another client.
 
         Raises
         ------
@@ -293,20 +294,20 @@ class Trusted:
             name, own = signed[:_DIGEST], signed[_DIGEST + 1 :]
             if name not in self.keys:
                 raise ClientError(
-                    f"the public keys of client {number} are signed by nobody whose "
-                    "key this client trusts"
+                    f"no client that this one trusts has signed the public keys of "
+                    f"client {number}"
                 )
             known, key = self.keys[name]
             try:
                 key.verify(own[: signed[_DIGEST]], _signed(number, keys), _HOW)
             except InvalidSignature as error:
                 raise ClientError(
-                    f"the public keys of client {number} are not those that {known} "
-                    "has signed"
+                    f"the public keys of client {number} differ from those that "
+                    f"{known} has signed"
                 ) from error
             if (other := signers.setdefault(name, number)) != number:
                 raise ClientError(
-                    f"{known} has signed for clients {other} and {number}"
+                    f"{known} has signed for two clients, {other} and {number}"
                 )
 
 

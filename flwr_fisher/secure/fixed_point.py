@@ -1,13 +1,13 @@
-r"""Real numbers as residues, so that a uniform mask hides them and sums stay exact.
+r"""Real numbers as residues: a uniform mask hides them, and sums are exact.
 
-A tensor whose entries are all below :math:`2^e` becomes :math:`\operatorname{round}(x\,
-2^s) \bmod 2^b`, with :math:`b` bits a word and
-:math:`s = b - 1 - \lceil \log_2 (M + 1) \rceil - e`, so that no sum over M clients
-leaves the residues. Each client's rounding costs half a unit: the sum is off by at most
+A tensor with entries below :math:`2^e` becomes :math:`\operatorname{round}(x\, 2^s)
+\bmod 2^b`, with :math:`b` bits in a word and
+:math:`s = b - 1 - \lceil \log_2 (M + 1) \rceil - e`, so that sums over M clients do not
+overflow. Each client's rounding error is half a unit. The sum's is at most
 :math:`\tfrac M2\,2^{-s}`, which for 5 clients and 32 bits is :math:`10^{-8}\,2^e`.
 
-Which :math:`e` that is, all clients must agree on, and nobody is to see whose it is:
-see :func:`unary`.
+All clients must use the same :math:`e`, the highest of all, without revealing whose it
+is: see :func:`unary`.
 """
 
 import math
@@ -24,13 +24,13 @@ from flwr_fisher.errors import ConfigurationError, ParamsError, check_whole
 Words = npt.NDArray[np.unsignedinteger]
 
 BITS = (32, 64)
-LOWEST, LEVELS = -192, 384  # exponents: all that float32 has, and some of float64's
+LOWEST, LEVELS = -192, 384  # exponents: all of float32's, and some of float64's
 _WORDS: dict[int, type[np.unsignedinteger]] = {32: np.uint32, 64: np.uint64}
 _SIGNED: dict[int, type[np.signedinteger]] = {32: np.int32, 64: np.int64}
 
 
 def word_type(bits: int) -> type[np.unsignedinteger]:
-    """Return the type of words of so many bits.
+    """Return the dtype of words with so many bits.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def word_type(bits: int) -> type[np.unsignedinteger]:
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """How many bits a word has, and over how many clients it is summed.
+    """The fixed-point format: the bits of a word, and the number of clients in a sum.
 
     Parameters
     ----------
@@ -80,11 +80,11 @@ class FixedPoint:
             )
 
     def shift(self, exponent: int) -> int:
-        """Return s: one unit stands for ``2**-s``."""
+        """Return s, where one unit is ``2**-s``."""
         return self.bits - 1 - self.clients.bit_length() - exponent
 
     def error(self, exponent: int) -> float:
-        """Return the most by which a sum over all clients is off, entry by entry."""
+        """Return the largest error of an entry of a sum over all clients."""
         return self.clients / 2 * math.ldexp(1.0, -self.shift(exponent))
 
     def words(self, values: Tensor, exponent: int) -> Words:
@@ -105,13 +105,13 @@ class FixedPoint:
         return words
 
     def values(self, words: Words, exponent: int) -> Tensor:
-        """Return the real numbers that a sum's residues stand for: float64, flat."""
+        """Return the real numbers of a sum's residues, flat in float64."""
         signed = words.view(_SIGNED[self.bits]).astype(np.float64)
         return torch.from_numpy(np.ldexp(signed, -self.shift(exponent)))
 
 
 def exponents_of(tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return for each tensor the least e of which all its entries are below ``2**e``.
+    """Return for each tensor the smallest e such that its entries are below ``2**e``.
 
     Raises
     ------
@@ -127,16 +127,16 @@ def exponents_of(tensors: Mapping[str, Tensor]) -> list[int]:
     for name, value in tensors.items():
         largest = float(value.detach().abs().max()) if value.numel() else 0.0
         if not math.isfinite(largest):
-            raise ParamsError(f"'{name}' holds NaN or infinity, and cannot be summed")
+            raise ParamsError(f"'{name}' holds NaN or infinity, so it cannot be summed")
         exponent = math.frexp(largest)[1] if largest else LOWEST
         if exponent >= LOWEST + LEVELS:
-            raise ParamsError(f"'{name}' is {largest:.3g}, and cannot be summed")
+            raise ParamsError(f"'{name}' is {largest:.3g}, too large for a secure sum")
         found.append(max(exponent, LOWEST))
     return found
 
 
 def unary(exponents: Sequence[int], noise: Words) -> Words:
-    """Return words whose sum over clients tells the highest exponent, and no more.
+    """Return words whose sum over clients reveals only the highest exponent.
 
     For each tensor there is a word for each level: zero above the client's exponent,
     random up to it. Where one client adds a random word, the sum is random: how many
@@ -158,7 +158,7 @@ def unary(exponents: Sequence[int], noise: Words) -> Words:
 
 
 def highest(words: Words) -> list[int]:
-    """Return each tensor's highest exponent over the clients whose words are summed."""
+    """Return each tensor's highest exponent, from the sum of the clients' words."""
     rows = words.reshape(-1, LEVELS) != 0
     places = LEVELS - 1 - np.argmax(rows[:, ::-1], axis=1)
     return [

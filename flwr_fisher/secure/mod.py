@@ -1,6 +1,6 @@
-"""A client's half of a secure sum, as a mod around whatever answers the request.
+"""A client's side of a secure sum: a mod around the client app's answer.
 
-Long: what it reads, what it keeps on its disk, and what it does at each stage.
+Long: its request, its memory on disk, and what it does at each stage.
 """
 
 import math
@@ -53,11 +53,11 @@ from flwr_fisher.wire.codec import description_text
 
 _NAME = "secure-sum"
 _MOST_SUMS = 10_000
-_GROUP = "secure"  # of the tensors that are for the mod alone
+_GROUP = "secure"  # prefix of the tensors that are only for the mod
 
 
 class SumRequest:
-    """A request of a secure sum, read."""
+    """A request of a secure sum, read and checked."""
 
     def __init__(
         self, message: Message, context: Context, call_next: ClientAppCallable
@@ -72,7 +72,7 @@ class SumRequest:
         self.sent = self.groups.pop(_GROUP, {})
 
     def tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Return what the server sent."""
+        """Return a tensor of the request, after a check of its shape and dtype."""
         value = self.sent.get(name)
         if value is None or value.dtype != dtype or tuple(value.shape) != shape:
             got = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
@@ -83,32 +83,32 @@ class SumRequest:
         return value
 
     def rows(self, name: str, count: int, width: int) -> list[bytes]:
-        """Return a matrix of bytes that the server sent, row by row."""
+        """Return the rows of a matrix of bytes in the request."""
         return bytes_in(self.tensor(name, torch.uint8, count, width))
 
     def numbers(self, name: str) -> list[int]:
-        """Return a list of clients that the server sent, each once."""
+        """Return a list of clients in the request, each of them once."""
         value = self.sent.get(name)
         if value is None or value.dtype != torch.int64 or value.dim() != 1:
-            raise ClientError(f"the server sent no list of clients as '{name}'")
+            raise ClientError(f"the server's '{name}' is not a list of clients")
         numbers = tensor_to_numbers(value)
         if len(set(numbers)) < len(numbers):
             raise ClientError(f"the server's list '{name}' has a client twice")
         return numbers
 
     def session(self) -> bytes:
-        """Return the number under which this client keeps its secrets."""
+        """Return the session's number, under which this client keeps its secrets."""
         return self.tensor("session", torch.uint8, 8).numpy().tobytes()
 
     def bounds(self) -> tuple[float, float]:
-        """Return the norm that is clipped to, and the noise's standard deviation."""
+        """Return the clipping norm, and the noise's standard deviation."""
         if "bounds" not in self.sent:
             return math.inf, 0.0
         norm, deviation = self.tensor("bounds", torch.float64, 2).tolist()
         return norm, deviation
 
     def answered(self) -> Message:
-        """Return the reply to the request as it would be without a secure sum."""
+        """Return the app's reply, as it would be without a secure sum."""
         arrays = tensors_to_arrays({**self.params, **join_groups(self.groups)})
         (own,) = named_options({"secure": None})
         job = named_options({"job": str(self.options.get("secure-job", "train"))})
@@ -123,14 +123,14 @@ class SumRequest:
         return self.call_next(self.message, self.context)
 
     def reply(self, tensors: dict[str, Tensor]) -> Message:
-        """Return the answer; of the client's metrics it has none."""
+        """Return the answer, without the client's metrics."""
         metrics = MetricRecord({NUM_EXAMPLES: 1, self.weighted_by: 1})
         arrays = SecureUpload(tensors).to_arrays()
         content = RecordDict({"arrays": arrays, "metrics": metrics})
         return Message(content, reply_to=self.message)
 
     def reply_words(self, words: Words, contribution: Contribution) -> Message:
-        """Return masked words, and of which tensors they are."""
+        """Return a reply with masked words and their layout."""
         own = {
             WORDS: torch.from_numpy(words),
             LAYOUT: description_text(contribution.layout()),
@@ -138,14 +138,14 @@ class SumRequest:
         return self.reply({**contribution.descriptions(), **own})
 
     def reply_rows(self, **parts: Sequence[bytes]) -> Message:
-        """Return an answer of matrices of bytes, whose rows have one length."""
+        """Return a reply with matrices of bytes, from rows of equal length."""
         named = {k.replace("_", "-"): rows_of(rows) for k, rows in parts.items()}
         return self.reply({f"{SECURE}{k}": rows for k, rows in named.items()})
 
 
 @dataclass(frozen=True)
 class SumMemory:
-    """What a client remembers from one request of a secure sum to the next.
+    """A client's memory from one request of a secure sum to the next.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ class SumMemory:
 
     @classmethod
     def load(cls, disk: ClientDisk, index: int) -> "SumMemory":
-        """Find what was kept, for a sum of those that it is of.
+        """Load the memory, and check that it knows the sum.
 
         Raises
         ------
@@ -177,8 +177,8 @@ class SumMemory:
         kept = disk.load(_NAME)
         if kept is None:
             raise ClientError(
-                f"the secrets of this secure sum are not in {disk.path}: it goes on "
-                "without this client"
+                f"the secrets of this secure sum are not in {disk.path}, so the sum "
+                "continues without this client"
             )
         try:
             note = from_json(kept.note)
@@ -187,19 +187,19 @@ class SumMemory:
             last = note["index"]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ClientError(
-                f"the secrets of this secure sum in {disk.path} are not as this "
-                f"version writes them ({type(error).__name__}: {error}): it goes on "
-                "without this client"
+                f"the secrets of this secure sum in {disk.path} are not in this "
+                f"version's format ({type(error).__name__}: {error}), so the sum "
+                "continues without this client"
             ) from error
         if index >= len(participant.own):
             raise ClientError(
-                f"the server asks for sum {index}, and this client has secrets "
-                f"for {len(participant.own)}"
+                f"the server requests sum {index}, but this client has secrets "
+                f"for {len(participant.own)} sums only"
             )
         return cls(disk, participant, own, last)
 
     def save(self) -> None:
-        """Keep it: a client that was restarted goes on with the same secrets."""
+        """Save the memory; a restarted client continues with the same secrets."""
         own = self.contribution
         note = {
             "participant": self.participant,
@@ -214,7 +214,7 @@ class SumMemory:
 
 @dataclass(frozen=True)
 class SecureSumsMod:
-    r"""Takes part in sums that the server cannot look into, and refuses others.
+    r"""A mod that takes part in secure sums, and refuses requests for other uploads.
 
     A client that is to take part has one among its mods::
 
@@ -277,7 +277,7 @@ class SecureSumsMod:
     def __call__(
         self, message: Message, context: Context, call_next: ClientAppCallable
     ) -> Message:
-        """Answer a request, by itself or through `call_next`.
+        """Answer a request, by the mod itself or through `call_next`.
 
         Raises
         ------
@@ -288,7 +288,7 @@ class SecureSumsMod:
         if stage is None:
             if self.required:
                 raise ClientError(
-                    "this client replies to secure sums only (SecureSumsMod(required="
+                    "this client replies only to secure sums (SecureSumsMod(required="
                     "True)): pass secure=SecureSums() to the strategy"
                 )
             return call_next(message, context)
@@ -305,7 +305,7 @@ class SecureSumsMod:
         return _STAGES[stage](self, request, memory)
 
     def disk(self, session: bytes, client: int) -> ClientDisk:
-        """Return where the secrets of one session are."""
+        """Return the disk entry with the secrets of a session."""
         return ClientDisk(
             Path(self.state_dir),
             "secure",
@@ -316,14 +316,14 @@ class SecureSumsMod:
         )
 
 
-# The stages
+# --- the stages
 
 
 def _keys(mod: SecureSumsMod, request: SumRequest) -> Message:
     """Draw secrets, and send the public keys."""
     sums = whole_number(request.options, "secure-sums", 2)
     if not 1 <= sums <= _MOST_SUMS:
-        raise ClientError(f"the server asks for the keys of {sums} sums")
+        raise ClientError(f"the server requests keys for {sums} sums, at least 1")
     session = secrets.token_bytes(8)
     participant = Participant.new(request.client, sums)
     disk = mod.disk(session, request.client)
@@ -335,7 +335,7 @@ def _keys(mod: SecureSumsMod, request: SumRequest) -> Message:
 
 
 def _shares(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message:
-    """Cut the secrets into shares for the neighbours."""
+    """Split the secrets into shares for the neighbours."""
     participant = memory.participant
     numbers = request.numbers("neighbours")
     width = (1 + len(participant.own)) * PUBLIC
@@ -357,7 +357,7 @@ def _shares(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Messa
 
 
 def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message:
-    """Have the contribution computed, keep it, and send how large it is, masked."""
+    """Compute and keep the contribution; send its masked exponents."""
     if "senders" in request.sent:
         _receive(request, memory.participant)
     if memory.index != request.index:
@@ -370,10 +370,10 @@ def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Me
         least = mod.min_noise * norm if mod.min_noise else 0.0
         if not (norm > 0 and deviation >= least):
             raise ClientError(
-                f"the server asks for noise of {deviation:.3g} where contributions are "
-                f"up to {norm:.3g}, and this client adds {mod.min_noise:g} "
-                "times that at least (SecureSumsMod(min_noise=...)): pass a privacy= "
-                "to the strategy that asks for it"
+                f"the server requests noise of {deviation:.3g} for contributions up to "
+                f"{norm:.3g}, but this client adds at least {mod.min_noise:g} times "
+                "that (SecureSumsMod(min_noise=...)): pass the strategy a privacy= "
+                "with more noise"
             )
         if norm < math.inf:
             own = own.bounded(request.params, norm, deviation)
@@ -384,11 +384,13 @@ def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Me
 
 
 def _receive(request: SumRequest, participant: Participant) -> None:
-    """Open what the neighbours have sent."""
+    """Open the neighbours' shares."""
     senders = request.numbers("senders")
     texts = request.sent.get("sealed-shares", torch.empty(0, 0))
     if len(texts) != len(senders):
-        raise ClientError(f"{len(texts)} sealed shares of {len(senders)} senders")
+        raise ClientError(
+            f"the server sent {len(texts)} sealed shares for {len(senders)} senders"
+        )
     sealed = request.rows("sealed-shares", *texts.shape) if senders else []
     width = 2 * DIGEST * len(participant.own)
     digests = request.rows("commitments", len(senders), width)
@@ -399,11 +401,11 @@ def _receive(request: SumRequest, participant: Participant) -> None:
 
 
 def _values(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message:
-    """Send the contribution, masked."""
+    """Send the masked contribution."""
     if memory.index != request.index - 1:
         raise ClientError(
-            f"sum {request.index} is of what sum {request.index - 1} told the size of, "
-            "and this client has no such contribution"
+            f"this client has no contribution for sum {request.index}, because it did "
+            f"not take part in sum {request.index - 1}"
         )
     count = len(memory.contribution.layout())
     exponents = request.tensor("exponents", torch.int64, count).tolist()
@@ -416,11 +418,11 @@ def _values(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Messa
 
 
 def _open(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message:
-    """Send the shares that open a sum, once its set of clients is known."""
+    """Send the shares that open a sum, after its set of clients is fixed."""
     survivors, dropped = request.numbers("survivors"), request.numbers("dropped")
     _check_enough(mod, survivors)
     shares = memory.participant.open(request.index, survivors, dropped)
-    if memory.index == request.index - 1:  # the contribution is in the sum
+    if memory.index == request.index - 1:  # the sum has the contribution
         memory = replace(memory, contribution=Contribution({}), index=-1)
     memory.save()
     return request.reply_rows(shares=[shares[n] for n in (*survivors, *dropped)])
@@ -437,6 +439,6 @@ _STAGES: dict[object, Callable[[SecureSumsMod, SumRequest, SumMemory], Message]]
 def _check_enough(mod: SecureSumsMod, numbers: Sequence[int]) -> None:
     if len(numbers) < mod.min_clients:
         raise ClientError(
-            f"{len(numbers)} clients take part, and this one hides among "
-            f"{mod.min_clients} at least (SecureSumsMod(min_clients=...))"
+            f"{len(numbers)} clients take part, but this client requires at least "
+            f"{mod.min_clients} (SecureSumsMod(min_clients=...))"
         )

@@ -1,4 +1,4 @@
-"""One client of a secure sum: its secrets, and what it is willing to do with them."""
+"""One client of a secure sum: its secrets, and its rules for using them."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ PublicKeys = Sequence[bytes]
 
 @dataclass
 class Participant:
-    """A client's secrets for a number of sums, and how far they have been used.
+    """A client's secrets for a number of sums, with a record of their use.
 
     A sum is masked once, and opened once: with another content, or for another set of
     clients, the difference would show what the mask is to hide.
@@ -59,18 +59,18 @@ class Participant:
 
     @classmethod
     def new(cls, number: int, sums: int) -> "Participant":
-        """Draw the secrets for so many sums."""
+        """Draw the secrets for a number of sums."""
         channel, private, *seeds = (token_bytes(SEED) for _ in range(2 + 2 * sums))
         return cls(number, channel, seeds[:sums], seeds[sums:], private)
 
     def public(self) -> list[bytes]:
-        """Return the public keys: of the channel, and of each sum."""
+        """Return the public keys: one of the channel, and one of each sum."""
         return [crypto.public_of(seed) for seed in (self.channel, *self.pairwise)]
 
     def share(
         self, neighbours: Mapping[int, PublicKeys], threshold: int
     ) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        """Cut the secrets into shares for a neighbourhood.
+        """Split the secrets into shares for a neighbourhood.
 
         Parameters
         ----------
@@ -118,31 +118,32 @@ class Participant:
     ) -> None:
         if list(neighbours.get(self.number, ())) != self.public():
             raise ClientError(
-                "the server's list of public keys has not this client's own under "
-                f"{self.number}: it has been changed, or mixed with another run's"
+                f"in the server's list, the public keys of client {self.number} are "
+                "not this client's own: they were changed, or are another run's"
             )
         every = [key for public in neighbours.values() for key in public]
         if len(set(every)) < len(every):
             raise ClientError(
-                "the server sent one public key for two clients, or twice"
+                "the server sent the same public key for two clients, or twice"
             )
         if self.neighbours and self.neighbours != {
             n: list(public) for n, public in neighbours.items()
         }:
             raise ClientError(
-                "the server sent another neighbourhood than before: secrets are cut "
-                "into shares once"
+                "the server sent another neighbourhood than before, but secrets are "
+                "split into shares only once"
             )
         if not len(neighbours) // 2 < threshold <= len(neighbours):
             raise ClientError(
-                f"a threshold of {threshold} of {len(neighbours)} shares: it must be "
-                "more than half of them, or the server could open both secrets"
+                f"the server's threshold is {threshold} of {len(neighbours)} shares, "
+                "but it must be more than half: otherwise the server could open both "
+                "secrets"
             )
 
     def receive(
         self, sealed: Mapping[int, bytes], commitments: Mapping[int, bytes]
     ) -> None:
-        """Open the shares of those neighbours that take part.
+        """Open the shares of the neighbours that take part.
 
         Raises
         ------
@@ -153,7 +154,7 @@ class Participant:
         received = {self.number: self.shares[self.number]}
         for sender in sorted(sealed):
             if sender not in self.neighbours or sender == self.number:
-                raise ClientError(f"shares from {sender}, which is no neighbour")
+                raise ClientError(f"shares came from {sender}, which is no neighbour")
             try:
                 text = crypto.unseal(self._channel_to(sender), sealed[sender])
             except WireError as error:
@@ -161,26 +162,26 @@ class Participant:
             received[sender] = self._shares_in(text, sender)
             if crypto.commitments(received[sender]) != commitments.get(sender):
                 raise ClientError(
-                    f"the shares from {sender} are not those that it committed to"
+                    f"the shares from {sender} do not fit its commitments"
                 )
         if len(received) < self.threshold:
             raise ClientError(
-                f"{len(received)} of {len(self.neighbours)} neighbours take part, and "
-                f"{self.threshold} are needed, or secrets could not be opened"
+                f"only {len(received)} of {len(self.neighbours)} neighbours take part, "
+                f"but {self.threshold} are needed to open secrets"
             )
         if len(self.shares) > 1 and self.shares != received:
-            raise ClientError("the server sent other neighbours' shares than before")
+            raise ClientError("the server sent other shares than before")
         self.shares = received
 
     def _shares_in(self, text: bytes, sender: int) -> bytes:
         head = _header(sender, self.number)
         body = text.removeprefix(head)
         if not text.startswith(head) or len(body) != len(self.own) * 2 * crypto.SHARE:
-            raise ClientError(f"what came from {sender} is not for {self.number}")
+            raise ClientError(f"the shares from {sender} are not for {self.number}")
         return body
 
     def mask(self, index: int, words: Words) -> Words:
-        """Return words under the masks of a sum.
+        """Return words with the masks of a sum.
 
         Raises
         ------
@@ -188,12 +189,14 @@ class Participant:
             If something else was masked for it before, or no shares have come.
         """
         if len(self.shares) < max(self.threshold, 1):
-            raise ClientError("no neighbours' shares have come: nothing is masked")
+            raise ClientError(
+                "no shares of neighbours have arrived, so this client masks nothing"
+            )
         content = hashlib.sha256(words.tobytes()).hexdigest()
         if self.masked.setdefault(index, content) != content:
             raise ClientError(
-                f"sum {index} was masked before with another content: the difference "
-                "would show it"
+                f"this client masked other content for sum {index} before, and the "
+                "difference would reveal it"
             )
         masked = words.copy()
         crypto.mask(masked, self.own[index])
@@ -207,7 +210,7 @@ class Participant:
         return masked
 
     def exponents(self, index: int, exponents: Sequence[int]) -> Words:
-        """Return what tells the highest of all clients' exponents, under masks.
+        """Return the masked words that reveal the clients' highest exponents.
 
         Raises
         ------
@@ -220,7 +223,7 @@ class Participant:
     def open(
         self, index: int, survivors: Sequence[int], dropped: Sequence[int]
     ) -> dict[int, bytes]:
-        """Return what opens a sum: of each neighbour one share, of one of its secrets.
+        """Return the shares that open a sum: one of one secret of each neighbour.
 
         Parameters
         ----------
@@ -240,20 +243,22 @@ class Participant:
         """
         if sorted([*survivors, *dropped]) != sorted(self.shares):
             raise ClientError(
-                "the server asks for shares of others than this client's neighbours"
+                "the server requests shares of clients that are no neighbours"
             )
         if index not in self.masked or self.number not in survivors:
-            raise ClientError(f"this client is not in sum {index}: it opens nothing")
+            raise ClientError(
+                f"this client is not in sum {index}, so it does not help to open it"
+            )
         if len(survivors) < self.threshold:
             raise ClientError(
-                f"{len(survivors)} of this client's neighbours are in sum {index}, and "
-                f"{self.threshold} are needed"
+                f"only {len(survivors)} of this client's neighbours are in sum "
+                f"{index}, but {self.threshold} are needed"
             )
         split = json.dumps([sorted(survivors), sorted(dropped)])
         if self.opened.setdefault(index, split) != split:
             raise ClientError(
-                f"sum {index} was opened before for another set of clients: both "
-                "together would show one of them"
+                f"this client opened sum {index} before for another set of clients, "
+                "and both together would reveal one of them"
             )
         which = dict.fromkeys(survivors, 1) | dict.fromkeys(dropped, 0)
         return {n: crypto.share_in(self.shares[n], index, w) for n, w in which.items()}
@@ -263,5 +268,5 @@ class Participant:
 
 
 def _header(sender: int, receiver: int) -> bytes:
-    """Return what says from whom and to whom: what is sent back is not an answer."""
+    """Return a header with sender and receiver, against returned messages."""
     return b"%d to %d: " % (sender, receiver)

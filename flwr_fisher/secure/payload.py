@@ -1,19 +1,19 @@
-"""What travels in the stages of a secure sum: bytes and masked words, by name.
+"""The payload of a secure sum's stages: named bytes and masked words.
 
 ``secure/session``, ``secure/keys``
-    the client's own number for the sum, 8 bytes; its public keys, a row each;
+    the client's number for the session, 8 bytes; its public keys, one a row;
 ``secure/sealed-shares``, ``secure/commitments``
     a row for each neighbour: sealed shares, and digests of them;
 ``secure/words``, ``secure/layout``
-    masked residues, uint32 or uint64, of all tensors one after another, and which those
-    are: JSON, equal for all clients;
+    masked residues, uint32 or uint64, of all tensors one after another; and their
+    layout in JSON, equal for all clients;
 ``secure/shares``
-    a row for each neighbour: what opens the sum.
+    a row for each neighbour, with shares that open the sum.
 
-Bytes under keys of the contribution's own that end in ``format`` or ``digest`` are sent
-as they are: they describe it, and are equal for all clients.
+A contribution's bytes under keys that end in ``format`` or ``digest`` are sent without
+masks: they describe it, and are equal for all clients.
 
-Long: at its end is what a client makes of its reply, before any of it travels.
+Long: the payload, and a client's contribution.
 """
 
 import json
@@ -45,7 +45,7 @@ Layout = list[tuple[str, str, tuple[int, ...]]]
 """Key, dtype and shape of each tensor of a contribution."""
 
 _DESCRIPTION = 4096  # bytes
-_TEXT = 2**20  # bytes of all that is said of a contribution
+_TEXT = 2**20  # bytes of a contribution's descriptions
 _FIXED = 2**24  # bytes of keys and shares, of some thousands of neighbours
 _DIMENSIONS = 64  # of a tensor, at most
 _WORD = {torch.uint32, torch.uint64}
@@ -53,7 +53,7 @@ _WORD = {torch.uint32, torch.uint64}
 
 @dataclass(frozen=True)
 class SecureUpload(Payload):
-    """One stage's reply.
+    """A client's reply in one stage.
 
     Parameters
     ----------
@@ -69,14 +69,14 @@ class SecureUpload(Payload):
     tensors: dict[str, Tensor]
 
     def layout(self) -> tuple[str, ...]:
-        """Return what clients must share: shapes, and texts about its contribution."""
+        """Return what must be equal for all clients: shapes, and descriptions."""
         return tuple(
             f"{name} {_content(name, value)}"
             for name, value in sorted(self.tensors.items())
         )
 
     def part(self, name: str) -> Tensor:
-        """Return one of the tensors.
+        """Return a tensor by its name.
 
         Raises
         ------
@@ -88,7 +88,7 @@ class SecureUpload(Payload):
         return value
 
     def data(self, name: str) -> bytes:
-        """Return the bytes of one of the protocol's own tensors.
+        """Return the bytes of one of the protocol's tensors.
 
         Raises
         ------
@@ -104,7 +104,7 @@ class SecureUpload(Payload):
 
     @classmethod
     def from_arrays(cls, record: ArrayRecord, like: Params) -> "SecureUpload":
-        """Read and check a record: bytes and words, and no more than there can be.
+        """Read and check a record of bytes and words, within their limits.
 
         Raises
         ------
@@ -142,7 +142,7 @@ class WordSums:
         self._sums: dict[tuple[str, ...], tuple[Words, dict[str, Tensor]]] = {}
 
     def __call__(self, payload: SecureUpload, weight: float) -> Added:
-        """Add an upload's words; return what is left of it."""
+        """Add an upload's words; return it without them."""
         words: Words = payload.part(WORDS).numpy()
         layout = payload.layout()
         if layout in self._sums:
@@ -155,11 +155,11 @@ class WordSums:
         return Added(layout)
 
     def mean(self, uploads: object) -> NoReturn:
-        """Refuse: what is masked has none."""
+        """Raise an error: masked words have no mean."""
         raise NotImplementedError
 
     def of(self, left: Added) -> tuple[Words, dict[str, Tensor]]:
-        """Return the sum over the uploads of one's layout, and what all say of it."""
+        """Return the sum over the uploads with one's layout, and their descriptions."""
         return self._sums[left.layout()]
 
 
@@ -170,17 +170,17 @@ def rows_of(rows: Sequence[bytes]) -> Tensor:
 
 
 def bytes_in(rows: Tensor) -> list[bytes]:
-    """Undo :func:`rows_of`."""
+    """Return the byte strings of a matrix of :func:`rows_of`."""
     return [row.tobytes() for row in rows.numpy()]
 
 
 def is_description(name: str, value: Tensor) -> bool:
-    """Return whether bytes of a contribution describe it: they are sent as they are."""
+    """Return whether bytes describe a contribution, and are sent without masks."""
     return name.endswith(("format", "digest")) and value.numel() <= _DESCRIPTION
 
 
 def read_layout(text: Tensor) -> Layout:
-    """Read a layout as a contribution describes it.
+    """Read a contribution's layout.
 
     Raises
     ------
@@ -191,11 +191,11 @@ def read_layout(text: Tensor) -> Layout:
         rows = json.loads(text.numpy().tobytes())
         layout = [(str(k), str(d), tuple(int(n) for n in s)) for k, d, s in rows]
     except Exception as error:  # untrusted text
-        raise WireError(f"no layout: {error}"[:200], field=LAYOUT) from error
+        raise WireError(f"not a layout: {error}"[:200], field=LAYOUT) from error
     for key, dtype, shape in layout:
         known = isinstance(getattr(torch, dtype, None), torch.dtype)
         if not known or len(shape) > _DIMENSIONS or min(shape, default=0) < 0:
-            reason = f"no layout: {dtype:.40} of shape {shape} for {key}"
+            reason = f"not a layout: {dtype:.40} of shape {shape} for {key}"
             raise WireError(reason[:200], field=LAYOUT)
     return layout
 
@@ -207,14 +207,14 @@ def _is_text(key: str) -> bool:
 def _content(name: str, value: Tensor) -> str:
     if _is_text(name):
         return value.numpy().tobytes().decode(errors="replace")
-    # How many neighbours are left differs from one client to another.
+    # The number of remaining neighbours differs between clients.
     shape = "" if name == SHARES else str(tuple(value.shape))
     return f"{value.dtype} {shape}"
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """A reply's tensors, of which all but descriptions are summed.
+    """A client's contribution: its reply's tensors; all but descriptions are summed.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ class Contribution:
 
     @classmethod
     def of(cls, reply: Message, weighted_by: str, weighted: bool) -> "Contribution":
-        """Take what a reply holds; its metrics go nowhere but into the log.
+        """Return the contribution of a reply; its metrics only go to the log.
 
         Raises
         ------
@@ -242,13 +242,15 @@ class Contribution:
         """
         records = list(reply.content.array_records.values())
         if len(records) != 1:
-            raise ClientError(f"a sum of replies of {len(records)} ArrayRecords")
+            raise ClientError(
+                f"a reply for a secure sum needs one ArrayRecord, not {len(records)}"
+            )
         tensors = arrays_to_tensors(records[0])
         for name, value in tensors.items():
             if value.dtype == torch.uint8 and not is_description(name, value):
                 raise ClientError(
-                    f"'{name}' is packed, and packed uploads cannot be summed: the "
-                    "strategy must ask for codec='lossless'"
+                    f"'{name}' is packed, and packed uploads cannot be summed: pass "
+                    "codec='lossless' to the strategy"
                 )
         metrics = {
             name: value
@@ -256,16 +258,18 @@ class Contribution:
             for name, value in record.items()
         }
         if hidden := sorted(metrics.keys() - {weighted_by, NUM_EXAMPLES}):
-            logger.info("Not sent with a secure sum: %s", ", ".join(hidden))
+            logger.info("Sending no metrics with a secure sum: %s", ", ".join(hidden))
         if not weighted:
             return cls(tensors)
         weight = metrics.get(weighted_by)
         if not isinstance(weight, int | float) or not weight > 0:
-            raise ClientError(f"the reply's metrics have no positive '{weighted_by}'")
+            raise ClientError(
+                f"the reply's metrics need a positive number '{weighted_by}'"
+            )
         return cls(tensors, float(weight))
 
     def bounded(self, sent: Params, norm: float, deviation: float) -> "Contribution":
-        """Return what it adds to what was sent, clipped and with noise, of weight 1.
+        """Return the clipped update with noise, with weight 1.
 
         Parameters
         ----------
@@ -296,7 +300,7 @@ class Contribution:
         return Contribution(tensors, 1.0, exponent_for(norm, deviation))
 
     def entries(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is summed: float64, weighted."""
+        """Yield the weighted entries in float64, which are summed."""
         for name, value in self.tensors.items():
             if value.dtype != torch.uint8:
                 yield (
@@ -307,7 +311,7 @@ class Contribution:
             yield NUM_EXAMPLES, torch.tensor(self.weight, dtype=torch.float64)
 
     def descriptions(self) -> dict[str, Tensor]:
-        """Return what is sent as it is, and must be all clients' alike."""
+        """Return the descriptions, which must be equal for all clients."""
         return {k: v for k, v in self.tensors.items() if v.dtype == torch.uint8}
 
     def layout(self) -> Layout:
@@ -342,6 +346,6 @@ class Contribution:
                 parts.append(fixed.words(value, exponent))
             except ParamsError as error:
                 raise ClientError(
-                    f"'{name}' would not stay within the sum's residues: {error}"
+                    f"'{name}' would overflow the sum's residues: {error}"
                 ) from error
         return np.concatenate(parts)

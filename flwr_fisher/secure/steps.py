@@ -1,6 +1,6 @@
-"""What the server makes of the replies to each stage of a secure sum, and keeps.
+"""The server's steps in each stage of a secure sum, and its state between them.
 
-Long: it has a step for each stage, and the server's memory between them.
+Long: one step for each stage, and the state.
 """
 
 import math
@@ -46,13 +46,13 @@ from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import NUM_EXAMPLES, tensors_to_arrays
 from flwr_fisher.wire.additive import Added
 
-GROUP = "secure"  # of a state's tensors, and of those that are sent to clients' mods
+GROUP = "secure"  # groups of a state's tensors, and of tensors for clients' mods
 _FEWEST = 2
 
 
 @dataclass(frozen=True)
 class SecureState:
-    """Who takes part in a round's secure sums, and how far the one under way is.
+    """The state of a round's secure sums: its clients, and the current stage.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class SecureState:
 
     @classmethod
     def of(cls, state: ServerState) -> "SecureState":
-        """Read it from a run's state.
+        """Return the state of secure sums in a run's state.
 
         Raises
         ------
@@ -90,7 +90,7 @@ class SecureState:
             If another version wrote it.
         """
         tensors = dict(state.group(GROUP))
-        with kept_record("what the run kept of a secure sum"):
+        with kept_record("the run's record of a secure sum"):
             record = from_json(tensors.pop("record").numpy().tobytes())
             aggregator, words = record.pop("aggregator"), tensors.pop("words")
             sealed = {n: Sealed(**own) for n, own in aggregator.pop("sealed").items()}
@@ -98,12 +98,12 @@ class SecureState:
             return cls(known, **record, words=words, descriptions=tensors)
 
     def after(self, uploads: Uploads[Any], **changes: Any) -> "SecureState":
-        """Return what is known after an exchange."""
+        """Return the state after an exchange."""
         present = sorted(upload.number for upload in uploads)
         return replace(self, **{"present": present, **changes})
 
     def into(self, state: ServerState) -> ServerState:
-        """Return a run's state with this in it."""
+        """Return a run's state that contains this."""
         record = {
             "aggregator": self.aggregator,
             "sessions": self.sessions,
@@ -117,12 +117,12 @@ class SecureState:
 
 
 def without(state: ServerState) -> ServerState:
-    """Return a run's state as the strategy knows it."""
+    """Return a run's state without this, for the strategy."""
     others = {name: group for name, group in state.groups.items() if name != GROUP}
     return replace(state, groups=others)
 
 
-# The stages
+# --- the stages
 
 
 def take_keys(
@@ -133,7 +133,7 @@ def take_keys(
     state: ServerState,
     uploads: Uploads[SecureUpload],
 ) -> Step:
-    """Learn who takes part, and draw who is whose neighbour.
+    """Read the clients' public keys, and draw their neighbours.
 
     Raises
     ------
@@ -151,7 +151,7 @@ def take_keys(
         public[upload.number] = keys
     if len(public) < _FEWEST:
         raise RoundError(
-            f"{len(public)} clients have sent usable keys for a secure sum, and "
+            f"only {len(public)} clients sent valid keys for a secure sum, but "
             f"{_FEWEST} are needed"
         )
     usable = [upload for upload in uploads if upload.number in public]
@@ -171,7 +171,7 @@ def take_keys(
 
 
 def _wrong_keys(keys: list[bytes], count: int, owners: Mapping[bytes, str]) -> str:
-    """Return why public keys cannot be used; nothing if they can."""
+    """Return why public keys are not valid, or ""."""
     if len(keys) != count or len(set(keys)) < count:
         return f"{len(set(keys))} public keys, expected {count}"
     if copied := sorted({owners[key] for key in keys if key in owners}):
@@ -185,7 +185,7 @@ def _wrong_keys(keys: list[bytes], count: int, owners: Mapping[bytes, str]) -> s
 
 
 def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
-    """Keep the sealed shares until they are passed on.
+    """Keep the sealed shares, to pass them on.
 
     Raises
     ------
@@ -204,7 +204,7 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
         fits = rows.dim() == 2 and len(rows) == len(others)
         if not fits or tuple(digests.shape) != expected:
             logger.warning(
-                "aggregate_train: rejected %s: its shares are not one for each of %s "
+                "aggregate_train: rejected %s: it must send one share for each of %s "
                 "neighbours and %s sums",
                 upload.client,
                 len(around),
@@ -227,7 +227,7 @@ def take_words(
     state: ServerState,
     uploads: Uploads[Added],
 ) -> Step:
-    """Take the sum of the masked words, which was made while they came.
+    """Keep the sum of the masked words.
 
     Raises
     ------
@@ -238,15 +238,16 @@ def take_words(
     clients = len(known.aggregator.public)
     if privacy is not None and len(uploads) < (fewest := privacy.fewest(clients)):
         raise RoundError(
-            f"{len(uploads)} of {clients} clients are left, and the noise is for "
-            f"{fewest} at least (Privacy(honest={privacy.honest:g})): nothing is opened"
+            f"only {len(uploads)} of {clients} clients are left, but the noise needs "
+            f"at least {fewest} (Privacy(honest={privacy.honest:g})), so the sum is "
+            "not opened"
         )
     total, descriptions = sums.of(uploads[0].payload)
     new = known.after(uploads, words=torch.from_numpy(total), descriptions=descriptions)
     left = set(known.present) - set(new.present)
     if gone := [known.aggregator.names[n] for n in known.present if n in left]:
         logger.warning(
-            "aggregate_train: sum %s of the round is without %s", index, ", ".join(gone)
+            "aggregate_train: the round's sum %s lacks %s", index, ", ".join(gone)
         )
     return Step(new.into(state), quiet=True)
 
@@ -254,7 +255,7 @@ def take_words(
 def open_exponents(
     index: int, state: ServerState, uploads: Uploads[SecureUpload]
 ) -> Step:
-    """Learn how large the contributions' tensors are.
+    """Open the sum of exponents.
 
     Raises
     ------
@@ -278,7 +279,7 @@ def open_values(
     state: ServerState,
     uploads: Uploads[SecureUpload],
 ) -> Step:
-    """Open the sum, and take the exchange's own step with it.
+    """Open the sum of values, and take the exchange's own step with it.
 
     Raises
     ------
@@ -295,7 +296,7 @@ def open_values(
     try:
         payload = read(tensors_to_arrays({**mean, **texts}), state.params)
     except WireError as error:
-        raise RoundError(f"{name} is none that this step can take: {error}") from error
+        raise RoundError(f"the step cannot use {name}: {error}") from error
     metrics, members = MetricRecord(), list(known.present)
     summed = Upload(0, name, weight, payload, metrics, num_bytes=0, members=members)
     step = exchange.take(without(state), [summed])
@@ -310,7 +311,7 @@ def open_values(
 def _mean(
     bits: int, known: SecureState, words: Words, weighted: bool
 ) -> tuple[dict[str, Tensor], float]:
-    """Return the mean, or the sum, in the dtypes of an upload's; and its weight."""
+    """Return the mean, or the sum, in an upload's dtypes, with its weight."""
     layout = read_layout(known.descriptions[LAYOUT])
     sizes = [math.prod(shape) for _, _, shape in layout]
     if sum(sizes) != len(words) or len(layout) != len(known.exponents):
@@ -321,7 +322,7 @@ def _mean(
     found = dict(zip((name for name, _, _ in layout), values, strict=True))
     weight = float(found.get(NUM_EXAMPLES, torch.zeros(1)).sum()) if weighted else 1.0
     if not weight > 0:
-        raise RoundError("the clients' weights add up to nothing")
+        raise RoundError("the clients' weights add up to 0")
     mean = {}
     for name, dtype, shape in layout:
         value = found[name].reshape(shape) / weight
@@ -332,12 +333,12 @@ def _mean(
 
 
 def _opened(index: int, known: SecureState, uploads: Uploads[SecureUpload]) -> Words:
-    """Take the masks away."""
+    """Return the opened sum, with its masks removed."""
     shares = {}
     for upload in uploads:
         survivors, dropped = known.aggregator.split(upload.number, known.present)
         rows = pieces(upload.payload.data("shares"), SHARE)
-        # Of a reply that has too few, or too many, those are wrong that do not fit.
+        # In a reply with too few or too many shares, those that do not fit are wrong.
         pairs = zip((*survivors, *dropped), rows, strict=False)
         shares[upload.number] = dict(pairs)
     words: Words = known.words.numpy()

@@ -1,19 +1,21 @@
-"""The server's half of a secure sum: each exchange becomes a few, and sees sums alone.
+"""The server's side of a secure sum: several exchanges replace one, and see only sums.
 
-An exchange whose uploads a step adds up is replaced by these, in which nobody but a
-client itself sees its contribution:
+They replace an exchange whose uploads are only added up. Nobody but a client itself
+sees its contribution:
 
 ``keys``, ``shares``
-    once a round: public keys, and shares of the secrets behind them, passed on sealed;
+    once a round: clients send public keys, and sealed shares of their secrets for each
+    other;
 ``exponents``, ``open``
-    clients do what the exchange asks of them, keep it, and tell under masks how large
-    it is; then what opens the sum;
+    clients do the exchange's work, keep its result, and send its size under masks; then
+    they send shares that open the sum;
 ``values``, ``open``
-    the contributions in fixed point, under masks, and what opens their sum.
+    clients send their contributions in fixed point, under masks, and then shares that
+    open the sum.
 
-Then the exchange's own step takes the sum for one client's upload. Who leaves after the
-shares is left out of the sums that follow, and cannot come back in that round: no sum
-is ever asked for again of fewer clients.
+Then the exchange's own step uses the sum like one client's upload. A client that leaves
+after the shares is not in later sums, and cannot come back in that round. The server
+never asks again for a sum over fewer clients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,21 +43,21 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire.arrays import numbers_to_tensor
 
-_PART = "secure sum"  # what the log calls these exchanges
-JOB = "secure-sums"  # what a client without the mod refuses
+_PART = "secure sum"  # the name of these exchanges in the log
+JOB = "secure-sums"  # a client without the mod refuses this job
 _Send = Callable[[SecureState, int], dict[str, Tensor]]
 _Take = Callable[[ServerState, Uploads[SecureUpload]], Step]
 
 
 @dataclass(frozen=True)
 class _Stage(Exchange[SecureUpload]):
-    """An exchange of a secure sum, in which each client may be sent its own tensors."""
+    """An exchange of a secure sum, with different tensors for each client."""
 
     send_each: _Send | None = None
     log_name: str = ""
 
     def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
-        """Return what makes a client's record, by the client's number."""
+        """Return a function from a client's number to its record."""
         if (send := self.send_each) is None:
             return super().records(state)
         known = SecureState.of(state)  # once for all clients
@@ -77,7 +79,7 @@ def _stage(
     options: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> _Stage:
-    """Ask those who are present, unless more is said, and send each its own."""
+    """Return a stage's exchange with the present clients, and tensors for each."""
     own = {
         "job": JOB,
         "secure": stage,
@@ -96,7 +98,7 @@ def _stage(
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSums:
-    """That the server sees sums over clients, and no client's upload.
+    """The option for secure sums: the server sees sums, and no client's upload.
 
     SecAgg+ (Bell et al., CCS 2020): each client's contribution is hidden by masks that
     it agrees on with its neighbours, which cancel in the sum. What a malicious server
@@ -140,20 +142,20 @@ class SecureSums:
             check_whole("neighbours", self.neighbours, 2)
 
     def settings(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common."""
+        """Return the settings that a resumed run must have in common."""
         return asdict(self)
 
     def degree(self, clients: int) -> int:
-        """Return with how many others a client of so many shares its secrets."""
+        """Return with how many other clients a client shares its secrets."""
         if self.neighbours is None:
             return degree_for(clients, self.threshold)
         return min(self.neighbours, clients - 1)
 
     def check(self, exchanges: Sequence[Exchange[Any]], who: str) -> None:
-        """Raise :class:`ConfigurationError` unless sums can take uploads' place."""
+        """Raise :class:`ConfigurationError` unless sums can replace the uploads."""
         if any(exchange.additive is None for exchange in exchanges):
             raise ConfigurationError(
-                f"a round of {who}, as it is set up, takes more than sums of its "
+                f"with these options, a round of {who} needs more than sums of its "
                 "clients' uploads: leave secure= out"
             )
 
@@ -180,7 +182,7 @@ class SecureSums:
             take_keys,
             None,
             options={"secure-sums": sums},
-            clients=first.clients,  # who is asked, as the round's first exchange says
+            clients=first.clients,  # the clients of the round's first exchange
             require_same_parameters=first.require_same_parameters,
         )
         replaced: list[Exchange[SecureUpload]] = [
@@ -200,7 +202,7 @@ class SecureSums:
         index: int,
         last: bool,
     ) -> Sequence[_Stage]:
-        """Ask for the exponents and the values of an exchange, and open both sums."""
+        """Yield the exchanges that open an exchange's exponents and values."""
         additive, values = exchange.additive, index + 1
         assert additive is not None
         asked = {**exchange.options, "secure-job": exchange.options.get("job", "train")}
@@ -245,13 +247,13 @@ class SecureSums:
         }
 
 
-# What each stage sends, to whom
+# --- what each stage sends to each client
 
 
 def _begin(
     privacy: Privacy | None, first: bool, known: SecureState, number: int
 ) -> dict[str, Tensor]:
-    """Send neighbours' shares, once; how far to clip, and what noise to add."""
+    """Send the neighbours' shares once, with the clipping norm and the noise."""
     sent = {}
     if first:
         sealed, commitments = known.aggregator.received_by(number)

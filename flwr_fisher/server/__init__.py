@@ -1,1 +1,1 @@
-"""The server's half of a round: who is asked, what may come in, what is kept."""
+"""The server's side of a round: sampling, checks of replies, and the journal."""

@@ -1,6 +1,6 @@
-"""Who is asked: the nodes that are there, sampled by seed and round.
+"""The cohort of a round: connected nodes, sampled by seed and round.
 
-Long: half of it are the texts that say who is waited for, and why.
+Long: half of it is log texts about nodes that the server waits for.
 """
 
 import random
@@ -29,10 +29,10 @@ from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
 from flwr_fisher.wire.answer import Answer, frozen_name, of_products, some
 
-_GONE_WITHIN = 120.0  # seconds until the SuperLink has noticed that a node is gone
+_GONE_WITHIN = 120.0  # seconds until the SuperLink notices that a node is gone
 FREEZE_THE_SAME = (
-    "load the same pre-trained parameters on every client, and make adapters by the "
-    "same seed"
+    "load the same pre-trained parameters on every client, and make adapters with "
+    "the same seed"
 )
 _WAITING = "Waiting for nodes to connect: %d connected (minimum required: %d)%s."
 
@@ -42,7 +42,7 @@ Said = TypeVar("Said")
 
 @dataclass(frozen=True)
 class Sample:
-    """Whom to ask.
+    """The nodes that a round asks.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Sample:
 
 
 class Cohort(NodeNames):
-    """Names nodes by partition and samples them by seed and round.
+    """The nodes of a run, named by partition, and sampled by seed and round.
 
     Parameters
     ----------
@@ -70,21 +70,22 @@ class Cohort(NodeNames):
     def __init__(self, seed: int, allow_foreign: bool = True) -> None:
         super().__init__(allow_foreign)
         self.seed = seed
-        self.connected = 0  # how many nodes were, when last sampled from
-        self.abstaining: set[int] = set()  # nodes that have nothing to evaluate on
+        self.connected = 0  # the number of nodes at the last sampling
+        self.abstaining: set[int] = set()  # nodes without data for evaluation
         self._mailbox: Mailbox | None = None
-        # By name: how many deadlines it missed in a row, and until which round it is
-        # left out for it.
+        # By name: how many deadlines a node missed in a row, and the round until which
+        # it sits out.
         self._missed: dict[str, tuple[int, int]] = {}
         self._passed_over: set[str] = set()  # names
-        self._given_up: set[int] = set()  # nodes whose answer is not waited for
-        self._trained: dict[int, frozenset[str] | None] = {}  # of nodes that were asked
-        self._frozen: dict[int, frozenset[str]] = {}  # names with digests, of the same
-        self._alike: dict[frozenset[str], frozenset[str]] = {}  # one of those equal
+        self._given_up: set[int] = set()  # nodes that are not waited for
+        # of the nodes that were asked: trained names, and frozen ones with digests
+        self._trained: dict[int, frozenset[str] | None] = {}
+        self._frozen: dict[int, frozenset[str]] = {}
+        self._alike: dict[frozenset[str], frozenset[str]] = {}  # one of equal ones
         self._products_told = False
 
     def mailbox(self, grid: Grid) -> Mailbox:
-        """Return the mailbox of a grid, which knows what is due."""
+        """Return the grid's mailbox, which knows the outstanding replies."""
         if self._mailbox is None or self._mailbox.grid is not grid:
             self._mailbox = Mailbox(grid)
         return self._mailbox
@@ -101,7 +102,7 @@ class Cohort(NodeNames):
         timeout: float,
         waiting: Waiting,
     ) -> Sample:
-        """Return the round's nodes, a function of seed, round and who is connected.
+        """Return the round's nodes, a function of seed, round and connected nodes.
 
         Raises
         ------
@@ -117,40 +118,40 @@ class Cohort(NodeNames):
         chosen = random.Random(f"{self.seed}/{server_round}/{purpose}")
         return Sample(sorted(chosen.sample(candidates, size), key=self.order), wanted)
 
-    # Who sits out
+    # --- nodes that sit out
 
     def missed(self, nodes: Iterable[int], server_round: int) -> None:
-        """Note who let a deadline pass: it sits out a while, longer each time."""
+        """Note a node that missed a deadline: it sits out, longer each time."""
         for name in map(self.name, nodes):
             times = self._missed.get(name, (0, 0))[0] + 1
             self._missed[name] = times, server_round + 2 ** (times - 1)
 
     def passed_over(self, nodes: Iterable[int], server_round: int) -> None:
-        """Note who was not waited for: twice in a row is as good as a deadline."""
+        """Note a node that was too late; twice in a row counts as a missed deadline."""
         names = {self.name(node): node for node in nodes}
         again = names.keys() & self._passed_over
         self._passed_over |= names.keys()
         self.missed([names[name] for name in again], server_round)
 
     def replied(self, node: int) -> None:
-        """Note that a node is alive."""
+        """Note that a node replied, so that it no longer sits out."""
         self._missed.pop(self.name(node), None)
         self._passed_over.discard(self.name(node))
 
     def absences(self) -> dict[str, Any]:
-        """Return who sits out, as JSON holds it: a resumed run samples as this one."""
+        """Return the nodes that sit out, for the journal of a resumed run."""
         passed = sorted(self._passed_over)
         return {"missed": dict(self._missed), "passed-over": passed}
 
     def recall_absences(self, record: Mapping[str, Any]) -> None:
-        """Take up what :meth:`absences` returned in an earlier life of the run.
+        """Restore what :meth:`absences` returned before the run was resumed.
 
         Raises
         ------
         CheckpointError
             If another version wrote it.
         """
-        with kept_record("what the run kept of the clients that sit out"):
+        with kept_record("the run's record of the clients that sit out"):
             missed = record.get("missed", {}).items()
             self._missed = {name: (times, until) for name, (times, until) in missed}
             self._passed_over = set(record.get("passed-over", ()))
@@ -158,26 +159,26 @@ class Cohort(NodeNames):
     def _reliable(
         self, nodes: Sequence[int], minimum: int, server_round: int
     ) -> list[int]:
-        """Return the nodes without those that sit out, unless they are needed."""
+        """Return the nodes that do not sit out, and others only if needed."""
         until = {name: last for name, (_, last) in self._missed.items()}
         out = [n for n in nodes if until.get(self.name(n), 0) >= server_round]
         others = [node for node in nodes if node not in out]
         needed = out[: max(minimum - len(others), 0)]
         if idle := out[len(needed) :]:
-            text = "Not asked, since they let a deadline pass: %s"
+            text = "Not asking nodes that missed a deadline: %s"
             logger.info(text, self._listed(idle))
         return sorted([*others, *needed], key=self.order)
 
-    # Who is there
+    # --- connected nodes
 
     def present(self, grid: Grid, timeout: float) -> list[int]:
-        """Return the nodes that are connected, and may be asked."""
+        """Return the connected nodes that may be asked."""
         return self.learn(self.mailbox(grid), list(grid.get_node_ids()), timeout)
 
     def ready(
         self, grid: Grid, available: int, minimum: int, timeout: float
     ) -> list[int]:
-        """Return the connected nodes that can be asked, in order, once they are enough.
+        """Wait for enough nodes that can be asked; return them in order.
 
         As many as are to be available have two minutes to answer: a SuperLink lists a
         node that has gone, or starts again, for as long. Then fewer begin.
@@ -203,12 +204,12 @@ class Cohort(NodeNames):
                     self._give_up(silent)
                     self.connected = len(nodes)
                     return sorted(nodes, key=self.order)
-                # A client that was restarted is refused until its old node is gone.
-                # Where all run another app, as all do in most runs, none will change.
+                # A restarted client is refused until its old node is gone.
+                # If all nodes run another app, as is usual then, none will change.
                 foreign = self.refused.keys() & self.foreign.keys()
                 if not silent and (gone or foreign >= set(connected)):
                     raise RoundError(
-                        f"{len(nodes)} nodes can be asked, and {minimum} are needed:\n"
+                        f"only {len(nodes)} of {minimum} needed nodes can be asked:\n"
                         + "\n".join(self._refusals())
                     )
             waited = time.monotonic() - began
@@ -223,9 +224,9 @@ class Cohort(NodeNames):
             mailbox.pull()
 
     def _give_up(self, silent: Sequence[int]) -> None:
-        """Log once who is listed as connected, and has not answered."""
+        """Log, once, the connected nodes that have not answered."""
         if new := [node for node in silent if node not in self._given_up]:
-            text = "Not asked, since no answer has come yet: %s"
+            text = "Not asking nodes that have not answered yet: %s"
             logger.warning(text, self._listed(new))
         self._given_up.update(silent)
 
@@ -233,7 +234,7 @@ class Cohort(NodeNames):
         return listed(map(self.name, nodes))
 
     def _refusals(self) -> list[str]:
-        """Return a line for each reason, with the nodes that are refused for it."""
+        """Return a line for each reason, with the names of the refused nodes."""
         by_reason: dict[str, list[int]] = {}
         for node, reason in self.refused.items():
             by_reason.setdefault(reason, []).append(node)
@@ -249,17 +250,17 @@ class Cohort(NodeNames):
             )
         silent = [node for node in connected if node not in self.answered]
         return (
-            f"of {len(connected)} nodes that are connected, {self._listed(silent)} did "
-            f"not answer within {waited:.0f} s: see whether their ClientApp starts, "
-            "or lower min_train_nodes"
+            f"of {len(connected)} connected nodes, {self._listed(silent)} did not "
+            f"answer within {waited:.0f} s: check that their ClientApp starts, or "
+            "lower min_train_nodes"
         )
 
-    # Who trains, and freezes, the same parameters
+    # --- trained and frozen parameters
 
     def mismatched(
         self, grid: Grid, nodes: Sequence[int], like: Params, timeout: float
     ) -> dict[int, ClientError]:
-        """Return the nodes whose parameters are not those of most, and how they differ.
+        """Return the nodes with other parameters than most nodes', with the difference.
 
         Either they train others, or what they freeze, and are not sent, has other
         values. Each node is asked once, before it trains. One that does not answer is
@@ -293,13 +294,13 @@ class Cohort(NodeNames):
         return {node: ClientError(why) for node, why in odd.items()}
 
     def _tell_of_products(self, trained: frozenset[str]) -> None:
-        """Log once that both factors of adapters are trained, where they are."""
+        """Log, once, that clients train both factors of adapters."""
         if not self._products_told and (text := of_products(trained)):
             self._products_told = True
             logger.warning("%s", text)
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
-        """Take which of these names a node trains, whenever the answer comes.
+        """Store a node's answer about these names, whenever it comes.
 
         And what it freezes of all others.
         """
@@ -313,7 +314,7 @@ class Cohort(NodeNames):
 def unlike_most(
     said: Mapping[Key, Said], difference: Callable[[Said, Said, str], str]
 ) -> dict[Key, str]:
-    """Return who does not say what most say, and how it differs.
+    """Return the nodes with another answer than most, with the difference.
 
     Where no two say the same, that is everybody: nobody knows who is right.
 
@@ -338,7 +339,7 @@ def unlike_most(
 
 def _other_values(own: frozenset[str], other: frozenset[str], whom: str) -> str:
     names = {frozen_name(each) for each in own ^ other}
-    return f"its frozen {some(names)} are not what {whom} have: {FREEZE_THE_SAME}"
+    return f"its frozen {some(names)} differ from those of {whom}: {FREEZE_THE_SAME}"
 
 
 def _difference(own: frozenset[str], other: frozenset[str], whom: str) -> str:
@@ -350,11 +351,11 @@ def _difference(own: frozenset[str], other: frozenset[str], whom: str) -> str:
     return f"{'; '.join(parts)}: freeze the same parameters on every client"
 
 
-# Before a server app begins
+# --- before a server app begins
 
 
 def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[int]:
-    """Return the connected nodes, once there are enough.
+    """Wait until enough nodes are connected; return them.
 
     In a simulation all are there at once; SuperNodes come one after the other.
 
@@ -389,12 +390,12 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[in
 
 def _too_few_connected(count: int, needed: int, waited: float, options: str) -> str:
     return (
-        f"{count} nodes are connected after {waited:.0f} s, and {needed} are needed: "
+        f"only {count} of {needed} required nodes are connected after {waited:.0f} s: "
         f"start more SuperNodes, or lower {options}"
     )
 
 
 def most_nodes(grid: Grid, known: int) -> int:
-    """Return how many nodes there can be, as virtual clients' grid says, or `known`."""
+    """Return the largest number of nodes: a virtual grid's, or `known`."""
     most: int = getattr(grid, "num_supernodes", known)
     return most

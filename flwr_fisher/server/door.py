@@ -1,9 +1,9 @@
-"""The door that every reply passes: a client whose reply fails a check is left out.
+"""The door: all checks of a reply. A client that fails one is left out of the round.
 
-All replies take the same steps: who sent it, is it within bounds, can it be read, are
-its numbers possible, how much of it counts. The log has all of them in the same form.
+Every reply passes the same checks: its sender, its size, its format, the plausibility
+of its numbers, and the policy. The log has all results in the same form.
 
-Long: one class takes each step, for replies that train and that evaluate.
+Long: one class has all checks, for replies of training and of evaluation.
 """
 
 import copy
@@ -30,18 +30,18 @@ P = TypeVar("P", bound=Payload)
 Key = TypeVar("Key")
 Aggregate = Callable[[int, Iterable[Message]], MetricRecord | None]
 
-_ENTRIES, _NUMBERS, _NAME = 1000, 100_000, 200  # of a reply's metrics
+_ENTRIES, _NUMBERS, _NAME = 1000, 100_000, 200  # limits of a reply's metrics
 _REASON, _LONG_REASON, _LINES = 500, 800, 20
-_SLIGHT = 0.5  # cut by less, nobody is named in the log
-_HEAVIEST = 1e15  # examples: of a weight that cannot be
-TRAIN, EVALUATE = "aggregate_train", "aggregate_evaluate"  # what a log line begins with
+_SLIGHT = 0.5  # a smaller cut is not logged
+_HEAVIEST = 1e15  # examples: above it, a weight is not plausible
+TRAIN, EVALUATE = "aggregate_train", "aggregate_evaluate"  # the beginning of a log line
 
 
-# Within bounds
+# --- bounds
 
 
 def read_metrics(message: Message, weighted_by_key: str) -> MetricRecord:
-    """Return the one record of a reply's metrics, which has the client's weight.
+    """Return a reply's MetricRecord, which has the client's weight.
 
     Raises
     ------
@@ -61,11 +61,11 @@ def read_metrics(message: Message, weighted_by_key: str) -> MetricRecord:
     numbers = sum(len(v) for v in metrics.values() if isinstance(v, list))
     reason = ""
     if len(metrics) > _ENTRIES:
-        reason = f"{len(metrics)} metrics, and at most {_ENTRIES} can be"
+        reason = f"{len(metrics)} metrics, but at most {_ENTRIES} are allowed"
     elif any(len(name) > _NAME for name in metrics):
         reason = f"a metric's name has more than {_NAME} characters"
     elif numbers > _NUMBERS:
-        reason = f"{numbers} numbers in lists, and at most {_NUMBERS} can be"
+        reason = f"{numbers} numbers in lists, but at most {_NUMBERS} are allowed"
     if reason:
         raise WireError(reason, field="metrics")
     weight_of(metrics, weighted_by_key)
@@ -85,13 +85,13 @@ def weight_of(metrics: MetricRecord, key: str) -> float:
         return weight
     reason = "the weight must be a positive number"
     if isinstance(weight, int | float) and weight > _HEAVIEST:
-        reason = f"nobody has more than {_HEAVIEST:g} examples"
+        reason = f"must be at most {_HEAVIEST:g} examples"
     reason += f", got {printable(repr(weight))}"
     raise WireError(reason, field=key)
 
 
 def abstains(message: Message) -> bool:
-    """Return whether a client says that it has nothing to evaluate on."""
+    """Return whether a client says that it has no data for evaluation."""
     if not message.has_content() or len(message.content) != 1:
         return False
     records = list(message.content.metric_records.values())
@@ -101,7 +101,7 @@ def abstains(message: Message) -> bool:
 def comparable(
     metrics: Mapping[Key, MetricRecord],
 ) -> tuple[dict[Key, MetricRecord], dict[Key, str]]:
-    """Return metrics that can be averaged, and why some clients' cannot.
+    """Return the metrics that can be averaged, and why some clients' cannot.
 
     Flower refuses all metrics of a round whose clients do not report the same. Here
     those entries count that more than half of the clients report; others are dropped,
@@ -117,7 +117,7 @@ def comparable(
     """
 
     def entries(record: MetricRecord) -> dict[tuple[str, int], None]:
-        """Return names with lengths, -1 for a number; in order."""
+        """Return the metrics' names with lengths (-1 for a number), in order."""
         return {
             (name, len(value) if isinstance(value, list) else -1): None
             for name, value in record.items()
@@ -147,11 +147,11 @@ def _finite(value: object) -> bool:
     return all(isinstance(x, int | float) and math.isfinite(x) for x in values)
 
 
-# Who is left out
+# --- rejected clients
 
 
 class Rejections:
-    """Clients with the reasons why they are left out, in the order of their rejection.
+    """The rejected clients with the reasons, in the order of their rejection.
 
     The first client with a reason is logged at once, all others with the same reason by
     :meth:`summarise`: a thousand clients with one mistake are two lines in the log.
@@ -168,7 +168,7 @@ class Rejections:
     def add(
         self, client: str, reason: object, *, stage: str, node: int | None = None
     ) -> None:
-        """Note, and log, why a client is left out.
+        """Note and log why a client is left out.
 
         Parameters
         ----------
@@ -195,7 +195,7 @@ class Rejections:
             self._unlogged.setdefault((stage, text), []).append(client)
 
     def summarise(self) -> None:
-        """Log who was left out for reasons that the log has already."""
+        """Log the clients that were left out for reasons that the log has already."""
         for (stage, reason), clients in self._unlogged.items():
             logger.warning("%s: left out %s, too: %s", stage, listed(clients), reason)
         self._unlogged.clear()
@@ -221,14 +221,14 @@ def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
     return groups
 
 
-# The door
+# --- the door
 
 
 class Scores(Payload):
-    """What an evaluate reply holds beside its metrics: nothing."""
+    """The empty upload of an evaluate reply, which has only metrics."""
 
     def layout(self) -> tuple[str, ...]:
-        """Return nothing that clients could disagree in."""
+        """Return an empty layout, equal for all clients."""
         return ()
 
     def to_arrays(self) -> ArrayRecord:
@@ -237,7 +237,7 @@ class Scores(Payload):
 
 
 class Door(Generic[P]):
-    """Takes the replies to one request: admitted, rejected, missing or limited.
+    """Checks the replies to one request, and admits, limits or rejects them.
 
     Where a reply fails at any step, by whatever exception, its client is left out, and
     nothing else happens.
@@ -303,13 +303,13 @@ class Door(Generic[P]):
         self.remembered: dict[str, float] = {}
         self._clients: dict[str, Identity] = {}
         self._sizes: dict[str, Sizes] = {}
-        self._weights: dict[str, float] = {}  # within the policy
-        self._digests: dict[str, str] = {}  # of what is frozen and not sent
+        self._weights: dict[str, float] = {}  # after the policy
+        self._digests: dict[str, str] = {}  # of parameters frozen and not sent
 
-    # One reply
+    # --- one reply
 
     def take(self, reply: NodeReply) -> tuple[ArrayRecord, MetricRecord] | None:
-        """Admit or reject a reply; return the records of one that was admitted.
+        """Admit or reject a reply; return the records of an admitted one.
 
         A client that replies twice, from two nodes, counts once.
         """
@@ -324,7 +324,7 @@ class Door(Generic[P]):
             arrays = self._arrays(reply.message)
             self.admit(client, arrays, metrics)
             return arrays, metrics
-        except Exception as error:  # of what arrived, anything can be wrong
+        except Exception as error:  # untrusted replies can fail in any way
             self.reject(reply.node, error)
             return None
 
@@ -373,7 +373,7 @@ class Door(Generic[P]):
             )
 
     def _check_claim(self, client: Identity) -> None:
-        """See that no partition counts twice: it is the registered node's that has it.
+        """Check that no partition counts twice; a registered node keeps its own.
 
         Only one of them was connected when it was asked, or the SuperLink has
         registered the node since.
@@ -388,43 +388,43 @@ class Door(Generic[P]):
                 raise WireError(reason.format(other.name), field="partition-id")
             if client.registered and not other.registered:
                 error = WireError(reason.format(client.name), field="partition-id")
-                if self.fold is not None:  # what was added up cannot be taken out
+                if self.fold is not None:  # a summand cannot be removed from a sum
                     raise error
                 for upload in [u for u in self.admitted if u.client == other.name]:
                     self.withdraw(upload, error)
 
     def reject(self, node: int, error: Exception, stage: str = "") -> None:
-        """Leave a node's client out."""
+        """Reject a node's client."""
         name = self.cohort.name(node)
         self.rejected.add(name, error, stage=stage or self.stage, node=node)
 
     def reject_saved(self, client: Identity, error: Exception) -> None:
-        """Reject what was saved of a client, which need not be connected."""
+        """Reject a client's saved reply; the client need not be connected."""
         self.rejected.add(client.name, error, stage=self.stage, node=client.node)
 
     def withdraw(self, upload: Upload[P], error: Exception) -> None:
-        """Reject an upload that was admitted before."""
+        """Reject an upload after its admission."""
         self.admitted = [u for u in self.admitted if u.client != upload.client]
         self.rejected.add(upload.client, error, stage=self.stage, node=upload.node_id)
         self.withdrawn[upload.client] = self.rejected.reasons[upload.client]
 
     def mark_missing(self, nodes: Iterable[int], reason: str) -> None:
-        """Note from which nodes nothing came, and why."""
+        """Note the nodes without a reply, and why."""
         self.missing |= {self.cohort.name(node): reason for node in nodes}
 
-    # Who has replied
+    # --- clients that have replied
 
     def has(self, client: Identity) -> bool:
         """Return whether a client's reply was admitted."""
         return client.name in self._clients
 
     def done(self) -> set[str]:
-        """Return all names of the clients whose replies were admitted or rejected."""
+        """Return the names of all clients with an admitted or rejected reply."""
         names = {name for client in self._clients.values() for name in client.names}
         return names | self.rejected.reasons.keys()
 
     def without_done(self, nodes: Iterable[int]) -> list[int]:
-        """Return those nodes whose clients' replies were neither admitted nor rejected.
+        """Return the nodes of clients without an admitted or rejected reply.
 
         Of a registered node its name and id count, and not its partition, which another
         may have claimed.
@@ -438,7 +438,7 @@ class Door(Generic[P]):
         return left
 
     def log_missing(self) -> None:
-        """Log from whom nothing came."""
+        """Log the clients without a reply."""
         for line in self._missing_lines():
             logger.warning("%s: %s", self.stage, line)
 
@@ -446,12 +446,12 @@ class Door(Generic[P]):
         by_reason = _by_reason(self.missing).items()
         return [f"no reply from {listed(c)}: {reason}" for reason, c in by_reason]
 
-    # All replies
+    # --- all replies
 
     def uploads(
         self, needed: int, before: Mapping[str, float] | None = None
     ) -> list[Upload[P]]:
-        """Return the uploads in an order that depends on no node id and no timing.
+        """Return the uploads in an order that is independent of node ids and timing.
 
         Those that do not agree with most are rejected first; then the policy limits
         what is left. `before` is what was to be remembered of the last round.
@@ -475,14 +475,14 @@ class Door(Generic[P]):
         self.limited = {u.client: u.limited for u in uploads if u.limited}
         for client, factors in self.limited.items():
             if min(factors.values()) > _SLIGHT:
-                continue  # the round's metrics tell
+                continue  # the round's metrics have it
             parts = ", ".join(f"{name} x {part:.2g}" for name, part in factors.items())
             logger.warning("%s: limited %s: %s", self.stage, client, parts)
         self._weights = {upload.client: upload.num_examples for upload in uploads}
         return uploads
 
     def check_enough(self, needed: int, awaited: int = 0) -> None:
-        """See that there are enough uploads, with those that are still awaited.
+        """Check that there are enough uploads, counting outstanding ones.
 
         Raises
         ------
@@ -494,12 +494,12 @@ class Door(Generic[P]):
             return
         lines = self.rejected.lines() + self._missing_lines()
         raise RoundError(
-            f"{count} usable replies, and min_train_nodes={needed}:\n"
+            f"only {count} usable replies, but min_train_nodes={needed}:\n"
             + "\n".join(lines)
         )
 
     def _fold_held(self) -> None:
-        """Add up what was held, until it was known what most freeze."""
+        """Add up the uploads that were held back until all layouts were known."""
         if self.fold is None:
             return
         for i, upload in enumerate(self.admitted):
@@ -508,7 +508,7 @@ class Door(Generic[P]):
                 self.admitted[i] = replace(upload, payload=payload)
 
     def _withdraw_mismatched(self) -> None:
-        """Reject the uploads whose layout, or frozen part, is not what most have."""
+        """Reject the uploads with another layout, or frozen part, than most have."""
         self._withdraw_other_layouts()
         uploads = {u.client: u for u in self.admitted if u.client in self._digests}
         said = {client: self._digests[client] for client in uploads}
@@ -530,7 +530,7 @@ class Door(Generic[P]):
     def metrics(
         self, aggregate: Callable[[list[RecordDict], str], MetricRecord]
     ) -> MetricRecord:
-        """Return the admitted replies' aggregated metrics, and how many there were."""
+        """Return the admitted replies' aggregated metrics, and their number."""
         key, weights = self.weighted_by_key, self._weights
         own = {
             u.client: MetricRecord({**u.metrics, key: weights[u.client]})
@@ -556,7 +556,7 @@ class Door(Generic[P]):
 
 
 class EvaluationDoor(Door[Scores]):
-    """Takes evaluate replies: metrics alone, which are what clients must agree in.
+    """Checks evaluate replies, which have only metrics.
 
     Parameters
     ----------
@@ -577,7 +577,7 @@ class EvaluationDoor(Door[Scores]):
         )
         self.stage = EVALUATE
         self._messages: dict[int, Message] = {}
-        self._scores: dict[str, MetricRecord] = {}  # what most report
+        self._scores: dict[str, MetricRecord] = {}  # the metrics that most report
 
     def _arrays(self, message: Message) -> ArrayRecord:
         return ArrayRecord()
@@ -588,7 +588,7 @@ class EvaluationDoor(Door[Scores]):
         return super().take(reply)
 
     def _withdraw_mismatched(self) -> None:
-        """Reject the replies without the metrics that most have."""
+        """Reject the replies without the metrics that most clients report."""
         own = {upload.client: upload.metrics for upload in self.admitted}
         self._scores, mismatched = comparable(own)
         for upload in [u for u in self.admitted if u.client in mismatched]:
@@ -596,7 +596,7 @@ class EvaluationDoor(Door[Scores]):
             self.withdraw(upload, error)
 
     def average(self, server_round: int, aggregate: Aggregate) -> MetricRecord | None:
-        """Have a strategy aggregate the replies that fit, in the clients' order.
+        """Let a strategy aggregate the fitting replies, in the clients' order.
 
         Parameters
         ----------
@@ -621,12 +621,13 @@ class EvaluationDoor(Door[Scores]):
 
 
 def _other_digest(own: str, other: str, whom: str) -> str:
-    """Return what to say of a client whose frozen values differ.
+    """Return the reason for rejecting a client with other frozen values.
 
     They are found to differ only after its training: nobody asked it before.
     """
     return (
-        f"what it freezes, and is not sent, has other values than {whom} have: "
-        f"{FREEZE_THE_SAME}; outside a collection window, that is found before the "
-        "training, by identify(message, context, model) in an app's query function"
+        f"its frozen parameters, which the server does not send, differ from those of "
+        f"{whom}: {FREEZE_THE_SAME}. To find this before the training, outside of a "
+        "collection window, answer with identify(message, context, model) in the "
+        "app's query function"
     )

@@ -1,6 +1,6 @@
-"""A run's rounds, one after another: train, evaluate, write down, tell.
+"""The driver of a run's rounds: it trains, evaluates, saves, and calls callbacks.
 
-Long: a third of it says what a driver needs of its strategy.
+Long: a third of it is the interface that a strategy must have.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,34 +30,34 @@ from flwr_fisher.server.run import Run
 from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
 _ONLY_TRAINS = (
-    "norm statistics: nothing but a training can be asked of %s: give model and loader "
-    "to a FisherClient there, or call merge.refresh_norms(model, loader) afterwards"
+    "norm statistics: %s can only train. Use a FisherClient with model and loader "
+    "there, or call merge.refresh_norms(model, loader) afterwards"
 )
-TO_EVALUATE = 60.0  # seconds at most, until enough clients are there
+TO_EVALUATE = 60.0  # the most seconds to wait for enough clients
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]  # the server's scores
 
 
 class Strategy(StrategySettings, Protocol):
-    """A strategy, as far as the server knows it."""
+    """The part of a strategy that the server uses."""
 
     secure: Secure | None
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
-        """Return what a round asks of its clients, one request after another."""
+        """Return the exchanges of a round, in their order."""
 
     def may_skip(self, server_round: int) -> bool:
-        """Return whether the run can go on without a round."""
+        """Return whether the run can continue after a failed round."""
 
     def norms_to_refresh(self, before: Params, after: Params) -> Sequence[str]:
-        """Return the norms whose statistics the round's clients are to measure."""
+        """Return the norms that the round's clients must measure."""
 
     def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
-        """Return what clients that train are sent of the caller's."""
+        """Return the caller's config for clients that train."""
 
     def evaluation_config(
         self, server_round: int, config: ConfigRecord
     ) -> ConfigRecord:
-        """Return what clients that evaluate are sent of the caller's."""
+        """Return the caller's config for clients that evaluate."""
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -67,19 +67,19 @@ class Strategy(StrategySettings, Protocol):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Average the replies to them."""
+        """Aggregate the replies to the evaluation."""
 
 
 @runtime_checkable
 class _Listener(Protocol):
-    """A grid that wants to know whose replies were aggregated."""
+    """A grid that is told which replies were aggregated."""
 
     def aggregated(self, metrics: Mapping[int, MetricRecord]) -> None:
-        """Learn their metrics, by node."""
+        """Receive the aggregated replies' metrics by node."""
 
 
 def exchanges_of(strategy: Strategy, server_round: int) -> Sequence[Exchange[Any]]:
-    """Return what a round asks, as secure sums where the strategy wants them."""
+    """Return a round's exchanges, as secure sums if the strategy has `secure=`."""
     exchanges = strategy.exchanges(server_round)
     return secured(strategy, exchanges, f"{server_round}", strategy.weighted_by_key)
 
@@ -87,7 +87,7 @@ def exchanges_of(strategy: Strategy, server_round: int) -> Sequence[Exchange[Any
 def secured(
     strategy: Strategy, exchanges: Sequence[Exchange[Any]], what: str, weighted_by: str
 ) -> Sequence[Exchange[Any]]:
-    """Return exchanges, as secure sums where the strategy wants them."""
+    """Return exchanges, as secure sums if the strategy has `secure=`."""
     if strategy.secure is None:
         return exchanges
     seed = f"{strategy.seed}/{what}"
@@ -95,7 +95,7 @@ def secured(
 
 
 class Driver:
-    """Does rounds of a strategy on a grid, and keeps them in a run.
+    """Drives a strategy's rounds on a grid, and stores them in a run.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ class Driver:
     ) -> None:
         self.strategy, self.cohort = strategy, strategy.cohort
         self.grid, self.run, self.timeout = grid, run, timeout
-        self.server_round = run.server_round  # under way
+        self.server_round = run.server_round  # the current round
         self._late: LateReplies | None = None  # of the last exchange
 
     def rounds(
@@ -125,7 +125,7 @@ class Driver:
         evaluate_fn: EvaluateFn | None,
         callbacks: Sequence[Callback],
     ) -> None:
-        """Do the rounds that are left, up to `num_rounds` or until a callback ends it.
+        """Do the remaining rounds, until `num_rounds` or until a callback ends the run.
 
         Raises
         ------
@@ -162,7 +162,7 @@ class Driver:
             ended = run.run_callbacks(callbacks)
 
     def do_exchanges(self, config: ConfigRecord) -> None:
-        """Do the exchanges of the round under way, and take the step of each.
+        """Do the current round's exchanges, and take each one's step.
 
         Uploads that an interrupted run admitted are taken from disk, and their clients
         are not asked again.
@@ -174,13 +174,13 @@ class Driver:
         CheckpointError
             If an upload on disk is of another version of this library.
         """
-        if self.strategy.fraction_train == 0.0:  # FedAvg's way to evaluate alone
+        if self.strategy.fraction_train == 0.0:  # FedAvg's way to evaluate only
             return
         uploads: Uploads[Any] = []
         before = self.run.state.params
         exchanges = exchanges_of(self.strategy, self.server_round)
         for index, exchange in enumerate(exchanges, start=1):
-            # The uploads of the last exchange go before those of this one come.
+            # Free the uploads of the last exchange before this one's arrive.
             uploads = []
             self.run.forget_uploads()
             journal = self.run.exchange(self.server_round, index)
@@ -189,9 +189,9 @@ class Driver:
             outcome = under_way.step()
             under_way.close(outcome.uploads)
             uploads, step, metrics = outcome.uploads, outcome.step, outcome.metrics
-            del under_way, outcome  # which hold the uploads, too
+            del under_way, outcome  # they hold the uploads, too
             if isinstance(self.grid, _Listener):
-                # Of uploads from disk, other nodes than theirs were.
+                # Uploads from the disk came from other nodes.
                 present = self.cohort.present(self.grid, self.timeout)
                 nodes = {self.cohort.name(node): node for node in present}
                 own = {u.client: u.metrics for u in uploads if u.client in nodes}
@@ -226,7 +226,7 @@ class Driver:
         clients: Mapping[str, tuple[int, float]],
         config: ConfigRecord,
     ) -> None:
-        """Have the round's clients measure the new model's norms, if it asks for it.
+        """Let the round's clients measure the new model's norms, if requested.
 
         Who has gone since is left out, as is whose ClientApp only trains; the round is
         finished without it where nobody is left. It is not in the journal: a run that
@@ -249,9 +249,9 @@ class Driver:
         exchange = norm_exchange(prefixes, weights)
         try:
             if not weights:
-                raise RoundError("no client of the round can be asked any more")
+                raise RoundError("all clients of the round have disconnected")
             logger.info(
-                "norm statistics: of the new model, by %d clients", len(weights)
+                "norm statistics: asking %d clients for the new model's", len(weights)
             )
             what = f"{self.server_round}/norms"
             for one in secured(strategy, [exchange], what, NUM_EXAMPLES):
@@ -268,8 +268,8 @@ class Driver:
             self.run.state = merged
             logger.warning(
                 "norm statistics: %d batch norms keep the mean of the clients' "
-                "statistics, which are of other weights than the new model's: it may "
-                "be far worse for it (docs/pretrained.md), since %s",
+                "statistics, which belong to other weights than the new model's, so "
+                "the model may be far worse (docs/pretrained.md). The reason: %s",
                 len(prefixes),
                 error,
             )
@@ -277,11 +277,11 @@ class Driver:
     def _who_can_measure(
         self, clients: Mapping[str, tuple[int, float]]
     ) -> dict[int, float]:
-        """Return the weights of those clients that can, by number; log who cannot."""
+        """Return the weights of the clients that can measure; log those that cannot."""
         present = self.cohort.present(self.grid, self.timeout)
         nodes = {self.cohort.identity(n).number: n for n in present}
         if gone := [c for c, (number, _) in clients.items() if number not in nodes]:
-            logger.warning("norm statistics: gone since: %s", listed(gone))
+            logger.warning("norm statistics: disconnected: %s", listed(gone))
         there = {c: own for c, own in clients.items() if own[0] in nodes}
         able = self.cohort.do_any_job
         asked = {c: own for c, own in there.items() if nodes[own[0]] in able}
@@ -290,11 +290,10 @@ class Driver:
         return dict(asked.values())
 
     def _late_replies(self, under_way: ExchangeRun[Any]) -> LateReplies:
-        """Return what takes the replies that come when an exchange is over."""
+        """Return the handler of replies that come after the end of an exchange."""
         if self._late is not None:
             self._late.forget()
-        # It must not hold this exchange's uploads until the last late reply, and its
-        # sum is not to change any more.
+        # It must not hold this exchange's uploads, and must not change its sum.
         alone = replace(under_way.exchange, additive=None)
         self._late = LateReplies(
             self.cohort,
@@ -310,7 +309,7 @@ class Driver:
         return self.server_round
 
     def evaluate(self, config: ConfigRecord) -> None:
-        """Have clients evaluate the run's parameters, as the strategy says.
+        """Let clients evaluate the run's parameters, as the strategy configures it.
 
         Who has nothing to evaluate on says so, and is not asked again.
         """
@@ -324,7 +323,7 @@ class Driver:
             if message.metadata.dst_node_id not in cohort.abstaining
         ]
         due = {message.metadata.dst_node_id for message in messages}
-        num_asked, new = len(due), set[int]()  # who abstains, and did not before
+        num_asked, new = len(due), set[int]()  # nodes that abstain for the first time
         door = EvaluationDoor(cohort, strategy.weighted_by_key, strategy.policy)
 
         def enough() -> bool:
@@ -344,7 +343,7 @@ class Driver:
         if new:
             cohort.abstaining |= new
             names = listed(map(cohort.name, new))
-            logger.info("configure_evaluate: nothing to evaluate on has %s", names)
+            logger.info("configure_evaluate: %s have no data for evaluation", names)
         if enough():
             door.mark_missing(due, "not waited for, since enough have replied")
         else:

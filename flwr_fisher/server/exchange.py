@@ -1,7 +1,7 @@
-"""What a strategy says of a round, as frozen values: state, exchange, step, upload.
+"""The types between server and strategy: state, exchange, upload and step.
 
-A strategy returns the exchanges of a round, and makes a step of each one's uploads; so
-it holds no state of its own, and a run can go on from what a journal kept.
+A strategy returns a round's exchanges, and computes a step from each one's uploads. It
+holds no state of its own, so a run can be resumed from its journal.
 
 Long: half of it is docstrings.
 """
@@ -30,12 +30,12 @@ P = TypeVar("P", bound=Payload)
 Groups = Mapping[str, Params]
 _GROUPS = "groups/"
 _CLIENTS = ("sampled", "all")
-# Options that the library gives itself.
+# options that the library sets itself
 _RESERVED = ("query", "report-local", "run", "seed", "tell-frozen")
 
 
 class _Group(dict[str, Tensor]):
-    """A group of tensors by name, which says of what group one is missing."""
+    """A group of tensors by name, which names itself in errors."""
 
     def __init__(self, name: str, tensors: Params) -> None:
         super().__init__(tensors)
@@ -43,16 +43,16 @@ class _Group(dict[str, Tensor]):
 
     def __missing__(self, key: str) -> Tensor:
         raise CheckpointError(
-            f"the state's group '{self.name}' has no '{key}', of {sorted(self)}: go on "
-            "with the version of flwr-fisher that began the run, or begin anew in "
-            "another checkpoint_dir; a method of your own carries on in each Step what "
-            "the next one reads"
+            f"the state's group '{self.name}' has no '{key}', only {sorted(self)}: "
+            "resume with the version of flwr-fisher that began the run, or begin a "
+            "new run in another checkpoint_dir. In a method of your own, return in "
+            "each Step all groups that the next one reads"
         )
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """Everything that the next round depends on.
+    """The server's state, on which the next round depends.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class ServerState:
     groups: Groups = field(default_factory=dict)
 
     def group(self, name: str) -> Params:
-        """Return a group of tensors; an empty one if there is none of that name.
+        """Return the group of tensors of a name, or an empty one.
 
         Where a step reads a tensor of it that is not there, the error is a
         :class:`CheckpointError`, which names both.
@@ -83,12 +83,12 @@ class ServerState:
         return _Group(name, self.groups.get(name, {}))
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return all by name: parameters, and ``groups/<group>/<name>``."""
+        """Return all tensors by name: parameters, and ``groups/<group>/<name>``."""
         return {**self.params, **join_groups(self.groups, _GROUPS)}
 
     @classmethod
     def from_tensors(cls, tensors: Params) -> "ServerState":
-        """Read what :meth:`to_tensors` returned."""
+        """Return the state from the tensors of :meth:`to_tensors`."""
         return cls(*split_groups(tensors, _GROUPS))
 
 
@@ -159,7 +159,7 @@ def mean_vector(uploads: Uploads[Any], name: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Step:
-    """What a strategy's step returns.
+    """The result of a strategy's step.
 
     Parameters
     ----------
@@ -183,18 +183,18 @@ class Step:
 
 
 class Total(Protocol):
-    """What adds uploads up."""
+    """A running sum of uploads."""
 
     def __call__(self, payload: Any, weight: float) -> Any:
-        """Add an upload; return what is left of it."""
+        """Add an upload; return it without its tensors."""
 
     def mean(self, uploads: Sequence[tuple[Any, float]]) -> Payload:
-        """Return the mean of uploads, or of those of which this is left."""
+        """Return the mean of uploads, given them or their remains."""
 
 
 @dataclass(frozen=True)
 class Summation(Generic[P]):
-    """How an exchange's uploads can be replaced by their sum, which a step takes alone.
+    """How an exchange's uploads are summed, for a step that needs only their mean.
 
     Parameters
     ----------
@@ -226,7 +226,7 @@ class Summation(Generic[P]):
     keep_all: bool = False
 
     def mean(self, total: Total, uploads: Uploads[Any]) -> Upload[Any]:
-        """Return uploads' mean as one upload, of those that are in it."""
+        """Return the uploads' mean as one upload, of all their clients."""
         mean = total.mean([(u.payload, self.weight(u.num_examples)) for u in uploads])
         members = uploads[0].members or [upload.number for upload in uploads]
         weight = math.fsum(upload.num_examples for upload in uploads)
@@ -234,11 +234,11 @@ class Summation(Generic[P]):
         return Upload(0, name, weight, mean, none, num_bytes=0, members=members)
 
     def weight(self, num_examples: float) -> float:
-        """Return what an upload counts for."""
+        """Return an upload's weight in the sum."""
         return num_examples if self.weighted and self.privacy is None else 1.0
 
     def add(self, payload: P, weight: float) -> P:
-        """Add an upload as it comes; return what is left of it."""
+        """Add an arriving upload; return it without its tensors."""
         assert self.total is not None
         left: P = self.total(payload, self.weight(weight))
         return left
@@ -246,7 +246,7 @@ class Summation(Generic[P]):
 
 @dataclass(frozen=True)
 class Exchange(Generic[P]):
-    """One request to the sampled clients, and what becomes of their replies.
+    """One request to the sampled clients, and the step from their replies.
 
     Parameters
     ----------
@@ -302,42 +302,42 @@ class Exchange(Generic[P]):
         for name, value in self.options.items():
             if name in _RESERVED:
                 raise ConfigurationError(
-                    f"the option {name!r} of an Exchange is one that the library gives "
-                    "clients itself: call yours another name"
+                    f"the option {name!r} of an Exchange is reserved, because the "
+                    "library sends it itself: use another name"
                 )
             try:
                 ConfigRecord({name: value})
             except TypeError as error:
                 raise ConfigurationError(
-                    f"the option {name!r} of an Exchange is {value!r:.80}, which a "
-                    "ConfigRecord cannot hold: give a number, text or bytes, a list of "
-                    "such, or leave it out"
+                    f"the option {name!r} of an Exchange is {value!r:.80}, but a "
+                    "ConfigRecord holds only numbers, texts, bytes and lists of "
+                    "these: pass one of them, or leave the option out"
                 ) from error
 
     @property
     def fold(self) -> Callable[[P, float], P] | None:
-        """What adds an upload as it comes, and returns what is left of it."""
+        """The function that adds an arriving upload to the sum, if there is one."""
         own = self.additive
         return None if own is None or own.total is None or own.keep_all else own.add
 
     def take(self, state: ServerState, uploads: Uploads[P]) -> Step:
-        """Take the step: with the uploads, or with their mean where that is all."""
+        """Take the step, with the uploads or with their mean."""
         own = self.additive
         if own is not None and own.total is not None and own.alone:
             uploads = [own.mean(own.total, uploads)]
         return self.step(state, uploads)
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
-        """Return a new record: the caller's entries, and the options."""
+        """Return a new record with the caller's entries and the options."""
         return ConfigRecord({**base, **named_options(self.options)})
 
     @property
     def log_name(self) -> str:
-        """What the log calls it, where it is one of several; else empty."""
+        """The exchange's name in the log, empty for the only one of a round."""
         return ""
 
     def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
-        """Return what makes the record that a client is sent, by the client's number.
+        """Return a function from a client's number to the record to send.
 
         Here it is the same for all.
         """
@@ -345,7 +345,7 @@ class Exchange(Generic[P]):
         return lambda number: record
 
     def arrays(self, state: ServerState, own: Groups | None = None) -> ArrayRecord:
-        """Return the record that is sent out: parameters, and the groups beside.
+        """Return the record to send: parameters, and groups beside them.
 
         Parameters
         ----------
@@ -360,7 +360,7 @@ class Exchange(Generic[P]):
 
 @runtime_checkable
 class Secure(Protocol):
-    """What a strategy's ``secure=`` does: it has sums taken that nobody looks into.
+    """The interface of a strategy's ``secure=``, which replaces uploads by secure sums.
 
     :class:`flwr_fisher.secure.SecureSums` is one.
     """
@@ -370,12 +370,12 @@ class Secure(Protocol):
         """How many bits a summed number has."""
 
     def settings(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common, as JSON holds it."""
+        """Return the settings that a resumed run must have in common, as JSON."""
 
     def check(self, exchanges: Sequence[Exchange[Any]], who: str) -> None:
-        """Raise :class:`ConfigurationError` unless sums can take uploads' place."""
+        """Raise :class:`ConfigurationError` unless sums can replace the uploads."""
 
     def secured(
         self, exchanges: Sequence[Exchange[Any]], *, seed: str, weighted_by: str
     ) -> Sequence[Exchange[Any]]:
-        """Return exchanges in the place of a round's, which show sums alone."""
+        """Return the exchanges that replace a round's, and show only sums."""

@@ -1,6 +1,8 @@
-"""Who is who: clients by names that hold in every run, while node ids differ.
+"""The identities of clients, by names that are the same in every run.
 
-Long: a client, and what knows all of them.
+Node ids are random in each run.
+
+Long: one client's identity, and the registry of all.
 """
 
 import time
@@ -19,21 +21,21 @@ from flwr_fisher.wire.answer import Answer
 
 Order = tuple[int, int, str]
 
-_ASK_AGAIN = 60.0  # seconds after a node died, if it is connected
+_ASK_AGAIN = 60.0  # seconds after a node died for which it still counts as connected
 _TRIES = 3  # of a node that answers with an error
 
-# What tells another ClientApp from ours, by a sign of its answer to the query.
+# How to recognise another library's ClientApp by its answer to the query.
 _FOREIGN = {
-    # A client_fn is given no query; older apps know no such message.
+    # A client_fn gets no query; older apps do not know this message.
     "Invalid message type: query": (
-        "its ClientApp is that of a NumPyClient, or of another client_fn: make it "
+        "its ClientApp is that of a NumPyClient, or of another client_fn: use "
         "app = flwr_fisher.legacy.client_app(client_fn, model=..., trainloader=...), "
-        "as docs/moving-from-numpyclient.md shows"
+        "as in docs/moving-from-numpyclient.md"
     ),
     "No query function registered": (
-        "its ClientApp is not flwr-fisher's, whose clients say that they are: add "
-        "app.query()(identify) and fisher_arrays of flwr_fisher.client to it, or use "
-        "FisherClient, as docs/moving-from-fedavg.md shows"
+        "its ClientApp is not flwr-fisher's: add app.query()(identify) and "
+        "fisher_arrays of flwr_fisher.client to it, or use FisherClient, as in "
+        "docs/moving-from-fedavg.md"
     ),
 }
 _PLAIN = _FOREIGN["No query function registered"]
@@ -41,7 +43,7 @@ _PLAIN = _FOREIGN["No query function registered"]
 
 @dataclass(frozen=True)
 class Identity:
-    """A client by the name that its node is registered by, its partition, or its id.
+    """A client's identity: its registered name, its partition, or its node id.
 
     Parameters
     ----------
@@ -59,7 +61,7 @@ class Identity:
 
     @property
     def name(self) -> str:
-        """The same in every run, where one is known."""
+        """The client's name, the same in every run if possible."""
         if self.registered:
             return self.registered
         if self.partition is not None:
@@ -68,7 +70,7 @@ class Identity:
 
     @property
     def order(self) -> Order:
-        """A sort key that does not depend on node ids, where possible."""
+        """A sort key that does not depend on node ids, if possible."""
         if self.registered:
             return (1, 0, self.registered)
         if self.partition is not None:
@@ -77,12 +79,12 @@ class Identity:
 
     @property
     def number(self) -> int:
-        """What the client itself is known by: its partition, or its node."""
+        """The client's number: its partition, or its node id."""
         return self.node if self.partition is None else self.partition
 
     @property
     def names(self) -> set[str]:
-        """All that it may have gone by: in another life more or less was known of it.
+        """All names that the client may have had before the run was resumed.
 
         Examples
         --------
@@ -93,12 +95,12 @@ class Identity:
         return {self.name, f"node-{self.node}", *own}
 
     def to_record(self) -> dict[str, Any]:
-        """Return it as JSON holds it."""
+        """Return the identity as JSON values."""
         return asdict(self)
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Identity":
-        """Read what :meth:`to_record` returned.
+        """Return the identity from the values of :meth:`to_record`.
 
         Raises
         ------
@@ -109,7 +111,7 @@ class Identity:
 
 
 class NodeNames:
-    """Knows nodes by what holds in every run.
+    """The registry of all nodes' identities.
 
     A node goes by the name that it is registered by (``flwr supernode register``),
     which the SuperLink vouches for; else by the partition that it says it holds; else
@@ -152,27 +154,27 @@ class NodeNames:
         self.do_any_job: set[int] = set()
 
     def identity(self, node_id: int) -> Identity:
-        """Return who a node is."""
+        """Return a node's identity."""
         return self._known.get(node_id, Identity(node_id))
 
     def name(self, node_id: int) -> str:
-        """Return a client's name: the same in every run, where one is known."""
+        """Return a client's name, the same in every run if possible."""
         if node_id in self.refused and node_id not in self.foreign:
             return f"node-{node_id}"
         return self.identity(node_id).name
 
     def order(self, node_id: int) -> Order:
-        """Return a sort key that does not depend on node ids, where possible."""
+        """Return a sort key that does not depend on node ids, if possible."""
         return self.identity(node_id).order
 
     def recall(self, client: Identity) -> None:
-        """Know a client by the node's id that it had in an earlier life of the run."""
+        """Restore a client's identity, with its node id before the resume."""
         self._known.setdefault(client.node, client)
 
     def learn(
         self, mailbox: Mailbox, nodes: Collection[int], timeout: float
     ) -> list[int]:
-        """Ask nodes met for the first time which partition they hold.
+        """Ask new nodes for their partitions.
 
         Their answers are waited for only where nobody is known yet: who connects later
         is asked, and takes part once it has answered.
@@ -211,7 +213,7 @@ class NodeNames:
         return [n for n in nodes if n in self.answered and n not in self.refused]
 
     def _take(self, reply: NodeReply) -> None:
-        """Take a node's answer, whenever it comes."""
+        """Store a node's answer, whenever it comes."""
         node, message = reply.node, reply.message
         if reply.from_superlink or reply.nothing_will_come:
             self._until[node] = time.monotonic() + _ASK_AGAIN
@@ -230,75 +232,77 @@ class NodeNames:
             self._known[node] = Identity(node, registered, answer.partition)
         if answer.problem:
             logger.warning(
-                "node-%s %s, which cannot be: it goes by its id", node, answer.problem
+                "node-%s %s, which is not valid: using its node id",
+                node,
+                answer.problem,
             )
 
     def _gives_up(self, node: int, error: str | None) -> bool:
-        """Note an error; return whether the node is not asked once more."""
+        """Note an error; return whether to stop asking the node."""
         self._errors[node] = self._errors.get(node, 0) + 1
         if self._errors[node] < _TRIES:
             return False
         if (reason := printable(error)) not in self._logged:
             self._logged.add(reason)
             logger.warning(
-                "node-%s cannot tell its partition-id, and goes by its id: %s",
+                "node-%s failed to send its partition-id, using its node id: %s",
                 node,
                 reason,
             )
         return True
 
     def _refuse(self, nodes: Collection[int]) -> None:
-        """Refuse the connected nodes that must not take part; log the new ones."""
+        """Refuse the connected nodes that must not take part; log new refusals."""
         before, self.refused = self.refused, {}
         self._refuse_doubles(nodes)
         foreign = [node for node in nodes if node in self.foreign]
         if not self.allow_foreign:
             self.refused |= {node: self.foreign[node] for node in foreign}
-        by_reason: dict[str, list[str]] = {}  # mostly all of a run's nodes
+        by_reason: dict[str, list[str]] = {}  # usually all nodes of the run
         for node in self.refused.keys() - before.keys():
             if node in self.foreign:
                 by_reason.setdefault(self.foreign[node], []).append(self.name(node))
             else:
-                logger.warning("node-%s is not asked: %s", node, self.refused[node])
+                logger.warning("Not asking node-%s: %s", node, self.refused[node])
         for reason, names in by_reason.items():
-            logger.warning("%s: not asked: %s", listed(names), reason)
+            logger.warning("Not asking %s: %s", listed(names), reason)
 
     def _refuse_doubles(self, nodes: Iterable[int]) -> None:
-        """Refuse the nodes whose names, or numbers, are not theirs alone."""
+        """Refuse the nodes that share a name or a number with another node."""
         connected = [self.identity(node) for node in nodes]
         claims: dict[str | int, list[Identity]] = {}
         for one in connected:
             for claim in (one.name, one.number):
                 claims.setdefault(claim, []).append(one)
         for one in connected:
-            # A node's own id is nobody else's, whoever claims it.
+            # A node's own id is its own, even if another node claims it.
             same = claims[one.name] + (
                 [] if one.partition is None else claims[one.number]
             )
-            # What an unregistered node claims costs no registered one its place.
+            # A registered node keeps its place, whatever an unregistered one claims.
             nodes = {
                 other.node for other in same if other.registered or not one.registered
             }
             if len(nodes | {one.node}) > 1:
                 several = listed([f"node-{node}" for node in nodes])
                 self.refused[one.node] = (
-                    f"'{printable(one.name)}' is claimed by more than one node "
-                    f"({several}): give each a partition-id of its own, or register "
-                    "them by name, whom no claim can cost its place"
+                    f"more than one node claims '{printable(one.name)}' ({several}): "
+                    "give each node its own partition-id, or register nodes by name, "
+                    "since no claim can replace a registered node"
                 )
 
     def _log_nameless(self, new: Iterable[int]) -> None:
         nameless = {n for n in self.answered.intersection(new) if self.order(n)[0] == 2}
         if nameless:
             logger.info(
-                "%d nodes did not tell a partition-id of their own; they go by node "
-                "id, so another run may choose others",
+                "%d nodes have no partition-id, so they are known by their node id: "
+                "another run with the same seed may sample others",
                 len(nameless),
             )
 
 
 def _foreign_because(message: Message, answer: Answer) -> str:
-    """Return what to do about another library's app; empty where it is none."""
+    """Return advice for a node with another library's app, or ""."""
     if message.has_error():
         error = str(message.error.reason)
         return next((why for sign, why in _FOREIGN.items() if sign in error), "")
@@ -306,5 +310,5 @@ def _foreign_because(message: Message, answer: Answer) -> str:
 
 
 def _registered_names(grid: Grid) -> Mapping[int, str]:
-    """Return the names by which nodes are registered, of those that have one."""
+    """Return the registered names of the nodes that have one."""
     return {info.node_id: info.name for info in nodes_of(grid) if info.name}

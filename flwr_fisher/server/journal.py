@@ -1,28 +1,28 @@
-"""The journal of a run: all that outlives its server, in one folder.
+"""The journal of a run: a folder with all that is needed to resume it.
 
-In the folder there are (format 6):
+The folder contains (format 6):
 
 ``journal.jsonl``
-    A line of JSON for each event, in their order, with the run's id and a digest of the
-    line: that the run has ``begun``, with its options; that an exchange was ``opened``,
-    with whom it asks; that a reply was ``admitted``, from whom, with its metrics; that
-    it was ``set aside``, and why; that the exchange was ``closed``, and of whose
-    replies; that a round is ``finished``, with its metrics.
+    A line of JSON for each event, in order, with the run's id and a digest of the line.
+    The events are: the run has ``begun``, with its options; an exchange was
+    ``opened``, with the clients that it asks; a reply was ``admitted``, with its client
+    and metrics; a reply was ``set aside``, with the reason; an exchange was ``closed``,
+    with the clients whose replies it used; a round is ``finished``, with its metrics.
 ``round-0003.safetensors``
-    The server's state after a round; 0 is the start. Of the last two rounds.
+    The server's state after a round, for the last two rounds; 0 is the start.
 ``uploads-0004/exchange-1/<client>.safetensors``
-    The arrays of a reply that was admitted. They stay until the next round is finished.
-    Those that turned out to be bad later are in ``set-aside`` there.
+    The arrays of an admitted reply. They stay until the next round is finished. Replies
+    that turned out to be bad later are in the folder ``set-aside``.
 ``lock``, ``holder.txt``
-    Which server has the folder.
+    The server that uses the folder.
 
-The journal alone says what has happened; a file beside it counts if it has the digest
-that its line says. So a file is written first (aside, renamed, its folder synced), then
-its line. What a crash leaves is a file without a line, or the beginning of a last line:
-both are as if they were not there. A later version reads this format, or refuses it by
-its number.
+Only the journal says what has happened. A file beside it counts if it has the digest in
+its line. So a file is written first (under another name, then renamed, and its folder
+synced), and its line afterwards. A crash can leave a file without a line, or the
+beginning of a last line; both are ignored. A later version reads this format, or
+refuses it by its number.
 
-Long: what is written and how it is read back stand side by side.
+Long: writer and reader of the format, side by side.
 """
 
 import json
@@ -60,21 +60,21 @@ from flwr_fisher.server.identity import Identity
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 FORMAT = "6"
-# The ServerApp of a SuperLink that was killed says goodbye to it for 15 seconds, more
-# on a busy machine, while the next one has started.
+# After a SuperLink was killed, its ServerApp ends only after 15 seconds, or more on a
+# busy machine, while the next one has started.
 PATIENCE = 60.0  # seconds
 _FILE, _SET_ASIDE = "journal.jsonl", "set-aside"
-_FORMER = "run.json"  # of formats up to 5
+_FORMER = "run.json"  # in formats up to 5
 _STATE = re.compile(r"round-(\d{4,})\.safetensors")
-_LONGEST = 160  # characters of a file's name that are a client's
-_ELSEWHERE = "begin anew in another checkpoint_dir"
+_LONGEST = 160  # characters of a client's name in a file's name
+_ELSEWHERE = "begin a new run in another checkpoint_dir"
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """How an exchange stands.
+    """The journal's record of an exchange.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class ExchangeRecord:
 
 
 class Journal:
-    """Writes down a run's events, reads them back, and keeps other servers out.
+    """Writes and reads a run's events, and locks its folder.
 
     Without a folder it remembers the exchanges of the round under way, and writes
     nothing.
@@ -133,11 +133,11 @@ class Journal:
 
     def __init__(self, path: str | Path | None) -> None:
         if path == "":
-            raise CheckpointError('checkpoint_dir is "": give a folder, or None')
+            raise CheckpointError('checkpoint_dir is "": pass a folder, or None')
         self.run, self.options = "", dict[str, Any]()
         self.finished: dict[int, Event] = {}
         self._exchanges: dict[tuple[int, int], ExchangeJournal] = {}
-        self._end = 0  # of the last whole line
+        self._end = 0  # the end of the last whole line
         self.path = None if path is None else Path(path).expanduser()
         if self.path is not None:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -145,13 +145,13 @@ class Journal:
             sweep([self.path, *self.path.glob("uploads-*/**/")])
 
     def release(self) -> None:
-        """Let other servers have the folder."""
+        """Release the folder's lock."""
         if self.path is not None:
             self._lock.release()
 
     def begin(self, options: Mapping[str, Any]) -> None:
-        """Write down that a run with these options begins."""
-        plain = {  # of NumPy's numbers, those that JSON holds
+        """Record the begin of a run with its options."""
+        plain = {  # NumPy's numbers as JSON's
             name: value.item() if isinstance(value, np.generic) else value
             for name, value in options.items()
         }
@@ -159,7 +159,7 @@ class Journal:
         self.append("begun", format=FORMAT, options=plain)
 
     def load(self) -> list[int]:
-        """Read what there is; return the rounds whose states are there, in order.
+        """Read the journal; return the rounds with saved states, in order.
 
         Raises
         ------
@@ -177,7 +177,7 @@ class Journal:
                 self._apply(event)
             self._end += len(text) + 1
         self._check_whole(self.path)
-        # An exchange whose folder was deleted is one that has not begun.
+        # An exchange without its folder has not begun.
         self._exchanges = {
             key: exchange
             for key, exchange in self._exchanges.items()
@@ -189,7 +189,7 @@ class Journal:
         return rounds
 
     def _check_whole(self, path: Path) -> None:
-        """See that the journal tells of all that is in the folder."""
+        """Check that the journal's lines and the folder's files agree."""
         if not self._end and (path / _FORMER).exists():
             raise _other_format(path / _FORMER, "up to '5'")
         matches = (_STATE.fullmatch(name) for name in os.listdir(path))
@@ -197,17 +197,17 @@ class Journal:
         last = max(self.finished, default=-1)
         if states and max(states) > last + 1:
             raise CheckpointError(
-                f"{path / _FILE} is gone or cut off: put it back, or {_ELSEWHERE}; the "
-                f"last model is in {self._state(max(states))}"
+                f"{path / _FILE} is missing or incomplete: restore it, or "
+                f"{_ELSEWHERE}. The last model is in {self._state(max(states))}"
             )
         if self.finished and not states & self.finished.keys():
             raise CheckpointError(
-                f"{self._state(last)} is gone: put it back, or {_ELSEWHERE}"
+                f"{self._state(last)} is missing: restore it, or {_ELSEWHERE}"
             )
 
     def _event(self, text: bytes, where: str) -> Event:
-        """Read a line of the journal."""
-        first, out = not self._end, "delete the line to go on without what it tells"
+        """Read and check a line of the journal."""
+        first, out = not self._end, "delete the line to go on without its event"
         if first:
             out = f"{_ELSEWHERE}; the last model is beside it"
         try:
@@ -222,11 +222,11 @@ class Journal:
             raise CheckpointError(f"{where} is damaged: {error}; {out}") from error
         self.run = run if first else self.run
         if run != self.run:
-            raise CheckpointError(f"{where} is of another run; {out}")
+            raise CheckpointError(f"{where} belongs to another run; {out}")
         return event
 
     def append(self, event: str, **content: Any) -> None:
-        """Write an event down; it is on the disk when this returns."""
+        """Write an event to the disk."""
         at = datetime.now(UTC).isoformat(" ", "seconds")
         line = {"at": at, "event": event, "run": self.run, **content}
         if self.path is not None:
@@ -236,19 +236,19 @@ class Journal:
     def _write_line(self, file: Path, line: Event) -> None:
         text = _line(line)
         with _writing(file):
-            if not self._end:  # so that a journal has its first line, or is not there
+            if not self._end:  # so that a journal has its first line, or does not exist
                 save_text(file, text)
             else:
                 with file.open("r+b") as lines:
                     lines.seek(self._end)
-                    lines.truncate()  # what a crash, or a full disk, cut off
+                    lines.truncate()  # a line that a crash, or a full disk, cut off
                     lines.write(text.encode())
                     lines.flush()
                     os.fsync(lines.fileno())
         self._end += len(text)  # ASCII, as JSON is written
 
     def _apply(self, event: Event) -> None:
-        """Know what an event tells: as it happens, and as it is read back."""
+        """Update the state by an event, when it happens and when it is read."""
         match event["event"]:
             case "begun":
                 self.options = event["options"]
@@ -258,14 +258,14 @@ class Journal:
                 own = {k: e for k, e in self._exchanges.items() if k[0] >= last}
                 self._exchanges = own
             case kind:
-                if kind == "opened":  # perhaps again; the round is under way
+                if kind == "opened":  # perhaps again; the round has begun
                     self.finished.pop(event["round"], None)
                 self.exchange(event["round"], event["exchange"]).apply(event)
 
-    # Rounds
+    # --- rounds
 
     def rounds(self) -> list[int]:
-        """Return the finished rounds whose states are there, in order."""
+        """Return the finished rounds with saved states, in order."""
         return sorted(n for n in self.finished if self._state(n).exists())
 
     def finish(
@@ -275,7 +275,7 @@ class Journal:
         metrics: Mapping[str, Any],
         absences: Mapping[str, Any],
     ) -> None:
-        """Write down a round; what only earlier ones needed goes.
+        """Record a finished round; delete what only earlier rounds needed.
 
         Parameters
         ----------
@@ -310,22 +310,22 @@ class Journal:
         return (self.path or Path()) / f"round-{server_round:04d}.safetensors"
 
     def _prune(self, server_round: int) -> None:
-        """Delete what nothing needs once a round is finished."""
+        """Delete what is no longer needed after a round."""
         if self.path is not None:
-            # The round before stays: from it, this one can be made again.
+            # The round before stays, so that this one can be done again.
             self._state(server_round - 2).unlink(missing_ok=True)
             uploads = self.path / f"uploads-{server_round - 1:04d}"
             shutil.rmtree(uploads, ignore_errors=True)
 
-    # Exchanges
+    # --- exchanges
 
     def exchange(self, server_round: int, index: int) -> "ExchangeJournal":
-        """Return what is known of a round's exchange, counted from 1."""
+        """Return the record of a round's exchange, counted from 1."""
         key = (server_round, index)
         return self._exchanges.setdefault(key, ExchangeJournal(self, *key))
 
     def reopen(self, server_round: int) -> bool:
-        """Have the clients of the last exchange asked again.
+        """Open the last exchange again, so that its clients are asked again.
 
         It is the last one of this round, or that of a collection window in the next
         one, in which too few came.
@@ -343,59 +343,60 @@ class Journal:
         """
         if under_way := self.last_exchange(server_round + 1):
             if self._state(server_round + 1).exists():
-                return False  # it was finished, and then opened by a server that died
+                return False  # finished, then opened again by a server that died
             record = under_way.record
             if record is None or record.clients is not None:
                 raise CheckpointError(
                     f"{self.path}: round {server_round + 1} has begun with the model "
-                    f"of round {server_round}, which cannot be opened again: go on "
-                    "without reopen=True"
+                    f"of round {server_round}, so that round cannot be opened again: "
+                    "resume without reopen=True"
                 )
             under_way.note(replace(record, opened=time.time()))
             return False
         last = self.last_exchange(server_round)
         if last is None or server_round - 1 not in self.rounds():
             raise CheckpointError(
-                f"{self.path} has a run up to round {server_round}, whose uploads and "
-                "start are not there any more: it cannot be opened again"
+                f"{self.path} no longer has the uploads and the start of round "
+                f"{server_round}, so that round cannot be opened again: resume "
+                "without reopen=True"
             )
-        self.load_state(server_round - 1)  # is whole: then this round is given up
+        self.load_state(server_round - 1)  # is whole; this round is given up
         self._warn_of_left_out(last)
         if last.record is not None:
             last.note(replace(last.record, opened=time.time(), closed=None))
         return True
 
     def _warn_of_left_out(self, last: "ExchangeJournal") -> None:
-        """Warn of who missed an exchange before the one that is opened again."""
+        """Warn of clients that missed an exchange before the one to open again."""
         earlier = (self.exchange(last.server_round, n) for n in range(1, last.index))
         missing = {name for e in earlier if e.record for name in e.record.missing}
         if missing:
             logger.warning(
-                "reopen: round %s is opened at the last of its exchanges, without %s, "
-                "who missed an earlier one",
+                "reopen: opening the last exchange of round %s without %s, who missed "
+                "an earlier one",
                 last.server_round,
                 ", ".join(sorted(missing)),
             )
 
     def last_exchange(self, server_round: int) -> "ExchangeJournal | None":
-        """Return the last exchange of a round, if it has begun one."""
+        """Return the last exchange of a round, if there is one."""
         own = {k: e for k, e in self._exchanges.items() if k[0] == server_round}
         return own[max(own)] if own else None
 
-    # Files beside the journal
+    # --- files beside the journal
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Write tensors; return what a line is to tell of the file."""
+        """Write tensors; return the file's entry for a line."""
         if self.path is None:
             return {}
         name = str(path.relative_to(self.path))
         with _writing(path):
-            # Two runs of one seed have the same tensors, and are not to be mixed.
+            # Two runs with one seed have the same tensors, but must not be mixed.
             content = save_record(path, tensors, {"run": self.run, "file": name})
         return {"file": name, "content": content}
 
     def read(self, path: Path, event: Event, out: str = "") -> dict[str, Tensor]:
-        """Read tensors, if they are those of an event; `out` is the way out if not.
+        """Read the tensors of an event; `out` is the way out for an error.
 
         Raises
         ------
@@ -410,7 +411,7 @@ class Journal:
 
 
 class ExchangeJournal:
-    """An exchange's part of a journal; made by :meth:`Journal.exchange`.
+    """An exchange's part of a journal, as :meth:`Journal.exchange` returns it.
 
     Parameters
     ----------
@@ -436,16 +437,16 @@ class ExchangeJournal:
 
     @property
     def folder(self) -> str:
-        """Where its files are, in the run's folder."""
+        """The folder of the exchange's files."""
         return f"uploads-{self.server_round:04d}/exchange-{self.index}"
 
     @property
     def on_disk(self) -> bool:
-        """Whether the run is kept."""
+        """Whether the run is kept on disk."""
         return self._journal.path is not None
 
     def apply(self, event: Event) -> None:
-        """Know what an event of this exchange tells."""
+        """Update the record by an event of this exchange."""
         match event["event"]:
             case "opened" | "closed":
                 self.record = ExchangeRecord(**event["record"])
@@ -457,7 +458,7 @@ class ExchangeJournal:
                 self.all_set_aside[event["client"]] = event["reason"]
 
     def note(self, record: ExchangeRecord) -> ExchangeRecord:
-        """Write down how it stands."""
+        """Write an event of this exchange."""
         if self.on_disk:
             self._make_folder()
         event = "opened" if record.closed is None else "closed"
@@ -467,11 +468,11 @@ class ExchangeJournal:
     def open(
         self, clients: list[str] | None, wanted: int, connected: int
     ) -> ExchangeRecord:
-        """Write down that it begins, and with whom."""
+        """Record the begin of the exchange, with its clients."""
         return self.note(ExchangeRecord(clients, wanted, connected, time.time()))
 
     def reopen(self, lost: Collection[str]) -> ExchangeRecord:
-        """Write down that it is to be closed anew, since uploads of it are damaged.
+        """Record that the exchange must be closed again, because uploads are damaged.
 
         Raises
         ------
@@ -483,9 +484,9 @@ class ExchangeJournal:
         if self._journal.last_exchange(self.server_round) is not self:
             folder, names = self._path(), ", ".join(sorted(lost))
             raise CheckpointError(
-                f"{folder}: the upload of {names} is damaged, and the round has gone "
-                f"on with it: put it back, or delete {folder.parent} to do the round "
-                "again"
+                f"{folder}: the upload of {names} is damaged, and the round's later "
+                f"exchanges used it: restore it, or delete {folder.parent} to do the "
+                "round again"
             )
         return self.note(replace(self.record, opened=time.time(), closed=None))
 
@@ -496,7 +497,7 @@ class ExchangeJournal:
         rejected: Mapping[str, str],
         absences: Mapping[str, Any],
     ) -> None:
-        """Write down of whose uploads the step was made: it is the same when resumed.
+        """Record the clients whose uploads the step used, for a resumed run.
 
         Parameters
         ----------
@@ -521,7 +522,7 @@ class ExchangeJournal:
     def save(
         self, client: Identity, arrays: ArrayRecord, metrics: MetricRecord
     ) -> None:
-        """Write down a reply as soon as it is admitted."""
+        """Save a reply as soon as it is admitted."""
         content = {}
         if self.on_disk:
             self._make_folder()
@@ -535,7 +536,7 @@ class ExchangeJournal:
         return client.name in self._admitted
 
     def uploads(self) -> Iterator[tuple[Identity, ArrayRecord, MetricRecord]]:
-        """Read the replies that were admitted, from the folder, in their order.
+        """Read the admitted replies from the folder, in their order.
 
         One whose file is damaged is named in the log and set aside, as if its client
         had not been asked yet.
@@ -548,7 +549,7 @@ class ExchangeJournal:
                 del self._admitted[name]
                 aside = self._put_aside(path, ".damaged")
                 logger.warning(
-                    "%s; it is set aside as %s, and %s is asked again",
+                    "%s. Moving it to %s, and asking %s again",
                     error,
                     aside,
                     name,
@@ -558,7 +559,7 @@ class ExchangeJournal:
             yield client, tensors_to_arrays(tensors), MetricRecord(event["metrics"])
 
     def set_aside(self, client: str, reason: str) -> None:
-        """Put away an upload that turned out to be bad; its client is not asked again.
+        """Move a bad upload away; its client is not asked again.
 
         Parameters
         ----------
@@ -583,11 +584,11 @@ class ExchangeJournal:
         self._journal.append(event, **where, **content)
 
     def _path(self, client: str | None = None) -> Path:
-        """Return its folder, or the file of a client's upload there."""
+        """Return the exchange's folder, or the file of a client's upload."""
         folder = (self._journal.path or Path()) / self.folder
         if client is None:
             return folder
-        # A registered name may hold what a file's name cannot, and be longer.
+        # A registered name may be longer than a file's name, and hold other characters.
         name = quote(client, safe="")
         if len(name) > _LONGEST:
             name = f"{name[:_LONGEST]}-{digest_of(client)[:16]}"
@@ -603,7 +604,7 @@ class ExchangeJournal:
 
 
 class FolderLock:
-    """A folder's lock, held until it is released, or its process ends.
+    """A folder's lock, held until it is released or its process ends.
 
     Another process that has it is given a minute to end.
 
@@ -625,20 +626,21 @@ class FolderLock:
         if not self._acquired(0):
             holder = self._name()
             taken = f"{folder} is in use by another run ({holder})"
-            ours = holder.startswith(f"{own},")  # and cannot end while we wait
+            ours = holder.startswith(f"{own},")  # it cannot end while we wait
             if not ours:
                 logger.warning("%s: waiting %.0f s for it to end", taken, PATIENCE)
             if ours or not self._acquired(PATIENCE):
                 raise CheckpointError(
-                    f"{taken}. Where that is this run, begun before, wait until it has "
-                    "ended or end it (`flwr list`, `flwr stop`: Ctrl-C of `flwr run` "
-                    "ends the log alone); for another run pass another checkpoint_dir"
+                    f"{taken}. If it is an earlier start of this run, wait for its "
+                    "end, or stop it by `flwr list` and `flwr stop` (Ctrl-C of `flwr "
+                    "run` stops only the log). If it is another run, pass another "
+                    "checkpoint_dir"
                 )
         since = datetime.now(UTC).isoformat(" ", "seconds")
         self._holder.write_text(f"{own}, since {since}\n")
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the folder."""
         self._holder.unlink(missing_ok=True)
         self._lock.release()
 
@@ -653,28 +655,28 @@ class FolderLock:
         try:
             return self._holder.read_text().strip()
         except OSError:
-            return "it has not told its name yet"
+            return "its name is not known yet"
 
 
 def _line(event: Event) -> str:
-    """Return an event as the journal has it."""
+    """Return an event as a line of the journal."""
     return f"{json.dumps({**event, 'digest': digest_of(event)})}\n"
 
 
 def _other_format(where: object, written: str) -> CheckpointError:
     return CheckpointError(
-        f"{where} has format {written}, and this version reads {FORMAT!r}: go on with "
+        f"{where} has format {written}, but this version reads {FORMAT!r}: resume with "
         f"the version of flwr-fisher that began the run, or {_ELSEWHERE}"
     )
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Name the file where a disk refuses it."""
+    """Name the file in errors of the disk, in a ``with`` block."""
     try:
         yield
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"cannot write {path}: {error}; see to its disk, then go on with "
-            "resume=True: what was written before is whole"
+            f"cannot write {path} ({error}): check its disk, then pass resume=True. "
+            "All that was written before is intact"
         ) from error

@@ -1,9 +1,9 @@
-"""Messages and their replies, each with the node that was asked, as they arrive.
+"""Sending messages, and receiving replies with the node that was asked.
 
-A reply's own ``src_node_id`` does not tell who was asked: for a node that is gone the
-SuperLink answers, under its own id.
+A reply's ``src_node_id`` need not be the node that was asked: for a node that is gone,
+the SuperLink answers under its own id.
 
-Long: sending, receiving and waiting are one matter.
+Long: sending, receiving and waiting belong together.
 """
 
 import time
@@ -16,20 +16,18 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode
 
-_FOREVER = 12 * 3600.0  # seconds; Flower's own, for what has no deadline
-_UNSENT = "the SuperLink took no message for it: it is gone, or that is too large"
-_SHORTEST = 1.0  # Flower refuses messages that live for no time at all
+_FOREVER = 12 * 3600.0  # seconds; Flower's own, for messages without a deadline
+_UNSENT = "the SuperLink accepted no message: its node is gone, or it is too large"
+_SHORTEST = 1.0  # Flower refuses messages with a lifetime of 0
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 3.0  # seconds between pulls, as Flower's own
 QUERY_LIFETIME = 600.0  # seconds
-_SHORTEST_GAP, _LONGEST_GAP = (
-    10.0,
-    60.0,
-)  # seconds without an answer, until a query ends
+# seconds without an answer until a query ends
+_SHORTEST_GAP, _LONGEST_GAP = 10.0, 60.0
 
 
 @dataclass(frozen=True)
 class NodeReply:
-    """A reply, and whose it is.
+    """A reply, with the node that was asked.
 
     Parameters
     ----------
@@ -47,14 +45,14 @@ class NodeReply:
 
     @property
     def from_superlink(self) -> bool:
-        """Whether the SuperLink answers, for a node that is gone or did not reply."""
+        """Whether the SuperLink answered in place of the node."""
         sender = self.message.metadata.src_node_id
         from_link = self.message.has_error() and sender == SUPERLINK_NODE_ID
         return self.unsent or (from_link and sender != self.node)
 
     @property
     def nothing_will_come(self) -> bool:
-        """Whether the node is gone, or its ClientApp was killed: nothing will come."""
+        """Whether no reply will come: the node is gone, or its ClientApp was killed."""
         if not self.message.has_error():
             return False
         code = self.message.error.code
@@ -74,7 +72,7 @@ class _Due:
 
 
 class Mailbox:
-    """Sends messages, and knows which replies are due.
+    """Sends messages, and collects the outstanding replies.
 
     Parameters
     ----------
@@ -86,15 +84,15 @@ class Mailbox:
         self.grid = grid
         self._due: dict[str, _Due] = {}
         self._first_expires = inf
-        self.awaited: set[str] = set()  # ids whose replies somebody waits for
+        self.awaited: set[str] = set()  # ids of messages with a waiting caller
         self._num_unsent = 0
-        # Replies that came while another exchange waited.
+        # Replies that arrived while another exchange waited.
         self._held: list[tuple[str, NodeReply]] = []
 
     def send(
         self, messages: Iterable[Message], lifetime: float, late: Receive
     ) -> dict[str, int]:
-        """Send messages that are of no use to anyone after `lifetime` seconds.
+        """Send messages that expire after `lifetime` seconds.
 
         Parameters
         ----------
@@ -134,7 +132,7 @@ class Mailbox:
         return nodes
 
     def _unsent(self, message: Message) -> tuple[str, NodeReply]:
-        """Return what stands for the reply to a message that nobody took."""
+        """Return an error reply to a message that the SuperLink did not accept."""
         self._num_unsent += 1
         node = message.metadata.dst_node_id
         error = Error(ErrorCode.NODE_UNAVAILABLE, _UNSENT)
@@ -144,7 +142,7 @@ class Mailbox:
     def pull(
         self, own: Iterable[str] = (), at_once: int | None = None
     ) -> list[tuple[str, NodeReply]]:
-        """Return the replies to one's own messages; hand all others to who sent them.
+        """Return the replies to these messages; pass other replies to their senders.
 
         Parameters
         ----------
@@ -162,7 +160,7 @@ class Mailbox:
         for message in self._some(at_once):
             id_ = message.metadata.reply_to_message_id
             if (due := self._due.pop(id_, None)) is None:
-                continue  # it answers nothing that was asked
+                continue  # it answers no known message
             reply = NodeReply(due.node, message)
             if id_ in own:
                 replies.append((id_, reply))
@@ -173,7 +171,7 @@ class Mailbox:
         return replies
 
     def _some(self, at_once: int | None) -> list[Message]:
-        """Return replies that have come, of `at_once` messages."""
+        """Return replies that have arrived, for at most `at_once` messages."""
         if at_once is None:
             return list(self.grid.pull_messages(set(self._due)))
         ids = list(self._due)
@@ -181,12 +179,12 @@ class Mailbox:
             some = ids[start : start + at_once]
             if messages := list(self.grid.pull_messages(set(some))):
                 return messages
-            for id_ in some:  # the others are asked for first, the next time
+            for id_ in some:  # the next call begins with the others
                 self._due[id_] = self._due.pop(id_)
         return []
 
     def _forget(self, own: set[str]) -> None:
-        """Expect no more replies to others' messages that the SuperLink has dropped."""
+        """Forget expired messages of other senders, which the SuperLink has dropped."""
         now = time.monotonic()
         if now <= self._first_expires:
             return
@@ -269,7 +267,7 @@ def query(
     timeout: float,
     late: Receive,
 ) -> Iterator[NodeReply]:
-    """Ask nodes what costs them little; yield their answers.
+    """Send nodes a cheap query; yield their answers.
 
     A node that is silent is waited for no longer than the others took twice over: after
     the last answer 10 seconds at least, and a minute at most.
@@ -292,7 +290,7 @@ def query(
 
 
 class Requested:
-    """Finds out whose a reply is, where another loop sends the requests.
+    """Finds the node of a reply, if another loop sends the requests.
 
     Parameters
     ----------

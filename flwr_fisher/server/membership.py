@@ -1,4 +1,4 @@
-"""Who has taken part in a run whose clients keep a state on their disks."""
+"""The membership of a run whose clients keep a state on their disks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ _RUN, _STEPS, _TOTAL = "run", "steps", "total-weight"
 
 @dataclass(frozen=True)
 class Membership:
-    """What a server remembers of its clients from one step to the next.
+    """The server's knowledge of its clients, from one step to the next.
 
     A strategy keeps it in a group of tensors, sends clients what :meth:`sent` returns
     in group ``""``, and replaces it in each step by :meth:`after`. A client finds by it
@@ -52,11 +52,11 @@ class Membership:
 
     @classmethod
     def new(cls) -> "Membership":
-        """Return that of a run that begins."""
+        """Return the membership of a new run."""
         return cls(new_run_number())
 
     def after(self, uploads: Uploads[Any], connected: int) -> "Membership":
-        """Return the membership after one more step, to which these uploads gave.
+        """Return the membership after one more step with these uploads.
 
         There are as many clients as are connected, or have taken part if that is more.
         Of clients of whom a sum alone is known, each weighs as much as the others. Who
@@ -82,11 +82,11 @@ class Membership:
         return Membership(self.run, steps, total, roster)
 
     def participation(self, weights: Sequence[float]) -> float:
-        """Return the share of a cohort of these weights in all clients' weight."""
+        """Return a cohort's share of all clients' weight, given its weights."""
         return min(1.0, fsum(weights) / self.total)
 
     def rescaled(self, mean: Params, before: "Membership") -> dict[str, Tensor]:
-        """Return a mean over all clients, known `before`, as one over those known now.
+        """Return a mean over all clients known `before` as one over those known now.
 
         Once more clients are known, a sum of theirs is divided by more. Before the
         first step it is zeros, whatever the tensors are. What this step's cohort
@@ -97,18 +97,18 @@ class Membership:
         return scale(mean, before.total / self.total)
 
     def sent(self) -> dict[str, Tensor]:
-        """Return what clients find their own state by."""
+        """Return the tensors by which clients find their own state."""
         numbers = {_RUN: torch.tensor(self.run), _STEPS: torch.tensor(self.steps)}
         return numbers | self.roster.sent()
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return all of it."""
+        """Return the whole membership as tensors."""
         total = torch.tensor(self.total, dtype=torch.float64)
         return self.sent() | {_TOTAL: total} | self.roster.to_tensors()
 
     @classmethod
     def from_tensors(cls, tensors: Params) -> "Membership":
-        """Read what :meth:`to_tensors` returned, among other things.
+        """Return the membership from a group that holds :meth:`to_tensors`.
 
         Raises
         ------
@@ -117,20 +117,20 @@ class Membership:
         """
         if missing := {_RUN, _STEPS} - set(tensors):
             raise ConfigurationError(
-                f"a Membership's {sorted(missing)} are not in this group, of "
+                f"this group lacks a Membership's {sorted(missing)}, and has "
                 f"{sorted(tensors)}: return Membership.new().to_tensors() from "
-                "`initial_groups`, and carry the group on in every Step"
+                "`initial_groups`, and return the group again in every Step"
             )
         roster, total = Roster.from_tensors(tensors), float(tensors.get(_TOTAL, 0.0))
         return cls(int(tensors[_RUN]), int(tensors[_STEPS]), total, roster)
 
 
 def lost_states(uploads: Uploads[Any]) -> int:
-    """Return how many clients lost what they kept on their disks, and warn of it.
+    """Return how many clients lost their state, and log a warning.
 
     They tell it by the metric ``state-lost``.
     """
     lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
     if lost:
-        logger.warning("%d clients have lost their state, and begin anew", lost)
+        logger.warning("%d clients lost their state and start with a new one", lost)
     return lost

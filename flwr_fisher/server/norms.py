@@ -1,6 +1,6 @@
 """The request for a merged model's batch-norm statistics, and the step that sets them.
 
-No client's own statistics are of the merged model: its clients measure it.
+The clients' own statistics do not fit the merged model, so clients measure it.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -27,7 +27,7 @@ _READ = Additive.reader(NORMS)
 def norm_exchange(
     prefixes: Sequence[str], weights: Mapping[int, float]
 ) -> Exchange[Additive]:
-    """Return the request for norms' shifts, whose mean over clients is what counts.
+    """Return the exchange that asks for norms' shifts, and takes their mean.
 
     Parameters
     ----------
@@ -61,9 +61,9 @@ def _read(prefixes: Set[str], record: ArrayRecord, like: Params) -> Additive:
 def _step(
     weights: Mapping[int, float], state: ServerState, uploads: Uploads[Additive]
 ) -> Step:
-    """Give the norms the statistics of all clients' inputs."""
+    """Set the norms to the statistics of all clients' inputs."""
     each = [double(upload.payload.part(NORMS)) for upload in uploads]
-    # A secure sum is one upload, and has no number of a client.
+    # A secure sum is one upload, without a client's number.
     own = [weights.get(upload.number, 1.0) for upload in uploads]
     shifts = weighted_mean(each, own)
     params = with_shifts(state.params, shifts)

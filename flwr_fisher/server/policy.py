@@ -1,4 +1,4 @@
-"""What limits a single client's influence on a round."""
+"""The policy of a round: limits on a single client's influence."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +13,15 @@ from flwr_fisher.wire import Payload
 
 P = TypeVar("P", bound=Payload)
 
-_LARGEST = 1e18  # of a size; float32 holds its square
-_FEWEST = 3  # of two clients nobody can tell which one is odd
-_FALL = 0.95  # of a kept part's reference, from one round to the next at most
-_FIRST = "first "  # begins the name of what a part's reference was at first
+_LARGEST = 1e18  # the largest plausible size; float32 holds its square
+_FEWEST = 3  # between two clients, nobody can say which one is wrong
+_FALL = 0.95  # a kept part's reference falls to no less of it in a round
+_FIRST = "first "  # the prefix of the name of a part's first reference
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a policy looks at, in float64.
+    """The sizes of an upload that a policy limits, in float64.
 
     Parameters
     ----------
@@ -34,19 +34,21 @@ class Sizes:
 
     @classmethod
     def of(cls, payload: Payload, like: Params) -> "Sizes":
-        """Measure an upload: parameters are unpacked for it."""
+        """Return an upload's sizes; this unpacks its parameters."""
         return cls(payload.step_norms(like), payload.curvature_norms())
 
     def check_plausible(self) -> None:
-        """Raise :class:`WireError` where no training can have led: it has diverged."""
+        """Raise :class:`WireError` for sizes that only a diverged training can have."""
         for name, size in {**self.step_norms, **self.curvature_norms}.items():
             if not (isfinite(size) and size <= _LARGEST):
-                raise WireError(f"is of size {size:g}, which cannot be", field=name)
+                raise WireError(
+                    f"is of size {size:g}, which is not possible", field=name
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    r"""Limits what a single client can do to a round, among three clients or more.
+    r"""Limits a single client's influence on a round of three clients or more.
 
     What exceeds a limit is cut to it: more never counts for less. The defaults are for
     clients that are honest: what no honest client could send is cut, and a federation
@@ -104,7 +106,7 @@ class Policy:
 
     @classmethod
     def strict(cls) -> "Policy":
-        """Return limits for clients that may lie: none counts for more than the median.
+        """Return limits for clients that may lie: none counts more than the median.
 
         Honest clients with more data than others count for less by them, in training
         and in evaluations, and those whose steps are long are slowed down.
@@ -133,7 +135,7 @@ class Policy:
         like: Params,
         references: Mapping[str, float],
     ) -> list[Upload[P]]:
-        """Return the uploads, each cut to the limits.
+        """Return the uploads, each scaled down to the limits.
 
         An upload that keeps to the limits comes back as it is; any other one tells in
         its `limited` what is left of what.
@@ -169,7 +171,7 @@ class Policy:
     def references(
         self, sizes: Sequence[Sizes], before: Mapping[str, float], kept: str = ""
     ) -> dict[str, float]:
-        """Return the reference length of each part: its limit is a multiple of it.
+        """Return each part's reference length; its limit is a multiple of it.
 
         Parameters
         ----------
@@ -202,7 +204,7 @@ class Policy:
         return found
 
     def weights(self, weights: Sequence[float]) -> list[float]:
-        """Return weights, of which none is more than `max_weight` times the median.
+        """Return weights, each at most `max_weight` times the median.
 
         Examples
         --------
@@ -216,21 +218,21 @@ class Policy:
     def distances(
         self, distances: Sequence[float], reference: float | None = None
     ) -> list[float]:
-        """Return lengths, of which none is more than `max_distance` references.
+        """Return lengths, each at most `max_distance` times the reference.
 
         The reference is by default the median, which is never cut itself.
         """
         return _at_most(self.max_distance, distances, reference)
 
     def curvatures(self, curvatures: Sequence[float]) -> list[float]:
-        """Return sizes, of which none is more than `max_curvature` medians."""
+        """Return sizes, each at most `max_curvature` times the median."""
         return _at_most(self.max_curvature, curvatures)
 
 
 def _at_most(
     multiple: float, values: Sequence[float], reference: float | None = None
 ) -> list[float]:
-    """Return values up to a multiple of the reference, by default of the median."""
+    """Return values clipped at a multiple of the reference, by default the median."""
     if len(values) < _FEWEST or multiple == inf:
         return list(values)
     median = statistics.median(values)
@@ -241,7 +243,7 @@ def _at_most(
 def remembered(
     references: Mapping[str, float], before: Mapping[str, float], kept: str = ""
 ) -> dict[str, float]:
-    """Return what the next round's references depend on.
+    """Return the numbers that the next round's references need.
 
     Parameters
     ----------
@@ -265,7 +267,7 @@ def remembered(
 def _limited(
     upload: Upload[P], weight: float, factors: Mapping[str, float], like: Params
 ) -> Upload[P]:
-    """Return an upload of another weight, its parts multiplied by factors."""
+    """Return an upload with another weight, and its parts times factors."""
     payload, limited = upload.payload, dict[str, float]()
     if weight != upload.num_examples:
         limited[WEIGHT] = weight / upload.num_examples
@@ -282,7 +284,7 @@ def _factors(
     sizes: Sequence[Mapping[str, float]],
     limit: Callable[[str, Sequence[float]], list[float]],
 ) -> list[dict[str, float]]:
-    """Return by what each client's parts are to be multiplied, if not by 1."""
+    """Return the factors of each client's parts other than 1."""
     factors: list[dict[str, float]] = [{} for _ in sizes]
     for name in sizes[0]:
         own = [size[name] for size in sizes]

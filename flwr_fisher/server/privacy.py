@@ -1,13 +1,13 @@
 r"""Differential privacy of sums over clients: clipped contributions, Gaussian noise.
 
-What is protected is a client: the sum with its contribution and the sum without it can
-hardly be told apart. A contribution's Euclidean norm is at most C, the noise of a sum
-has the standard deviation z C, z being the noise multiplier: the Gaussian mechanism
-(Dwork & Roth 2014). Where nobody may see a sum without noise, clients add it in shares.
+It protects each client: the sums with and without its contribution are almost
+indistinguishable. A contribution's Euclidean norm is at most C. The noise of a sum has
+the standard deviation z C, where z is the noise multiplier: the Gaussian mechanism
+(Dwork & Roth 2014). If nobody may see a sum without noise, each client adds a share.
 
-Noise is drawn as float64 and rounded with what it hides to the units of fixed point,
-:math:`10^{-7}` of it and less; the accountant takes it for continuous. Who needs proof
-against that, too, needs discrete Gaussians (Kairouz, Liu & Steinke 2021).
+Noise is drawn as float64, and rounded with the contribution to units of fixed point, at
+most :math:`10^{-7}` of it. The accountant assumes that it is continuous. A proof that
+includes rounding needs discrete Gaussians (Kairouz, Liu & Steinke 2021).
 """
 
 import math
@@ -28,12 +28,12 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.params import Params
 
-_BEYOND = 10.0  # standard deviations; noise is cut there, which happens once in 1e23
+_BEYOND = 10.0  # standard deviations at which noise is cut, once in 1e23 draws
 
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    r"""How far a sum may depend on one client.
+    r"""The differential privacy of a strategy's sums.
 
     Every client counts once, whatever its number of examples, and whole: what is
     protected is all of its data together.
@@ -76,11 +76,11 @@ class Privacy:
         check_positive("honest", self.honest, most=1)
 
     def fewest(self, clients: int) -> int:
-        """Return how many of so many must be in a sum."""
+        """Return how many of the sampled clients a sum must have at least."""
         return math.ceil(self.honest * clients)
 
     def share(self, clients: int) -> float:
-        """Return the standard deviation of what each of so many clients adds."""
+        """Return the standard deviation of each client's share of the noise."""
         spread = self.noise_multiplier * self.clipping_norm
         return spread / math.sqrt(self.fewest(clients))
 
@@ -110,7 +110,7 @@ class Privacy:
 
 
 def with_noise(tensors: Mapping[str, Tensor], deviation: float) -> dict[str, Tensor]:
-    """Return tensors in float64 with Gaussian noise of the system's own randomness."""
+    """Return tensors in float64 with Gaussian noise from the system's randomness."""
     return {
         name: value.double() + deviation * _gaussian(value.numel()).reshape(value.shape)
         for name, value in tensors.items()
@@ -118,7 +118,7 @@ def with_noise(tensors: Mapping[str, Tensor], deviation: float) -> dict[str, Ten
 
 
 def exponent_for(most: float, deviation: float) -> int:
-    """Return an e that tells nothing: entries with their noise are below ``2**e``."""
+    """Return an e, independent of the data: noisy entries are below ``2**e``."""
     return math.frexp(most + _BEYOND * deviation)[1]
 
 
@@ -128,7 +128,7 @@ def noised(mean: Params, privacy: Privacy, clients: int) -> dict[str, Tensor]:
 
 
 def check_privacy(privacy: object, norm_statistics: str) -> Privacy | None:
-    """Return it; refuse another thing, and to ask for statistics without noise.
+    """Return the option after checks; statistics without noise are an error.
 
     Raises
     ------
@@ -139,21 +139,22 @@ def check_privacy(privacy: object, norm_statistics: str) -> Privacy | None:
         raise ConfigurationError(f"privacy must be Privacy(...), got {privacy!r}")
     if privacy is not None and norm_statistics == "refresh":
         raise ConfigurationError(
-            "norm_statistics='refresh' and privacy=: what clients tell of batch norms "
-            "would have no noise; leave norm_statistics out"
+            "norm_statistics='refresh' does not go with privacy=, because clients "
+            "would send statistics of batch norms without noise: leave "
+            "norm_statistics out"
         )
     return privacy
 
 
 def settings_of(privacy: Privacy | None) -> dict[str, Any]:
-    """Return a strategy's settings of that name."""
+    """Return a strategy's settings of this name."""
     if privacy is None:
         return {}
     return {f"privacy.{name}": value for name, value in asdict(privacy).items()}
 
 
 def _gaussian(count: int) -> Tensor:
-    """Return standard normal numbers, of the system's own randomness."""
+    """Return standard normal numbers from the system's randomness."""
     words = np.frombuffer(os.urandom(8 * count), np.uint64)
     units = (words >> np.uint64(11)).astype(np.float64) + 0.5
     normal: Tensor = torch.special.ndtri(torch.from_numpy(units * 2.0**-53))

@@ -1,7 +1,7 @@
-"""One exchange of a round: it asks clients, waits, admits replies, takes the step.
+"""One exchange of a round: ask clients, wait, admit replies, take the step.
 
 Most strategies have one exchange a round; FedFisher's sums and TCT have several.
-Long: one object does all of it, since each depends on what the others have seen.
+Long: one object has the whole exchange, because its phases share their state.
 """
 
 import math
@@ -43,9 +43,9 @@ from flwr_fisher.wire import NUM_EXAMPLES, Payload, named_options
 P = TypeVar("P", bound=Payload)
 
 _AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0  # seconds, at first
-_POLICY = "policy"  # the group of the state's tensors that is the policy's
-_AT_ONCE = 4  # uploads that are held, where they are added up as they come
-# What a step raises that cannot work with what it is given.
+_POLICY = "policy"  # the policy's group of the state's tensors
+_AT_ONCE = 4  # uploads held back, if they are added up as they arrive
+# The errors of a step that cannot use its uploads.
 _STEP_ERRORS = (
     ParamsError,
     StructureError,
@@ -56,7 +56,7 @@ MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
 
 
 class StrategySettings(Protocol):
-    """What an exchange needs to know of its strategy: FedAvg's settings, and ours."""
+    """A strategy's settings for its exchanges: FedAvg's, and this library's."""
 
     seed: int
     cohort: Cohort
@@ -79,7 +79,7 @@ def requests(
     nodes: Iterable[int],
     message_type: str = MessageType.TRAIN,
 ) -> list[Message]:
-    """Return the messages that ask nodes; the caller's records are left as they are."""
+    """Return the messages to nodes, without changing the caller's records."""
     seed = named_options({"seed": seed_of_clients(strategy.seed)})
     sent = ConfigRecord({**config, "server-round": server_round, **seed})
     messages = []
@@ -97,7 +97,7 @@ def door_of(
     state: ServerState,
     weighted_by: str | None = None,
 ) -> Door[P]:
-    """Return the door that an exchange's replies pass.
+    """Return the door for an exchange's replies.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def door_of(
         The metric that weights clients. Default: the strategy's.
     """
     policy = strategy.policy
-    if exchange.fold is not None:  # what is added at once cannot be weighed against
+    if exchange.fold is not None:  # uploads that are added at once cannot be compared
         policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
 
     check = None if exchange.check is None else exchange.check(state)
@@ -136,7 +136,7 @@ def door_of(
 
 @dataclass(frozen=True)
 class Outcome(Generic[P]):
-    """What became of an exchange: the step, its uploads, the clients' metrics."""
+    """The outcome of an exchange: the step, its uploads, the clients' metrics."""
 
     step: Step
     uploads: Uploads[P]
@@ -145,7 +145,7 @@ class Outcome(Generic[P]):
 
 @dataclass
 class _Asked:
-    """A node that was asked: how often, when last, and since when it is known dead."""
+    """A node that was asked: how often, when last, and since when it is gone."""
 
     times: int
     since: float
@@ -153,7 +153,7 @@ class _Asked:
 
 
 class ExchangeRun(Generic[P]):
-    """One exchange of a round, while it goes on: open, gather, step and close it.
+    """A running exchange of a round: open, gather, step and close.
 
     Parameters
     ----------
@@ -200,20 +200,20 @@ class ExchangeRun(Generic[P]):
         weighted_by = strategy.weighted_by_key
         if optional:
             self.needed, self.waiting = 1, replace(self.waiting, window=None)
-            weighted_by = NUM_EXAMPLES  # a metric of trainings, perhaps
+            weighted_by = NUM_EXAMPLES  # a metric of some trainings
         elif self.waiting.window is not None and exchange.require_same_parameters:
-            # Nobody knows before the last has come what most train, and freeze.
+            # Only the last upload shows what most clients train and freeze.
             own = named_options({"tell-frozen": True})
             self.config = ConfigRecord({**self.config, **own})
         self.door = door_of(strategy, exchange, state, weighted_by)
-        self._sampled: set[str] | None = None  # names; None: whoever comes
+        self._sampled: set[str] | None = None  # names, or None for all that connect
         self._asked: dict[int, _Asked] = {}
-        self._due: set[int] = set()  # nodes that have not replied
+        self._due: set[int] = set()  # nodes without a reply
 
-    # Ask
+    # --- ask
 
     def open(self) -> tuple[ExchangeRecord, list[Message]]:
-        """Sample clients, write down whom, and return the requests to them, too.
+        """Sample clients, record them, and return the requests.
 
         Raises
         ------
@@ -225,13 +225,13 @@ class ExchangeRun(Generic[P]):
         names = [self.cohort.name(node) for node in sample.nodes]
         record = self.journal.open(names, sample.wanted, self.cohort.connected)
         self.door.expected = len(names)
-        new = self.door.without_done(sample.nodes)  # who has left an upload on disk?
+        new = self.door.without_done(sample.nodes)  # clients with an upload on disk
         nodes = self._without_mismatched(new)
         self.door.check_enough(self.needed, len(nodes))
         return record, self._ask(nodes)
 
     def sample(self) -> Sample:
-        """Return whom to ask."""
+        """Return the nodes to ask."""
         strategy, cohort = self.strategy, self.cohort
         if not isinstance(self.exchange.clients, str):
             numbers = self.exchange.clients(self.state)
@@ -260,7 +260,7 @@ class ExchangeRun(Generic[P]):
         return sample
 
     def _without_mismatched(self, nodes: list[int]) -> list[int]:
-        """Reject those nodes whose uploads could not be merged; return the rest."""
+        """Reject the nodes with parameters that cannot be merged; return the rest."""
         if not self.exchange.require_same_parameters or not nodes:
             return nodes
         everyone, like = [*self._asked, *nodes], self.state.params
@@ -287,10 +287,10 @@ class ExchangeRun(Generic[P]):
             self.strategy, self.server_round, arrays_for, self.config, nodes
         )
 
-    # Wait and admit
+    # --- wait and admit
 
     def gather(self, late: Receive) -> None:
-        """Admit what an interrupted run left, then ask, and take replies as they come.
+        """Restore the uploads of an interrupted run, then ask, and receive replies.
 
         Parameters
         ----------
@@ -330,7 +330,7 @@ class ExchangeRun(Generic[P]):
         self._mark_absent()
 
     def _restore(self, record: ExchangeRecord | None) -> None:
-        """Admit uploads that an interrupted run left, whoever is connected now.
+        """Admit the uploads of an interrupted run, even of disconnected clients.
 
         An upload that turned out to be bad stays where it is, and its client rejected.
         Of an exchange that was closed, those count of which its step was made.
@@ -350,23 +350,23 @@ class ExchangeRun(Generic[P]):
             self.cohort.recall(client)
             try:
                 door.admit(client, arrays, metrics)
-            except Exception as error:  # admitted once, by another version perhaps
+            except Exception as error:  # admitted before, perhaps by another version
                 door.reject_saved(client, error)
                 self.journal.set_aside(client.name, door.rejected.reasons[client.name])
 
     def _window(self) -> float:
-        """Return how long the collection window is open."""
+        """Return how long the collection window is still open."""
         if self.waiting.window is None:
             raise CheckpointError(
-                f"round {self.server_round} was begun with a collection window: resume "
-                "it with Waiting(window=...)"
+                f"round {self.server_round} began with a collection window: resume it "
+                "with Waiting(window=...)"
             )
         return self.waiting.window
 
     def _receive(
         self, messages: list[Message], timeout: float, enough: float, late: Receive
     ) -> None:
-        """Take replies as they arrive, and keep each that is admitted."""
+        """Receive replies, and save each admitted one."""
         door, cohort, silent = self.door, self.cohort, list[int]()
         deadline = time.monotonic() + timeout
 
@@ -385,7 +385,7 @@ class ExchangeRun(Generic[P]):
             self._due.discard(reply.node)
             client = cohort.identity(reply.node)
             if door.has(client):
-                continue  # it has come back under another node's id
+                continue  # it has reconnected under another node id
             if not reply.from_superlink:
                 cohort.replied(reply.node)
             elif not reply.nothing_will_come:
@@ -402,10 +402,10 @@ class ExchangeRun(Generic[P]):
             cohort.missed(silent, self.server_round)
         door.log_missing()
 
-    # Who comes, and who does not
+    # --- nodes that connect or are absent
 
     def _newcomers(self) -> list[Message] | None:
-        """Return the messages to those who have connected and were not asked yet."""
+        """Return the messages to nodes that have connected and were not asked yet."""
         unasked, identity = self._unasked(), self.cohort.identity
         if self._sampled is not None and not unasked:
             return None
@@ -413,7 +413,7 @@ class ExchangeRun(Generic[P]):
         if self._sampled is not None:
             new = [node for node in nodes if identity(node).names & unasked]
             new = self._without_mismatched(sorted(new, key=self.cohort.order))
-        else:  # nobody knows yet what most train: the uploads themselves tell
+        else:  # only the uploads will show what most clients train
             self.cohort.connected = len(nodes)
             nodes = self.door.without_done(nodes)
             new = [node for node in nodes if self._may_be_asked(node)]
@@ -422,7 +422,7 @@ class ExchangeRun(Generic[P]):
         return self._ask(new)
 
     def _may_be_asked(self, node: int) -> bool:
-        """Return whether to ask a node of a window, at first or once more.
+        """Return whether to ask a node in a window, for the first time or again.
 
         A node that died is asked when it is back, later each time. A node that was
         restarted may have lost the request, and nobody would know: so who is silent is
@@ -438,28 +438,29 @@ class ExchangeRun(Generic[P]):
         return now > asked.died + factor * _AGAIN_IF_DEAD
 
     def _unasked(self) -> set[str]:
-        """Return the names of those who were to be asked, and have not been yet."""
+        """Return the names of sampled clients that have not been asked yet."""
         if not self._sampled:
             return set()
         names = {name for n in self._asked for name in self.cohort.identity(n).names}
         return self._sampled - names - self.door.done()
 
     def _log_newcomers(self, record: ExchangeRecord) -> None:
-        """Log who was not there when all that were there were asked."""
+        """Log the nodes that connected too late for this round."""
         if record.clients is None or record.connected > len(record.clients):
             return
         known = {*record.clients, *self.door.done()}
         nodes = self.cohort.present(self.grid, self.timeout)
         if new := [n for n in nodes if not self.cohort.identity(n).names & known]:
             logger.warning(
-                "configure_train: not asked, since round %s began without them: %s; "
-                "one that begins with Waiting(window=...) takes whoever comes",
+                "configure_train: round %s began before these nodes connected, so they "
+                "are not asked: %s. With Waiting(window=...), a round asks all nodes "
+                "that connect",
                 self.server_round,
                 listed(map(self.cohort.name, new)),
             )
 
     def _mark_absent(self) -> None:
-        """Note who was to be asked, and could not be."""
+        """Note the sampled clients that could not be asked."""
         for name in sorted(self._unasked()):
             reason = "it did not connect"
             if name.startswith("node-"):
@@ -469,10 +470,10 @@ class ExchangeRun(Generic[P]):
                 )
             self.door.missing[name] = reason
 
-    # Step
+    # --- step
 
     def step(self) -> Outcome[P]:
-        """Take the step, and see that it led somewhere.
+        """Take the step, and check its result.
 
         An upload with which no step can be taken, not even by itself, is withdrawn.
 
@@ -491,8 +492,8 @@ class ExchangeRun(Generic[P]):
                 except _STEP_ERRORS as error:
                     if not self._withdraw_culprits(uploads):
                         raise RoundError(
-                            f"the step failed: {error}; the round is not finished, and "
-                            "its uploads are kept where there is a checkpoint_dir"
+                            f"the step failed: {error}. The round is not finished; "
+                            "with a checkpoint_dir, its uploads are kept"
                         ) from error
         finally:
             for client, reason in self.door.withdrawn.items():
@@ -504,11 +505,11 @@ class ExchangeRun(Generic[P]):
         )
 
     def _remembered(self) -> dict[str, float]:
-        """Return what the policy is to know of the rounds before."""
+        """Return the policy's knowledge of the rounds before."""
         return {n: float(v) for n, v in self.state.group(_POLICY).items()}
 
     def _with_remembered(self, step: Step) -> Step:
-        """Return the step with what the policy is to know in the next round."""
+        """Return the step with the policy's knowledge for the next round."""
         known = self.door.remembered
         if not known:
             return step
@@ -521,12 +522,12 @@ class ExchangeRun(Generic[P]):
         for name, value in step.state.params.items():
             if value.is_floating_point() and not value.isfinite().all():
                 raise ParamsError(
-                    f"it made '{name}' NaN or infinite out of finite uploads"
+                    f"it made '{name}' NaN or infinite, though all uploads are finite"
                 )
         return step
 
     def _withdraw_culprits(self, uploads: Uploads[P]) -> bool:
-        """Withdraw the uploads with which a step fails that takes nothing else."""
+        """Withdraw each upload with which the step fails even by itself."""
         culprits: list[tuple[Upload[P], Exception]] = []
         for upload in uploads:
             try:
@@ -534,13 +535,13 @@ class ExchangeRun(Generic[P]):
             except _STEP_ERRORS as failure:
                 culprits.append((upload, failure))
         if len(culprits) == len(uploads):
-            return False  # the step itself fails, whatever it is given
+            return False  # the step fails for any uploads
         for upload, reason in culprits:
             self.door.withdraw(upload, reason)
         return bool(culprits)
 
     def close(self, uploads: Uploads[P]) -> None:
-        """Write down of whose uploads the step was: when resumed, it is the same."""
+        """Record the clients whose uploads the step used, for a resumed run."""
         self.journal.close(
             [upload.client for upload in uploads],
             self.door.missing,
@@ -551,7 +552,7 @@ class ExchangeRun(Generic[P]):
 
 @dataclass
 class LateReplies:
-    """Takes the replies that come when their exchange is over.
+    """Handles replies that come after the end of their exchange.
 
     They are counted. Where the run is kept and the round is still the last one, they
     are admitted to the journal, for when the round is opened again.
@@ -577,7 +578,7 @@ class LateReplies:
     count: Callable[[], int]
 
     def __call__(self, reply: NodeReply) -> None:
-        """Take one."""
+        """Handle a late reply."""
         if reply.from_superlink:
             return
         self.cohort.replied(reply.node)
@@ -585,17 +586,17 @@ class LateReplies:
         current = self.count() == self.server_round
         new_door = self.door if current and self.journal.on_disk else None
         logger.warning(
-            "%s: late: the reply of %s to round %s came after its end%s",
+            "%s: the reply of %s to round %s came after the round's end%s",
             TRAIN,
             self.cohort.name(reply.node),
             self.server_round,
-            "; it is kept for when that is opened again" if new_door else "",
+            "; keeping it, for reopen=True" if new_door else "",
         )
         if new_door is None or self.journal.has(client):
-            return  # what was admitted is not replaced
+            return  # an admitted reply is not replaced
         if (records := new_door().take(reply)) is not None:
             self.journal.save(client, *records)
 
     def forget(self) -> None:
-        """Admit no more: another exchange has begun. Only count."""
+        """Only count late replies from now on: another exchange has begun."""
         self.door = None

@@ -1,6 +1,6 @@
-"""A run: the state that its rounds have reached, and its result so far.
+"""A run: its current state, and its result so far.
 
-The journal keeps both after each step, so that a new process goes on from there.
+The journal saves both after each step, so that a new process can resume the run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _HISTORIES = (
 
 @dataclass(repr=False)
 class CurvatureResult(Result):
-    """Flower's ``Result``, and what the last round was made of.
+    """Flower's ``Result``, with the state and the uploads of the last round.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class CurvatureResult(Result):
 
 
 class Run:
-    """Made by :meth:`begin`, which starts a run or picks one up.
+    """A run, which :meth:`begin` starts or resumes.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Run:
     def __init__(self, state: ServerState, server_round: int, journal: Journal) -> None:
         self.state, self.server_round = state, server_round
         self._journal = journal
-        self.absences: Mapping[str, Any] = {}  # when it was picked up
+        self.absences: Mapping[str, Any] = {}  # when it was resumed
         self._result = CurvatureResult()
 
     @classmethod
@@ -87,10 +87,10 @@ class Run:
         if not isinstance(initial_arrays, ArrayRecord):
             raise ConfigurationError(
                 "initial_arrays must be an ArrayRecord, got "
-                f"{type(initial_arrays).__name__}: wrap it, ArrayRecord(...)"
+                f"{type(initial_arrays).__name__}: pass ArrayRecord(...)"
             )
         if reopen and not resume:
-            raise ConfigurationError("reopen=True needs resume=True")
+            raise ConfigurationError("reopen=True needs resume=True: pass both")
         state = ServerState(arrays_to_tensors(initial_arrays), dict(groups or {}))
         if resume and checkpoint_dir is None:
             raise CheckpointError("resume=True needs a checkpoint_dir")
@@ -98,15 +98,15 @@ class Run:
         try:
             if not (rounds := journal.load()):
                 if reopen:
-                    raise CheckpointError(f"{journal.path} holds no run to open again")
+                    raise CheckpointError(f"{journal.path} has no run to open again")
                 journal.begin(options)
                 run = cls(state, 0, journal)
                 run.finish(0)
                 return run
             if not resume:
                 raise CheckpointError(
-                    f"{journal.path} holds a run up to round {rounds[-1]}: pass "
-                    "resume=True to go on with it, or another checkpoint_dir"
+                    f"{journal.path} has a run up to round {rounds[-1]}: pass "
+                    "resume=True to continue it, or another checkpoint_dir"
                 )
             _check_options(journal, options)
             last = rounds[-1]
@@ -119,11 +119,11 @@ class Run:
 
     @classmethod
     def _resumed(cls, journal: Journal, last: int, initial: Params) -> "Run":
-        """Return the run as it was after a round."""
+        """Return the run with its state after a round."""
         run = cls(ServerState.from_tensors(journal.load_state(last)), last, journal)
         for server_round in [n for n in journal.finished if n <= last]:
             known = journal.finished[server_round]
-            with kept_record(f"{journal.path}: what is known of round {server_round}"):
+            with kept_record(f"{journal.path}: the record of round {server_round}"):
                 run.absences = known["absences"]
                 for name, metrics in known["metrics"].items():
                     history = getattr(run._result, name)
@@ -134,12 +134,12 @@ class Run:
         return run
 
     def release(self) -> None:
-        """Let another server have the run's folder."""
+        """Release the run's folder."""
         self._journal.release()
 
     @property
     def id(self) -> str | None:
-        """What the run is known by to clients, in all lives of its servers."""
+        """The run's id for clients, the same after the run is resumed."""
         return self._journal.run or None
 
     def arrays(self) -> ArrayRecord:
@@ -147,7 +147,7 @@ class Run:
         return tensors_to_arrays(self.state.params)
 
     def exchange(self, server_round: int, exchange: int) -> ExchangeJournal:
-        """Return what is known of a round's exchange, counted from 1."""
+        """Return the record of a round's exchange, counted from 1."""
         return self._journal.exchange(server_round, exchange)
 
     def take_step(
@@ -157,7 +157,7 @@ class Run:
         uploads: Uploads[Any],
         metrics: MetricRecord,
     ) -> None:
-        """Take a step's outcome; a later exchange's metrics join an earlier one's."""
+        """Set the state to a step's outcome, and add the exchange's metrics."""
         self.state = step.state
         known = list(uploads) if step.summed is None else [step.summed]
         self._result.uploads, self._result.details = known, step.details
@@ -176,7 +176,7 @@ class Run:
         logger.info("\t└──> Aggregated MetricRecord: %s", shown(history[server_round]))
 
     def refresh(self, server_round: int, step: Step, uploads: Uploads[Any]) -> None:
-        """Take a model's new statistics; in the result, uploads are those before."""
+        """Set the model's new statistics, without changing the result's uploads."""
         self.state = step.state
         self._result.upload_bytes += _bytes_of_each(uploads)
         known = self._result.train_metrics_clientapp[server_round]
@@ -184,39 +184,39 @@ class Run:
         self._add_metrics(server_round, new)
 
     def forget_uploads(self) -> None:
-        """Let go of the last step's uploads, so that two rounds' are never held."""
+        """Free the last step's uploads, so that two rounds' are never in memory."""
         self._result.uploads = []
 
     def skip_round(
         self, server_round: int, before: ServerState, reason: object
     ) -> None:
-        """Note that a round came to nothing: the state is what it was before."""
+        """Note that a round failed: the state stays as it was."""
         logger.warning("[ROUND %s] skipped: %s", server_round, reason)
         self.state = before
         self._result.uploads, self._result.details = [], None
         self._add_metrics(server_round, {"skipped": 1})
 
     def _add_metrics(self, server_round: int, metrics: Mapping[str, Any]) -> None:
-        """Let metrics join a round's."""
+        """Add metrics to those of a round."""
         history = self._result.train_metrics_clientapp
         before = dict(history.get(server_round, {}))
         history[server_round] = MetricRecord({**before, **metrics})
 
     def count_late(self, server_round: int) -> None:
-        """Count a late reply in the round in which it came."""
+        """Count a late reply in the round in which it arrived."""
         history = self._result.train_metrics_clientapp
         before = dict(history.get(server_round, {})).get("num-late", 0)
         assert isinstance(before, int)
         self._add_metrics(server_round, {"num-late": before + 1})
 
     def client_evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:
-        """Note what the clients' evaluation gave."""
+        """Note the metrics of the clients' evaluation."""
         if metrics is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", shown(metrics))
             self._result.evaluate_metrics_clientapp[server_round] = metrics
 
     def evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:
-        """Note what the server's evaluation gave."""
+        """Note the metrics of the server's evaluation."""
         logger.info("Global evaluation\n\t└──> MetricRecord: %s", shown(metrics))
         if metrics is not None:
             self._result.evaluate_metrics_serverapp[server_round] = metrics
@@ -224,7 +224,7 @@ class Run:
     def finish(
         self, server_round: int, absences: Mapping[str, Any] | None = None
     ) -> None:
-        """Write the round; from here on it is not repeated.
+        """Save the round as finished; a resumed run does not repeat it.
 
         Parameters
         ----------
@@ -258,41 +258,41 @@ class Run:
         )
         if ending:
             logger.info(
-                "[ROUND %s] is the last one: %s", self.server_round, ", ".join(ending)
+                "[ROUND %s] %s ended the run", self.server_round, ", ".join(ending)
             )
         return bool(ending)
 
     def result(self) -> CurvatureResult:
-        """Return the result, with the parameters as they are now."""
+        """Return the result, with the current parameters."""
         self._result.arrays = self.arrays()
         return self._result
 
 
 def _bytes_of_each(uploads: Uploads[Any]) -> float:
-    """Return what a client has sent on average."""
+    """Return the mean size of the clients' replies."""
     return sum(upload.num_bytes for upload in uploads) / max(len(uploads), 1)
 
 
 def _check_options(journal: Journal, options: Mapping[str, Any]) -> None:
-    """Refuse to go on with other options than the run began with."""
+    """Raise :class:`CheckpointError` if options differ from the run's."""
     saved = journal.options
     odd = sorted(k for k in {*saved, *options} if saved.get(k) != options.get(k))
     if odd:
         changes = ", ".join(f"{k}: {saved.get(k)!r} -> {options.get(k)!r}" for k in odd)
         raise CheckpointError(
-            f"{journal.path} holds a run with other options: {changes}; resume it with "
-            "those, or begin anew in another checkpoint_dir"
+            f"{journal.path} has a run with other options: {changes}. Resume it with "
+            "its options, or begin a new run in another checkpoint_dir"
         )
 
 
 def _check_model(initial: Params, saved: Params, journal: Journal) -> None:
-    """Refuse to go on with another model than the caller has."""
+    """Raise :class:`CheckpointError` if the run's model is not the caller's."""
     for name, value in initial.items():
         if name not in saved or saved[name].shape != value.shape:
             there = (
                 f"of shape {tuple(saved[name].shape)}" if name in saved else "absent"
             )
             raise CheckpointError(
-                f"{journal.path} holds a run of another model: '{name}' of shape "
-                f"{tuple(value.shape)} is {there} there; pass another checkpoint_dir"
+                f"{journal.path} has a run of another model: '{name}' of shape "
+                f"{tuple(value.shape)} is {there} there. Pass another checkpoint_dir"
             )

@@ -1,4 +1,4 @@
-"""How long a round waits for its clients, and for how many."""
+"""The end of a round's wait: its deadline, its window, or enough replies."""
 
 from dataclasses import dataclass
 from math import ceil, inf
@@ -16,7 +16,7 @@ _ON_FAILED_ROUND = ("raise", "skip")
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """When a round ends, beside its deadline: the `timeout` of a strategy's ``start``.
+    """When a round ends, in addition to its deadline (`timeout` of ``start``).
 
     A client that lets a deadline pass, or is not waited for twice in a row, sits out
     the next round, then two, then four, …, until it replies, unless too few others are
@@ -79,20 +79,20 @@ class Waiting:
         for name, default in (("enough_fraction", 1), ("over_selection", 0)):
             if getattr(self, name) != default:
                 raise ConfigurationError(
-                    f"{name} is of those who are asked, and a window asks whoever "
-                    "comes: pass enough_replies instead"
+                    f"{name} is a part of the sampled clients, but a window asks all "
+                    "that connect: pass enough_replies instead"
                 )
 
     def to_ask(self, wanted: int) -> int:
-        """Return how many clients to ask where so many replies are wanted."""
+        """Return how many clients to ask for a number of replies."""
         return ceil(round(wanted * (1 + self.over_selection), 9))
 
     def enough(self, wanted: int) -> float:
-        """Return how many usable replies end a request that wanted so many."""
+        """Return how many usable replies end a request for a number of replies."""
         share = ceil(round(wanted * self.enough_fraction, 9))
         return min(share, inf if self.enough_replies is None else self.enough_replies)
 
     @property
     def enough_in_window(self) -> float:
-        """How many usable replies close the window."""
+        """The number of usable replies that closes the window."""
         return inf if self.enough_replies is None else self.enough_replies

@@ -1,4 +1,4 @@
-"""TCT's averages: SCAFFOLD's, where the control variate needs no upload of its own."""
+"""TCT's averages: SCAFFOLD's, without an upload for the control variate."""
 
 from collections.abc import Sequence
 from math import fsum
@@ -137,7 +137,7 @@ def tct_average(
     check_positive("participation", participation, most=1)
     wide = [{"weight": local.double()} for local in locals]
     mean, c = weighted_mean(wide, weights), {"weight": control.double()}
-    # All of it is linear in Theta_i: one client at the mean stands for the cohort.
+    # All is linear in Theta_i, so one client at the mean stands for the cohort.
     moved = subtract({"weight": weight.double()}, mean)
     shares = shares_of(weights)
     taken = 1.0 if parts is None else fsum(map(mul, parts, shares))
@@ -151,7 +151,7 @@ def tct_average(
 
 
 def _gradients_per_move(lr: float, local_steps: int) -> float:
-    """Return what a client's way is multiplied by, for its mean gradient."""
+    """Return the factor from a client's total step to its mean gradient."""
     check_range("local_steps", local_steps, 1)
     check_rate(lr)
     return 1 / (local_steps * lr)

@@ -1,9 +1,9 @@
-"""Per-example gradients of a network's one output, at chosen coordinates only.
+"""Per-example gradients of a network with one output, at chosen coordinates.
 
-One backward pass of the sum of a batch's outputs reaches every layer's output; an
-example's gradient of a linear or convolution layer is then a product of what went in
-and what came back, of which only the chosen entries are formed. All other parameters
-go through ``torch.func``.
+One backward pass of the sum of a batch's outputs reaches every layer's output. For a
+linear or convolution layer, an example's gradient is a product of the layer's input and
+its output's gradient, and only the chosen entries are computed. All other parameters
+use ``torch.func``.
 """
 
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ from flwr_fisher.curvature.estimate.layers import (
 from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
 from flwr_fisher.errors import StructureError
 
-_FEW = 16  # examples of the first batch on which layers are tried
+_FEW = 16  # examples of the first batch, for the trial of layers
 _AT_ONCE = 2**24  # entries of activations, 64 MiB in float32
 # Entries of a layer's products at once. On a CPU they stay in its cache.
 _PRODUCTS = {"cpu": 2**19}
-_GATHER = 32  # what an entry costs when it is gathered, in multiplications of a matrix
-_DEPENDS = 1e-3  # relative; far more than rounding
+_GATHER = 32  # the cost of gathering an entry, in multiplications of a matrix product
+_DEPENDS = 1e-3  # relative tolerance, far above rounding
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which entries of a parameter are features, and where they go.
+    """The entries of a parameter that are features, and their columns.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Chosen:
 
 
 class FeatureEngine:
-    """Computes features; the first batch decides which layer is taken how.
+    """Computes features; the first batch decides the method for each layer.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class FeatureEngine:
     ) -> None:
         self.network, self.chosen = network, chosen
         few = inputs[:_FEW]
-        if len(few) == 1:  # with a second, to see whether that changes its output
+        if len(few) == 1:  # with a second, which may change its output
             few = concatenated([few, few.mapped(torch.zeros_like)])
         _check_one_output_each(network, few)
         explained = explained_layers(network, few, PackedProjection | TransposedLinear)
@@ -94,7 +94,7 @@ class FeatureEngine:
         )
 
     def write(self, inputs: Inputs, out: Tensor) -> None:
-        """Write the examples' features.
+        """Write the examples' features into a tensor.
 
         Parameters
         ----------
@@ -152,7 +152,7 @@ class _Weight:
         self.column = entries % size + group * size
 
     def write(self, inputs: Tensor, g: Tensor, out: Tensor) -> None:
-        """Take gradients ``[n, out, T]``; a few examples at a time."""
+        """Write the entries of gradients ``[n, out, T]``, a few examples at a time."""
         weight, positions = self.layer.kernel, g.shape[2]
         gather = positions == 1 or _GATHER * len(self.entries) < weight.numel()
         each = len(self.entries) * positions if gather else weight.numel()
@@ -180,7 +180,7 @@ class _Weight:
 
 
 def _entries(layer: KroneckerLayer, tap: Tap) -> int:
-    """Return about how many entries an example takes in a layer, forth and back."""
+    """Return about how many entries an example takes in a layer, both ways."""
     columns = layer.input_columns(tap.inputs[:1])
     return 2 * (tap.inputs[:1].numel() + len(layer.kernel) * columns.shape[3])
 
@@ -189,12 +189,13 @@ def _check_shape(outputs: Tensor, examples: int) -> None:
     if outputs.dim() < 1 or len(outputs) != examples or outputs.numel() != examples:
         raise StructureError(
             f"the replaced head returns {tuple(outputs.shape)} for {examples} examples,"
-            " and features need one output an example: pool positions before the head"
+            " but features need one output for each example: pool positions before "
+            "the head"
         )
 
 
 def _check_one_output_each(network: nn.Module, inputs: Inputs) -> None:
-    """Raise unless an example's output is one number, whoever else is there."""
+    """Check that an example's output is one number, independent of other examples."""
     with torch.no_grad():
         every = inputs(network)
         _check_shape(every, len(inputs))
@@ -204,5 +205,5 @@ def _check_one_output_each(network: nn.Module, inputs: Inputs) -> None:
     if bool(difference > _DEPENDS * every.abs().max()):
         raise StructureError(
             "an example's output depends on the other examples of its batch, so it has "
-            "no features of its own: leave batch statistics out of the model"
+            "no features of its own: use a model without batch statistics"
         )

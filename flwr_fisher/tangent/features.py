@@ -1,4 +1,4 @@
-"""Tangent features: the entries of an example's gradient at random coordinates."""
+"""Tangent features: entries of an example's gradient at random coordinates."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from flwr_fisher.tangent.head import (
 
 
 class TangentFeatures:
-    r"""Empirical neural tangent kernel features of a network with one output.
+    r"""Computes empirical neural tangent kernel features of a network with one output.
 
     .. math:: \phi(x) = S \, \frac{\partial f_1(x; \theta)}{\partial \theta}
               \in \mathbb{R}^p
@@ -147,7 +147,7 @@ class TangentFeatures:
             raise DataError(
                 f"examples must be a tensor, or Inputs, got {type(x).__name__}"
             )
-        x = replace(x, output_fn=None)  # of the outputs that the head's stand for
+        x = replace(x, output_fn=None)  # that the new head's output stands for
         recurrent = recurrent_backwards(self._network)
         with torch.inference_mode(False), torch.enable_grad(), recurrent:
             x = x.mapped(lambda t: t.clone() if t.is_inference() else t.detach())
@@ -158,7 +158,7 @@ class TangentFeatures:
         return out
 
     def _engine_for(self, x: Inputs) -> FeatureEngine:
-        """Return the engine, which the first batch decides on."""
+        """Return the engine; the first batch chooses its methods."""
         if self._engine is None:
             check_last(self._network, self.head, x[:1], named=self._head_is_named)
             self._engine = FeatureEngine(self._network, self._chosen, x)
@@ -166,7 +166,7 @@ class TangentFeatures:
 
 
 def _coordinates(total: int, num_features: int, seed: int) -> np.ndarray:
-    """Return distinct numbers below `total`, ascending."""
+    """Return random distinct integers below `total`, in ascending order."""
     count = min(num_features, total)
     stream = random_stream(seed, "tangent", "coordinates")
     drawn = stream.choice(total, count, replace=False, shuffle=False)
@@ -176,7 +176,7 @@ def _coordinates(total: int, num_features: int, seed: int) -> np.ndarray:
 def _by_parameter(
     coordinates: np.ndarray, sizes: dict[str, int], device: torch.device
 ) -> dict[str, Chosen]:
-    """Say of each parameter which of its entries are chosen, if any are."""
+    """Return the chosen entries of each parameter that has any."""
     chosen, start = {}, 0
     for name, size in sizes.items():
         first, last = np.searchsorted(coordinates, [start, start + size])
@@ -191,7 +191,7 @@ def _digest(settings: object, coordinates: np.ndarray, head: nn.Linear) -> str:
     digest = hashlib.sha256(json.dumps(settings).encode())
     digest.update(coordinates.astype("<i8").tobytes())
     for parameter in head.parameters():
-        # As float32, so that a client who computes in float64 agrees with the others.
+        # In float32, so that a client with a float64 model agrees with the others.
         values = parameter.detach().float().cpu().numpy()
         digest.update(values.astype("<f4").tobytes())
     return digest.hexdigest()

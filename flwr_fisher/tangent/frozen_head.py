@@ -1,4 +1,4 @@
-"""A linear head on a frozen backbone, in closed form: analytic learning."""
+"""Analytic learning: a linear head on a frozen backbone, in closed form."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from flwr_fisher.tangent.head import linear_layer
 
 @dataclass(frozen=True)
 class HeadSums:
-    r"""What a linear regression on features needs of the data, and no more.
+    r"""The sums over data from which a linear regression on features is solved.
 
     Sums over clients are those of their pooled data.
 
@@ -45,7 +45,7 @@ class HeadSums:
 
 
 def head_sums(model: nn.Module, loader: Iterable[Any], head: str) -> HeadSums:
-    """Return the sums of a client's data at a model's last linear layer.
+    """Return a client's sums at a model's last linear layer.
 
     Parameters
     ----------
@@ -90,14 +90,14 @@ def head_sums(model: nn.Module, loader: Iterable[Any], head: str) -> HeadSums:
     finally:
         handle.remove()
     if not count:
-        raise DataError("the loader yields no examples")
+        raise DataError("the loader has no examples")
     assert isinstance(gram, Tensor)
     assert isinstance(cross, Tensor)
     return HeadSums(gram.cpu(), cross.cpu(), count)
 
 
 def closed_form_head(sums: HeadSums, *, bias: bool, ridge: float) -> tuple[Tensor, ...]:
-    r"""Return the head of the ridge regression on features, over all of the data.
+    r"""Return the head that ridge regression gives on all clients' features.
 
     .. math:: W = \Big(\sum x x^\top + \lambda I\Big)^{-1} \sum x y^\top
 
@@ -131,30 +131,32 @@ def closed_form_head(sums: HeadSums, *, bias: bool, ridge: float) -> tuple[Tenso
 
 
 def _features(inputs_of: Sequence[Tensor], layer: nn.Linear, head: str) -> Tensor:
-    """Return the head's inputs, a row each, with a 1 at the end for its bias."""
+    """Return the head's inputs as rows, with a last column of ones for the bias."""
     if len(inputs_of) != 1:
         raise StructureError(
-            f"head '{head}' is called {len(inputs_of)} times in a forward pass, and "
-            "its inputs are features where it is called once: pass another one's name"
+            f"head '{head}' is called {len(inputs_of)} times in a forward pass, but it "
+            "must be called once: pass the name of another layer as head"
         )
     x = inputs_of[0].flatten(0, -2).double()
     return x if layer.bias is None else F.pad(x, (0, 1), value=1.0)
 
 
 def _targets(labels: Any, rows: int, outputs: int) -> Tensor:
-    """Return what is regressed on, ``[rows, C]``: ones for classes, or numbers."""
+    """Return the regression's targets, ``[rows, C]``: one-hot classes, or numbers."""
     if not isinstance(labels, Tensor):
-        raise DataError(f"examples have labels of type {type(labels).__name__}")
+        raise DataError(
+            f"labels must be a tensor, and they are a {type(labels).__name__}"
+        )
     if labels.is_floating_point():
         if labels.numel() != rows * outputs:
             raise DataError(
-                f"labels of shape {tuple(labels.shape)} for {rows} rows of {outputs} "
-                "outputs"
+                f"labels of shape {tuple(labels.shape)} do not fit {rows} rows of "
+                f"{outputs} outputs"
             )
         return labels.reshape(rows, outputs)
     if labels.numel() != rows or not 0 <= labels.min() <= labels.max() < outputs:
         raise DataError(
             f"labels of shape {tuple(labels.shape)} from {int(labels.min())} to "
-            f"{int(labels.max())} for {rows} rows and {outputs} classes"
+            f"{int(labels.max())} do not fit {rows} rows and {outputs} classes"
         )
     return F.one_hot(labels.flatten().long(), outputs)

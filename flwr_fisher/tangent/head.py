@@ -1,4 +1,4 @@
-"""A copy of a network that ends in a fresh linear layer with one output."""
+"""A copy of a network with a new linear head that has one output."""
 
 import copy
 from typing import Any
@@ -34,15 +34,16 @@ def find_head(model: nn.Module, head: str | None) -> str:
     linear = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
     if not linear:
         raise StructureError(
-            "the model has no nn.Linear, and features are gradients of a network whose "
-            "last linear layer is replaced: end the model in one"
+            "the model has no nn.Linear layer, and TCT replaces the last one: end the "
+            "model in an nn.Linear"
         )
     if head is not None and head not in modules:
         raise UnknownNameError("head", head, linear)
     if head is not None and head not in linear:
         raise ConfigurationError(
-            f"head={head!r} is a {type(modules[head]).__name__}, and only an nn.Linear "
-            f"can be replaced by one with a single output: {', '.join(linear)}"
+            f"head={head!r} is a {type(modules[head]).__name__}, but only an nn.Linear "
+            f"can be replaced by one with a single output: pass one of "
+            f"{', '.join(linear)}"
         )
     name = linear[-1] if head is None else head
     _check_not_shared(modules, name)
@@ -62,14 +63,14 @@ def _check_not_shared(modules: dict[str, nn.Module], head: str) -> None:
 
 
 def linear_layer(model: nn.Module, name: str) -> nn.Linear:
-    """Return the linear layer of that name, which the model is known to have."""
+    """Return the linear layer of that name."""
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Linear)
     return layer
 
 
 def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
-    """Return a copy of the model that returns what its new head returns.
+    """Return a copy of the model that returns its new head's output.
 
     Whatever the model does after its head, such as a log-softmax (of one output always
     zero), has no part in it. Frozen parameters stay frozen; the head is trained.
@@ -101,7 +102,7 @@ def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
 
 
 def check_last(network: nn.Module, head: str, inputs: Inputs, *, named: bool) -> None:
-    """Check, by one call, that the network can end in its head.
+    """Check by one call that the network can end in its head.
 
     Parameters
     ----------
@@ -141,18 +142,18 @@ def check_last(network: nn.Module, head: str, inputs: Inputs, *, named: bool) ->
     if called[-1] != head and not named:
         raise StructureError(
             f"layer '{called[-1]}' is called after '{head}', the last linear layer in "
-            f"the model's definition: pass head={called[-1]!r}, or the name that you "
-            "mean"
+            f"the model's definition: pass head={called[-1]!r}, or another layer's "
+            "name"
         ) from failure
     if failure is not None:
         raise StructureError(
-            f"what the model does behind its head '{head}' fails when that has a single"
-            f" output: {failure}"
+            f"the model fails after its head '{head}' if that has a single output: "
+            f"{failure}"
         ) from failure
 
 
 def _fresh_head(old: nn.Linear, seed: int) -> nn.Linear:
-    """Return a layer with ``nn.Linear``'s usual distribution, drawn from `seed`."""
+    """Return a new linear layer with torch's usual distribution, drawn from `seed`."""
     new: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
         nn.Linear,
         old.in_features,
@@ -171,7 +172,7 @@ def _fresh_head(old: nn.Linear, seed: int) -> nn.Linear:
 
 
 class _ReturnHead:
-    """Makes a network return its head's output in place of its own."""
+    """A network that returns its head's output in place of its own."""
 
     def __init__(self, network: nn.Module, head: nn.Linear, name: str) -> None:
         self.name = name
@@ -184,14 +185,13 @@ class _ReturnHead:
         self.outputs = []
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self.outputs.append(output.clone())  # which nothing changes in place later
+        self.outputs.append(output.clone())  # later layers may change it in place
 
     def _replace(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
         outputs, self.outputs = self.outputs, []
         if len(outputs) != 1:
             raise StructureError(
                 f"head '{self.name}' is called {len(outputs)} times in a forward pass, "
-                "and the layer to replace must be called exactly once: pass another "
-                "one's name as head"
+                "but it must be called once: pass the name of another layer as head"
             )
         return outputs[0]

@@ -1,4 +1,4 @@
-"""The model that TCT ends with: a linear one on tangent features."""
+"""TCT's final model: a linear model on tangent features."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ from flwr_fisher.params import check_same_layout, shared_state
 from flwr_fisher.tangent.features import TangentFeatures
 
 _PREFIX = "tct/"
-_AT_ONCE = 2**24  # features, of all examples that are taken together: 64 MiB
+_AT_ONCE = 2**24  # features of the examples that are computed together: 64 MiB
 _KEYS = ("weight", "mean", "std", "seed", "head")
 
 
 class TCTModel(nn.Module):
-    r"""Predict from standardised tangent features, as TCT does after stage 2.
+    r"""TCT's final model, which predicts from standardised tangent features.
 
     .. math:: f(x) = \frac{\phi(x) - \mu}{\sigma} \, \Theta
 
@@ -96,8 +96,8 @@ class TCTModel(nn.Module):
         sizes = (features.num_features, features.num_classes)
         if sizes != (self.num_features, self.num_classes):
             raise ParamsError(
-                f"weight is {tuple(weight.shape)}, and the model has {sizes[0]} "
-                f"features for {sizes[1]} classes of its head '{self.head}'"
+                f"weight has shape {tuple(weight.shape)}, but the model has "
+                f"{sizes[0]} features and {sizes[1]} classes of its head '{self.head}'"
             )
         for name, value in (("weight", weight), ("mean", mean), ("std", std)):
             self.register_buffer(name, value.detach().clone().to(features.device))
@@ -124,7 +124,7 @@ class TCTModel(nn.Module):
         return z @ self.weight.to(z.dtype)
 
     def _tangent_features(self) -> TangentFeatures:
-        """Return the features of the network with its present values and device."""
+        """Return the features of the network with its current parameters and device."""
         if self._features is None:
             self._features = TangentFeatures(
                 self.model, self.num_features, seed=self.seed, head=self._given_head
@@ -132,18 +132,18 @@ class TCTModel(nn.Module):
         return self._features
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "TCTModel":
-        # To another device or dtype.
+        # moved to another device or dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._features = None
         return self
 
     @staticmethod
     def is_in(tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether these are a TCT model's tensors, not a plain model's."""
+        """Return whether these tensors are those of a TCT model, not a plain model."""
         return f"{_PREFIX}weight" in tensors
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return the model under its own keys, and ``tct/…`` for the rest.
+        """Return the network's tensors by their own keys, and the rest by ``tct/…``.
 
         Returns
         -------
@@ -164,7 +164,7 @@ class TCTModel(nn.Module):
     def from_tensors(
         cls, model: nn.Module, tensors: Mapping[str, Tensor]
     ) -> "TCTModel":
-        """Undo :meth:`to_tensors`.
+        """Return the model from the tensors of :meth:`to_tensors`.
 
         Parameters
         ----------
@@ -184,7 +184,9 @@ class TCTModel(nn.Module):
         added = {k.removeprefix(_PREFIX): tensors[k] for k in tensors if k not in state}
         if added.keys() != set(_KEYS):
             wrong = sorted(_PREFIX + key for key in added.keys() ^ set(_KEYS))
-            raise ParamsError(f"a TCT model's tensors lack, or have too many: {wrong}")
+            raise ParamsError(
+                f"a TCT model's tensors lack, or wrongly have, the keys {wrong}"
+            )
         check_same_layout(shared_state(model), state, "the tensors of the network")
         network = copy.deepcopy(model)
         network.load_state_dict(state, strict=False)
@@ -212,7 +214,7 @@ class TCTModel(nn.Module):
 
     @classmethod
     def load(cls, path: Path | str, model: nn.Module) -> "TCTModel":
-        """Read what :meth:`save` wrote, bit for bit.
+        """Load the model that :meth:`save` wrote, bit for bit.
 
         Parameters
         ----------
@@ -253,11 +255,11 @@ def _check_shapes(weight: Tensor, mean: Tensor, std: Tensor) -> None:
             f"{tuple(mean.shape)} and {tuple(std.shape)}"
         )
     if not bool((std > 0).all()):
-        raise ParamsError("std must be positive; give a constant feature's 1")
+        raise ParamsError("std must be positive: pass 1 for a constant feature")
 
 
 def _seed_and_head(tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Return the seed and the head's name."""
+    """Return the seed and the head's name from their tensors."""
     seed, head = tensors["seed"], tensors["head"]
     if seed.numel() != 1 or seed.is_floating_point() or head.dtype != torch.uint8:
         raise ParamsError("'tct/seed' must be one integer, and 'tct/head' bytes")

@@ -1,10 +1,10 @@
-r"""A client's round of TCT's second stage, a linear regression (Yu et al. 2022).
+r"""A client's round of TCT's second stage: a linear regression (Yu et al. 2022).
 
-Client :math:`i` has standardised features :math:`Z` and targets :math:`Y`, one-hot
-labels less :math:`1/C`, and takes M gradient steps on
-:math:`\|Z \Theta - Y\|^2 / 2 n_i`, corrected by :math:`h_i = c_i - c` as SCAFFOLD's.
-:func:`tct_update` takes all of them at once, from the eigenvalues of
-:math:`Z Z^\top / n_i`; :func:`tct_steps` takes them one by one.
+Client :math:`i` has standardised features :math:`Z` and targets :math:`Y`: one-hot
+labels minus :math:`1/C`. It takes M gradient steps on
+:math:`\|Z \Theta - Y\|^2 / 2 n_i`, each corrected by :math:`h_i = c_i - c` as in
+SCAFFOLD. :func:`tct_update` computes their end at once, by the eigenvalues of
+:math:`Z Z^\top / n_i`. :func:`tct_steps` takes them one by one.
 """
 
 import torch
@@ -36,7 +36,7 @@ def tct_update(
     local_steps: int,
     residual: Tensor | None = None,
 ) -> Tensor:
-    r"""Return where M corrected gradient steps end, from two products with `Z`.
+    r"""Return the weights after M corrected gradient steps, by two products with `Z`.
 
     With :math:`Z Z^\top / n = Q \Lambda Q^\top`, :math:`E = Z \Theta_0 - Y`,
 
@@ -104,7 +104,7 @@ def tct_update(
     n = len(Z)
     if len(spectrum.eigenvalues) != n:
         raise ParamsError(
-            f"the spectrum is of {len(spectrum.eigenvalues)} examples, Z has {n}"
+            f"the spectrum has {len(spectrum.eigenvalues)} examples, but Z has {n}"
         )
     E, Zh = _projections(Z, Y, weight, h, residual)
     phi, psi = _filters(spectrum.eigenvalues, lr, local_steps)
@@ -184,7 +184,7 @@ def tct_residual(Z: Tensor, Y: Tensor, weight: Tensor) -> Tensor:
 def _projections(
     Z: Tensor, Y: Tensor, weight: Tensor, h: Tensor | None, residual: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return E and Zh, from one pass over Z."""
+    """Return E and Zh by one pass over Z."""
     if residual is not None:
         return residual.double(), None if h is None else times(Z, h.to(weight))
     if h is None:

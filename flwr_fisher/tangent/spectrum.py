@@ -1,4 +1,4 @@
-"""The eigenvalues of a client's Gram matrix, and which learning rates they allow."""
+"""The eigenvalues of a client's Gram matrix, and the learning rates that they allow."""
 
 import math
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from flwr_fisher.errors import (
     check_positive,
 )
 
-# Small enough for a cache, large enough for a matrix product.
+# small enough for a cache, large enough for a matrix product
 _BLOCK_BYTES = 2**23
 
 
 def block_rows(p: int, dtype: torch.dtype) -> int:
-    """Return how many rows of p entries to copy to another dtype at a time."""
+    """Return how many rows of p entries to convert to another dtype at a time."""
     return max(1, _BLOCK_BYTES // (p * dtype.itemsize))
 
 
@@ -48,7 +48,7 @@ def transposed_times(Z: Tensor, left: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(Z: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield Z's rows in `dtype`: all at once where they are in it already."""
+    """Yield blocks of Z's rows in `dtype`, or all rows at once if Z has that dtype."""
     n, p = Z.shape
     rows = n if Z.dtype == dtype else block_rows(p, dtype)
     for start in range(0, n, rows):
@@ -57,7 +57,7 @@ def _blocks(Z: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _wide(Z: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the wider of both dtypes and float32."""
+    """Return the widest of both dtypes and float32."""
     return torch.promote_types(torch.promote_types(Z.dtype, dtype), torch.float32)
 
 
@@ -88,8 +88,8 @@ class Spectrum:
         n = len(self.eigenvalues)
         if self.eigenvalues.shape != (n,) or self.eigenvectors.shape != (n, n):
             raise ParamsError(
-                f"eigenvalues {tuple(self.eigenvalues.shape)} and eigenvectors "
-                f"{tuple(self.eigenvectors.shape)} are not a spectrum: need [n], [n, n]"
+                "a spectrum has eigenvalues [n] and eigenvectors [n, n], got shapes "
+                f"{tuple(self.eigenvalues.shape)} and {tuple(self.eigenvectors.shape)}"
             )
 
     @property
@@ -138,7 +138,7 @@ def gram_spectrum(Z: Tensor) -> Spectrum:
 
 
 def largest_safe_lr(largest_eigenvalue: float) -> float:
-    r"""Return the largest rate below :math:`2 / \lambda_\max`; infinity for 0.
+    r"""Return the largest learning rate below :math:`2 / \lambda_\max`; infinity for 0.
 
     From :math:`2 / \lambda_\max` on, gradient steps on the regression diverge. At
     :math:`1 / \lambda_\max` they are the fastest along the steepest direction.
@@ -179,16 +179,16 @@ def check_lr(lr: float, largest_eigenvalue: float) -> None:
     --------
     >>> check_lr(0.5, 6.0)
     Traceback (most recent call last):
-    flwr_fisher.errors.ConfigurationError: lr 0.5 is too large for these features, ...
+    flwr_fisher.errors.ConfigurationError: lr 0.5 is too large for these features: ...
     """
     check_rate(lr)
     if lr > (safe := largest_safe_lr(largest_eigenvalue)):
         # Rounded down, so that the number in the message is itself safe.
         rounded = float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal(safe))
         raise ConfigurationError(
-            f"lr {lr:g} is too large for these features, whose largest eigenvalue is "
-            f"{largest_eigenvalue:.6g}: steps would diverge. The largest safe lr is "
-            f"{rounded:g}"
+            f"lr {lr:g} is too large for these features: their largest eigenvalue is "
+            f"{largest_eigenvalue:.6g}, and steps would diverge. The largest safe lr "
+            f"is {rounded:g}"
         )
 
 
@@ -214,7 +214,7 @@ def check_targets(
     h: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    """Raise an error that names the tensor whose shape does not fit the others'."""
+    """Raise :class:`ParamsError` if a tensor's shape does not fit the others'."""
     check_features(Z)
     if Y.dim() != 2:
         raise ParamsError(f"Y must be [n, C], got {tuple(Y.shape)}")

@@ -1,4 +1,4 @@
-"""Features' means and deviations over all clients, which upload no feature."""
+"""Means and deviations of features over all clients, who upload no features."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from flwr_fisher.tangent.spectrum import block_rows, check_features
 
 @dataclass(frozen=True)
 class FeatureMoments:
-    r"""How many examples, and each feature's mean and sum of squared deviations.
+    r"""A number of examples, with each feature's mean and sum of squared deviations.
 
     Parameters
     ----------
@@ -100,10 +100,10 @@ def combine_moments(moments: Sequence[FeatureMoments]) -> FeatureMoments:
     tensor([2.], dtype=torch.float64)
     """
     if not moments:
-        raise ParamsError("no moments to combine")
+        raise ParamsError("there are no moments to combine: pass one client's or more")
     sizes = sorted({len(part.mean) for part in moments})
     if len(sizes) > 1:
-        raise ParamsError(f"moments are of different numbers of features: {sizes}")
+        raise ParamsError(f"moments have different numbers of features: {sizes}")
     total = sum(part.count for part in moments)
     origin = moments[0].mean
     mean = origin.clone()
@@ -118,18 +118,18 @@ def combine_moments(moments: Sequence[FeatureMoments]) -> FeatureMoments:
 
 
 def _refuse(moments: Sequence[FeatureMoments], feature: int) -> None:
-    """Name the client whose feature is too far out for squares to be summed."""
+    """Raise an error that names the client with a feature too large to square."""
     sizes = [abs(float(part.mean[feature])) for part in moments]
     spreads = [float(part.m2[feature]) for part in moments]
     index = max(range(len(sizes)), key=lambda i: (sizes[i], spreads[i]))
     raise ParamsError(
-        f"the squared deviations of feature {feature} sum to more than float64 holds: "
-        f"client {index} has a mean of {moments[index].mean[feature]:g} there"
+        f"the squared deviations of feature {feature} overflow float64: client "
+        f"{index} has a mean of {moments[index].mean[feature]:g}"
     )
 
 
 def standardisation(moments: FeatureMoments) -> tuple[Tensor, Tensor]:
-    r"""Return the mean and standard deviation that features are standardised with.
+    r"""Return the mean and standard deviation for standardising features.
 
     The population's, :math:`\sqrt{M_2 / N}`. A constant feature has the standard
     deviation 1: less its mean it is zero, and does not count. Constant is what varies

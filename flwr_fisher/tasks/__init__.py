@@ -1,7 +1,7 @@
-"""Data sets, partitions and the papers' small models; a :class:`Task` joins them.
+"""Data sets, partitions and the papers' small models, joined by a :class:`Task`.
 
-Importing this room is quick: torchvision, scikit-learn and flwr-datasets are loaded
-when a function first needs them.
+Importing this room is fast: it loads torchvision, scikit-learn and flwr-datasets only
+when a function needs them.
 """
 
 from flwr_fisher.tasks.datasets import DATASETS, load_dataset

@@ -17,7 +17,7 @@ from flwr_fisher.tasks.pictures import load_hub, stack_images
 
 DEFAULT_DATA_DIR = Path("~/.cache/flwr-fisher")
 
-# torchvision's class, and what its constructor is told beside the split.
+# torchvision's class, and its constructor's arguments beside the split
 _TORCHVISION: dict[str, tuple[str, dict[str, str]]] = {
     "mnist": ("MNIST", {}),
     "fashionmnist": ("FashionMNIST", {}),
@@ -36,7 +36,7 @@ DATASETS = ("digits", *_TORCHVISION, "imagefolder:<dir>", "hf:<name>", "language
 
 
 def load_dataset(name: str, data_dir: str | Path | None = None) -> Splits:
-    """Load a data set into memory; a process loads each one once.
+    """Load a data set into memory, once in a process.
 
     The result is shared by all who ask for it: do not change its tensors in place.
 
@@ -77,13 +77,13 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> Splits:
     root = None if data_dir is None else Path(data_dir).expanduser()
     if root is not None and not root.is_absolute():
         raise ConfigurationError(
-            f"data-dir must be an absolute path, not {os.fspath(root)!r}: a Flower app"
-            " runs in a copied folder, where a relative path leads elsewhere"
+            f"data-dir must be an absolute path, not {os.fspath(root)!r}, because a "
+            "Flower app runs in a copied folder"
         )
     return _load(name, root)
 
 
-# Two names are the most that one process normally uses; more would only hold memory.
+# One process normally uses two names at most; more would waste memory.
 @lru_cache(maxsize=4)
 def _load(name: str, given: Path | None) -> Splits:
     root = given or DEFAULT_DATA_DIR.expanduser()
@@ -133,7 +133,7 @@ def _load_torchvision(name: str, root: Path) -> Splits:
 
 
 def _open(name: str, root: Path, train: bool) -> Any:
-    """Return torchvision's data set; download it if it is not there."""
+    """Return torchvision's data set; download it if it is missing."""
     with extra("tasks"):
         from torchvision import datasets
 
@@ -145,7 +145,7 @@ def _open(name: str, root: Path, train: bool) -> Any:
     try:
         return make(download=False)
     except (RuntimeError, OSError):
-        pass  # torchvision's ways of saying that files are missing
+        pass  # torchvision's errors for missing files
     try:
         root.mkdir(parents=True, exist_ok=True)
         return make(download=True)

@@ -1,4 +1,4 @@
-"""Examples in memory, images or text: what every data set is for a task."""
+"""Examples in memory, images or text: the form of every data set in a task."""
 
 from dataclasses import dataclass, replace
 
@@ -64,8 +64,8 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
         fits = targets.shape == data.shape[:1] and targets.dtype == torch.int64
         if not fits or not (images or text):
             raise DataError(
-                "there must be uint8 or float32 images [n, C, H, W], or int64 tokens "
-                f"[n, T + 1] with T ≥ 1, and an int64 class of each, not {data.dtype} "
+                "data must be uint8 or float32 images [n, C, H, W], or int64 tokens "
+                f"[n, T + 1] with T ≥ 1, with int64 classes [n], not {data.dtype} "
                 f"{list(data.shape)} and {targets.dtype} {list(targets.shape)}"
             )
         channels = data.shape[1] if images else 0
@@ -77,12 +77,12 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def is_text(self) -> bool:
-        """Whether they are pieces of documents."""
+        """Whether the examples are pieces of documents."""
         return self.data.dtype == torch.int64
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of an image, or a piece's positions."""
+        """An image's channels, height and width, or a piece's number of positions."""
         sizes = tuple(self.data.shape[1:])
         return (sizes[0] - 1,) if self.is_text else sizes
 
@@ -90,7 +90,7 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
         return len(self.targets)
 
     def __getitem__(self, index: int | slice | list[int]) -> tuple[Tensor, Tensor]:
-        """Return an example as a model reads it, or a batch of several."""
+        """Return an example in a model's form, or a batch of several."""
         x = self.data[index]
         if self.is_text:
             return x[..., :-1], x[..., 1:]
@@ -102,7 +102,7 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
 
     def subset(self, indices: list[int]) -> "Examples":
         """Return a copy of some of the examples, in the order given."""
-        # An empty list alone would make a float index, which tensors refuse.
+        # An empty list would make a float index, which tensors refuse.
         index = torch.tensor(indices, dtype=torch.int64)
         return replace(self, data=self.data[index], targets=self.targets[index])
 
@@ -148,23 +148,23 @@ class Splits:
             low, high = int(examples.targets.min()), int(examples.targets.max())
             if low < 0 or high >= self.num_classes:
                 raise DataError(
-                    f"the {split} split's classes run from {low} to {high}, outside "
-                    f"the {self.num_classes} known ones"
+                    f"the {split} split's classes run from {low} to {high}, but there "
+                    f"are {self.num_classes} classes"
                 )
         if self.test.shape != self.train.shape:
             raise DataError(
-                f"test examples have the shape {list(self.test.shape)}, training "
-                f"examples {list(self.train.shape)}"
+                f"test examples have the shape {list(self.test.shape)}, but training "
+                f"examples have {list(self.train.shape)}"
             )
 
     @property
     def num_classes(self) -> int:
-        """The number of classes; of a text, that of documents."""
+        """The number of classes, or of a text's documents."""
         return len(self.class_names)
 
     @property
     def num_outputs(self) -> int:
-        """The number of a model's outputs: classes, or tokens to choose from."""
+        """The number of a model's outputs: classes, or tokens."""
         return len(VOCABULARY) if self.train.is_text else self.num_classes
 
     @property
@@ -173,7 +173,7 @@ class Splits:
         return self.train.shape
 
     def __repr__(self) -> str:
-        # Generated, it would print every example.
+        # the generated one would print every example
         return (
             f"Splits({len(self.train)} + {len(self.test)} of shape "
             f"{'x'.join(map(str, self.shape))}, {self.num_classes} classes)"

@@ -1,4 +1,4 @@
-"""What data are like, without any of them: shape, classes, normalisation."""
+"""The kind of a data set, known without its data: shape, classes, normalisation."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Channels = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """What all nodes of a federation must agree on.
+    """A data set's properties that must be equal on all nodes.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ _OWN = re.compile(r"own:(\d+)x(\d+)x(\d+):(.+)")
 
 
 def kind_of(dataset: str) -> Kind:
-    """Return what a data set is like.
+    """Return the kind of a data set.
 
     Parameters
     ----------
@@ -96,11 +96,11 @@ def kind_of(dataset: str) -> Kind:
         names = tuple(map(str, range(int(classes))))
     if "" in names or len(set(names)) < len(names):
         raise ConfigurationError(
-            f"classes '{classes}': a name is empty, or there twice"
+            f"classes '{classes}': names must not be empty, or there twice"
         )
     if 0 in (channels, height, width, len(names)):
         raise ConfigurationError(
-            f"dataset '{dataset}': sizes and classes are at least 1"
+            f"dataset '{dataset}': sizes and classes must be at least 1"
         )
     half = (0.5,) * channels
     return Kind((channels, height, width), names, half, half)

@@ -1,4 +1,4 @@
-"""A text that every Python has: the language reference behind ``help()``."""
+"""A text that is part of Python: the language reference behind ``help()``."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from flwr_fisher.tasks.examples import Examples, Splits, encode
 
 
 def load_language() -> Splits:
-    """Read Python's language reference, one document a topic of ``help()``.
+    """Load Python's language reference, one document for each topic of ``help()``.
 
     The standard library ships it as ``pydoc_data.topics``, under Python's own licence:
     some eighty topics of 200 to 60,000 characters. Where topics share paragraphs, as
@@ -34,14 +34,14 @@ def load_language() -> Splits:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise DataError(
-            "this Python comes without pydoc_data, the text of data set 'language':"
-            " use a full installation of Python, or another data set"
+            "this Python lacks pydoc_data, the text of the data set 'language': use a "
+            "full installation of Python, or another data set"
         ) from error
     return cut(without_repeats(topics), length=64, held=10)
 
 
 def without_repeats(documents: Mapping[str, str]) -> list[tuple[str, str]]:
-    r"""Leave every paragraph to the shortest document that has it.
+    r"""Return documents without repetitions: each paragraph stays in its shortest one.
 
     Otherwise the test split would hold much that is in the training split, from
     another document. In Python's topics it is a fifth of the text.
@@ -66,7 +66,7 @@ def without_repeats(documents: Mapping[str, str]) -> list[tuple[str, str]]:
     for name in sorted(documents, key=lambda name: (len(documents[name]), name)):
         own = []
         for paragraph in documents[name].split("\n\n"):
-            words = " ".join(paragraph.split())  # however it is indented
+            words = " ".join(paragraph.split())  # with any indentation
             if words not in seen:
                 seen.add(words)
                 own.append(paragraph)
@@ -75,7 +75,7 @@ def without_repeats(documents: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def cut(documents: Sequence[tuple[str, str]], length: int, held: int) -> Splits:
-    """Cut documents into pieces that share no character, the last ones for the test.
+    """Cut documents into disjoint pieces; the last ones are for the test.
 
     Parameters
     ----------
@@ -111,7 +111,10 @@ def cut(documents: Sequence[tuple[str, str]], length: int, held: int) -> Splits:
         train.append((pieces[:end], document[:end]))
         test.append((pieces[end:], document[end:]))
     if not names:
-        raise DataError(f"no document has two pieces of {length + 1} characters")
+        raise DataError(
+            f"no document has two pieces of {length + 1} characters: choose a smaller "
+            "length"
+        )
     return Splits(_joined(train), _joined(test), tuple(names))
 
 

@@ -1,4 +1,4 @@
-"""The papers' models, small enough to merge: built from a name, a shape and a seed."""
+"""The papers' small models, built from a name, a shape and a seed."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Pair = tuple[int, int]
 def make_model(
     name: str, *, shape: Shape, num_classes: int, seed: int = 0
 ) -> nn.Module:
-    """Build a model with initial weights that only the arguments determine.
+    """Build a model; its initial weights depend only on the arguments.
 
     - ``logistic``: multinomial logistic regression on the pixels.
     - ``mlp``: two hidden layers of 200, ReLU.
@@ -74,30 +74,30 @@ def make_model(
     _check_kind(name, shape)
     if num_classes < 1 or shape[0] < 1:
         raise ConfigurationError(
-            f"model {name!r} needs a class and a channel or token, not {num_classes}"
-            f" classes of examples {shape}"
+            f"model {name!r} needs at least one class and one channel or token, not "
+            f"{num_classes} classes of examples {shape}"
         )
     smallest = _SMALLEST.get(name, 1)
     if min(shape[1:], default=smallest) < smallest:
         raise ConfigurationError(
-            f"images {shape} are too small for model {name!r}, which needs {smallest}"
-            " pixels a side; try 'mlp'"
+            f"images {shape} are too small for model {name!r}, which needs {smallest} "
+            "pixels a side: use 'mlp'"
         )
-    # The CPU's generator alone: `torch.manual_seed` would also reseed every GPU.
+    # Only the CPU's generator: `torch.manual_seed` would also seed every GPU.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         return _BUILDERS[name](shape, num_classes)
 
 
 def _check_kind(name: str, shape: Shape) -> None:
-    """Raise unless the model is for examples of as many dimensions."""
+    """Raise an error unless the model takes examples with so many dimensions."""
     kinds = {1: "sequences of tokens (T,)", 3: "images (C, H, W)"}
     wanted = 1 if name in _FOR_SEQUENCES else 3
     if len(shape) != wanted:
         others = [m for m in MODELS if (m in _FOR_SEQUENCES) == (len(shape) == 1)]
         raise ConfigurationError(
-            f"model {name!r} is for {kinds[wanted]}, not for examples of shape {shape};"
-            f" for these: {', '.join(others)}"
+            f"model {name!r} is for {kinds[wanted]}, not for examples of shape {shape}:"
+            f" use one of {', '.join(others)}"
         )
 
 
@@ -133,7 +133,7 @@ def _convolutional(
         layers |= {f"conv{i}": conv, f"relu{i}": nn.ReLU()}
         layers[f"pool{i}"] = nn.MaxPool2d(2)
         channels = outputs
-        # A 5×5 kernel takes 4 - 2·padding pixels, pooling halves the rest.
+        # A 5×5 kernel removes 4 - 2·padding pixels, and pooling halves the rest.
         height, width = ((side - 4 + 2 * padding) // 2 for side in (height, width))
     sizes = (channels * height * width, *hidden, num_classes)
     layers |= {"flatten": nn.Flatten(), **_dense(sizes, bias)}

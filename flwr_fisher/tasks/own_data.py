@@ -1,4 +1,4 @@
-"""Data that a node or a user has on disk, in one of three forms."""
+"""A node's or user's own data on disk, in one of three forms."""
 
 import zipfile
 from pathlib import Path
@@ -21,7 +21,7 @@ _MODES = {1: "L", 3: "RGB"}
 
 
 def load_own(path: str | Path, kind: Kind) -> Examples:
-    """Read images with their labels; what form they are in is seen from what is there.
+    """Read images with their labels, in whichever form they have.
 
     - A folder with a folder of images for each class, named as the class or numbered;
       a class may be missing. Images are resized to the kind's size.
@@ -55,11 +55,11 @@ def load_own(path: str | Path, kind: Kind) -> Examples:
     where = Path(path).expanduser()
     if not where.is_absolute():
         raise ConfigurationError(
-            f"the path of a node's data must be absolute, not '{path}': a Flower app "
-            "runs in a copied folder, where a relative path leads elsewhere"
+            f"the path of a node's data must be absolute, not '{path}', because a "
+            "Flower app runs in a copied folder"
         )
     if not where.exists():
-        raise DataError(f"there is nothing at {where}: it should be {_FORMS}")
+        raise DataError(f"{where} does not exist: it should be {_FORMS}")
     if where.is_file():
         data, targets = _read_arrays(where, kind)
     elif any((where / name).exists() for name in ("state.json", "dataset_dict.json")):
@@ -67,11 +67,11 @@ def load_own(path: str | Path, kind: Kind) -> Examples:
     else:
         data, targets = _read_folders(where, kind)
     if not len(targets):
-        raise DataError(f"{where} holds no example")
+        raise DataError(f"{where} has no examples")
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= len(kind.class_names):
         raise DataError(
-            f"{where}: labels run from {low} to {high}, and there are "
+            f"{where}: labels run from {low} to {high}, but there are "
             f"{len(kind.class_names)} classes"
         )
     return Examples(data, targets, kind.mean, kind.std)
@@ -95,8 +95,8 @@ def load_image_folder(root: Path) -> Splits:
     except DataError as error:
         holds = sorted(e.name for e in root.iterdir()) if root.is_dir() else "nothing"
         raise DataError(
-            f"{error}; imagefolder:<dir> reads <dir>/train/<class>/<image files> and "
-            "<dir>/test/<class>/<image files>, the same classes in both, and "
+            f"{error}: imagefolder:<dir> reads <dir>/train/<class>/<image files> and "
+            "<dir>/test/<class>/<image files>, with the same classes in both, but "
             f"{root} holds {holds}"
         ) from error
     return Splits(first, second, kind.class_names)
@@ -119,7 +119,7 @@ def _read_arrays(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def _images(path: Path, x: Any, kind: Kind) -> Tensor:
-    """Return pixels as they are kept: uint8, or float32 in 0…1, channels first."""
+    """Return pixels as uint8, or as float32 in 0…1, channels first."""
     channels, *sides = kind.shape
     if x.shape[1:] == (*sides, channels) != kind.shape:
         x = np.moveaxis(x, -1, 1)
@@ -127,12 +127,12 @@ def _images(path: Path, x: Any, kind: Kind) -> Tensor:
         x = x[:, None]
     if x.shape[1:] != kind.shape:
         raise DataError(
-            f"{path}: an image in x has the shape {list(x.shape[1:])}, and the "
-            f"data set's are {list(kind.shape)}"
+            f"{path}: an image in x has the shape {list(x.shape[1:])}, but the data "
+            f"set's images have {list(kind.shape)}"
         )
     if x.dtype == np.uint8:
         return torch.from_numpy(np.ascontiguousarray(x))
-    # A NaN is in no range.
+    # NaN is in no range
     if x.dtype.kind != "f" or not (x.size == 0 or (x.min() >= 0 and x.max() <= 1)):
         raise DataError(
             f"{path}: x must be uint8 in 0…255, or floats in 0…1, not {x.dtype}"
@@ -148,11 +148,11 @@ def _read_folders(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:
     if odd := [name for name in folders if name not in names | numbers]:
         hint = f"; is {path / 'train'} meant?" if "train" in odd else ""
         raise DataError(
-            f"{path}: folders are named as classes ({', '.join(kind.class_names)}), "
-            f"and '{odd[0]}' is none{hint}"
+            f"{path}: folders must have the names of classes "
+            f"({', '.join(kind.class_names)}), but '{odd[0]}' is none{hint}"
         )
     if not folders:
-        raise DataError(f"{path} should be {_FORMS}, and has no folders")
+        raise DataError(f"{path} has no folders: it should be {_FORMS}")
     with extra("tasks"):
         from torchvision.datasets import ImageFolder
     try:
@@ -173,7 +173,7 @@ def _read_saved(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:
         raise DataError(f"{path} cannot be read as a data set: {error}") from error
     if not isinstance(saved, Dataset):
         if "train" not in saved:
-            raise DataError(f"{path} has no split 'train', but {', '.join(saved)}")
+            raise DataError(f"{path} has no split 'train', only {', '.join(saved)}")
         saved = saved["train"]
     return stack_rows(str(path), saved, *_form(kind))
 
@@ -183,7 +183,7 @@ def _form(kind: Kind) -> tuple[str, tuple[int, int]]:
     channels, height, width = kind.shape
     if channels not in _MODES:
         raise DataError(
-            f"pictures have one or three channels, and the data set's images "
+            f"image files have one or three channels, but the data set's images have "
             f"{channels}: pass them as an .npz file"
         )
     return _MODES[channels], (width, height)

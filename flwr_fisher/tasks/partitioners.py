@@ -1,4 +1,4 @@
-"""Partitioners that flwr-datasets lacks, in its form: FedFisher's, and documents."""
+"""Partitioners that flwr-datasets lacks: FedFisher's, and by documents."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -16,7 +16,7 @@ Split = Callable[[NDArray[Any], int, np.random.Generator], Parts]
 
 
 class ColumnPartitioner(Partitioner):  # type: ignore[misc,unused-ignore]
-    """Partition by the values of a column, once, when a part is first needed.
+    """Partition by the values of a column, once, when a partition is first needed.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class ColumnPartitioner(Partitioner):  # type: ignore[misc,unused-ignore]
 
     @cached_property
     def _parts(self) -> Parts:
-        # Alone: rows would have their images decoded, too.
+        # Only this column: rows would decode their images, too.
         name = self._partition_by
         values = np.asarray(self.dataset.select_columns(name)[:][name])
         rng = np.random.default_rng(self._seed)
@@ -58,7 +58,7 @@ class ColumnPartitioner(Partitioner):  # type: ignore[misc,unused-ignore]
 def client_shares(
     num_partitions: int, num_classes: int, alpha: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    r"""Draw what share of every class each client gets, ``[M, C]``.
+    r"""Draw each client's share of every class, ``[M, C]``.
 
     Client :math:`i` draws class proportions :math:`q_i \sim \mathrm{Dir}(\alpha
     \mathbf{1}_C)`; of class :math:`c` it gets :math:`q_{ic} / \sum_j q_{jc}`.
@@ -82,7 +82,7 @@ def client_shares(
 def dirichlet_client(
     values: NDArray[Any], clients: int, rng: np.random.Generator, *, alpha: float
 ) -> Parts:
-    """Split by class mixtures that the clients draw from a Dirichlet distribution.
+    """Split by class mixtures, drawn for each client from a Dirichlet distribution.
 
     This is how FedFisher (Jhunjhunwala et al., 2024) makes its clients, in its released
     code. In :class:`flwr_datasets.partitioner.DirichletPartitioner` each class draws
@@ -102,7 +102,7 @@ def dirichlet_client(
 
 
 def by_document(values: NDArray[Any], clients: int, rng: np.random.Generator) -> Parts:
-    """Give every document to one client, so that clients have about as much text.
+    """Give every document to one client, so that clients have about equally much text.
 
     :class:`flwr_datasets.partitioner.GroupedNaturalIdPartitioner` gives them as many
     documents. Documents are dealt out from the largest to the smallest, each to the
@@ -117,8 +117,8 @@ def by_document(values: NDArray[Any], clients: int, rng: np.random.Generator) ->
     names, sizes = np.unique(values, return_counts=True)
     if len(names) < clients:
         raise ConfigurationError(
-            f"{len(names)} documents are not enough for {clients} clients, each "
-            "document being at one: use fewer clients"
+            f"{len(names)} documents are not enough for {clients} clients: use fewer "
+            "clients"
         )
     parts: list[list[int]] = [[] for _ in range(clients)]
     held = [0] * clients

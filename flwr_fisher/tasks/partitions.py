@@ -1,4 +1,4 @@
-"""Shares of a training set: which client holds which examples."""
+"""The partition of a training set over clients."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def make_partitioner(
     shards_per_client: int = 2,
     seed: int = 0,
 ) -> "Partitioner":
-    """Make one of flwr-datasets' partitioners, or ours, for a column ``label``.
+    """Return a partitioner of flwr-datasets or of this package, for a column ``label``.
 
     - ``iid``: equal parts; the caller shuffles the rows first.
     - ``dirichlet-client``: each client draws class proportions (FedFisher).
@@ -83,8 +83,8 @@ def make_partitioner(
 
     from flwr_fisher.tasks import partitioners as own
 
-    # float: their partitioner refuses other number types. Size 0: it would else
-    # redraw, which changes the distribution; small clients are our own error.
+    # float: their partitioner refuses other number types. Size 0: otherwise it would
+    # redraw, which changes the distribution; this file checks for small clients.
     alpha, ours = float(alpha), own.ColumnPartitioner
     makers: dict[str, Callable[..., Partitioner]] = {
         "dirichlet-client": partial(ours, partial(own.dirichlet_client, alpha=alpha)),
@@ -111,7 +111,7 @@ def make_partitioner(
 def partition_indices(
     targets: Tensor, name: str, *, num_partitions: int, seed: int = 0, **options: Any
 ) -> list[list[int]]:
-    """Share out examples among clients, as a function of the arguments alone.
+    """Distribute examples over clients, as a function of the arguments alone.
 
     Every example goes to one client, except that ``shards`` leaves out what does not
     fill its equal shards, and ``classes-per-client`` the classes that no client has.
@@ -160,7 +160,7 @@ def partition_indices(
             f" not {wanted}"
         )
     setting = f"partition {name!r} (alpha {options.get('alpha', 0.1)}, seed {seed})"
-    # First, because the partitioners fail on this in as many ways as there are.
+    # First, because each partitioner fails on this in its own way.
     if len(targets) < _MIN_EXAMPLES * num_partitions:
         raise _too_few(setting, f"{len(targets)} examples for {num_partitions} clients")
     parts = _read_partitions(partitioner, targets, name, num_partitions, seed)
@@ -176,7 +176,7 @@ def _read_partitions(
 
     columns = {"label": targets.tolist(), "index": list(range(len(targets)))}
     rows = Dataset.from_dict(columns)
-    # Flower's IID partitioner cuts the rows as they come.
+    # Flower's IID partitioner cuts the rows in their order.
     partitioner.dataset = rows.shuffle(seed=seed) if name == "iid" else rows
     with warnings.catch_warnings():
         # Their advice on unused classes names an option that does not exist.
@@ -205,8 +205,8 @@ def _check(parts: Sequence[Sequence[int]], targets: Tensor, setting: str) -> Non
 
 def _too_few(setting: str, what: str) -> DataError:
     return DataError(
-        f"{setting}: {what}, and each needs at least {_MIN_EXAMPLES}; try a larger"
-        " alpha, fewer clients or another seed"
+        f"{setting}: {what}, but each client needs at least {_MIN_EXAMPLES}: use a "
+        "larger alpha, fewer clients or another seed"
     )
 
 
@@ -225,7 +225,7 @@ def label_histogram(
 
 
 def balanced_subset(targets: Tensor, count: int, seed: int) -> Tensor:
-    """Return positions of so many examples, of each class as nearly alike as may be.
+    """Return positions of `size` examples, with classes as balanced as possible.
 
     Parameters
     ----------
@@ -249,7 +249,7 @@ def balanced_subset(targets: Tensor, count: int, seed: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(targets), generator=generator)
-    # An example's turn is its rank within its class; those of the first turns are in.
+    # An example's turn is its rank within its class; the first turns are chosen.
     by_class = order[targets[order].sort(stable=True).indices]
     sizes = targets.bincount()
     starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)

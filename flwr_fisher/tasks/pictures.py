@@ -1,4 +1,4 @@
-"""Pictures of any source in one tensor, and data sets of the Hugging Face Hub."""
+"""Pictures as one tensor, and data sets of the Hugging Face Hub."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +14,7 @@ _SIZE = (32, 32)
 
 
 class _SizesDifferError(Exception):
-    """Images of a set that is read in its own size do not share one."""
+    """Images have different sizes, although none was given."""
 
 
 def stack_images(
@@ -23,7 +23,7 @@ def stack_images(
     mode: str,
     size: tuple[int, int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Write pictures into one tensor as they are read.
+    """Return pictures as one tensor, which is filled while they are read.
 
     Parameters
     ----------
@@ -60,14 +60,14 @@ def stack_images(
 def stack_rows(
     name: str, rows: Any, mode: str, size: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor]:
-    """Stack the images of a ``datasets.Dataset``, whose columns are told by type."""
+    """Stack the images of a ``datasets.Dataset``; its columns are found by type."""
     image, label = image_and_label(name, rows.features)
     samples = ((row[image], row[label]) for row in rows)
     return stack_images(samples, len(rows), mode, size)
 
 
 def load_hub(name: str, cache_dir: Path | None) -> Splits:
-    """Read a data set of the Hugging Face Hub, or one on disk that it can read.
+    """Load a data set of the Hugging Face Hub, or one on disk that it can read.
 
     Its image and label columns are found by their types. Images keep their size
     where all share one; else they become 32×32.

@@ -1,4 +1,4 @@
-"""What an app's run-config and node-config say: the nodes' tasks, and the server's."""
+"""The tasks of nodes and server, from an app's run-config and node-config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from flwr_fisher.tasks.task import Task, batches, load_task
 
 @dataclass(frozen=True, eq=False)
 class NodeTask:
-    """A node's training examples, and the model.
+    """A node's task: its training examples and the model.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class NodeTask:
 
 
 def node_task(config: Mapping[str, Any], node_config: Mapping[str, Any]) -> NodeTask:
-    """Return a node's task: in a simulation a share of a data set, else what it has.
+    """Return a node's task: a share of a data set in a simulation, or its own data.
 
     Parameters
     ----------
@@ -68,8 +68,8 @@ def node_task(config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Node
     path = node_config.get("data-path")
     if path is not None and "partition-id" in node_config:
         raise ConfigurationError(
-            "this node has a data-path, to data of its own, and a partition-id, of a "
-            "share of the data set: leave one of them out of --node-config"
+            "this node has both a data-path (its own data) and a partition-id (a share "
+            "of the data set): leave one of them out of --node-config"
         )
     if path is not None:
         own = _own_task(config, str(path))
@@ -80,7 +80,7 @@ def node_task(config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Node
         return NodeTask(examples, own.make_model())
     if "partition-id" not in node_config:
         raise ConfigurationError(
-            "this node knows no data: start it with --node-config "
+            "this node has no data: start it with --node-config "
             "\"data-path='/where/they/are'\""
         )
     task = task_from_run_config(config, int(node_config["num-partitions"]))
@@ -89,7 +89,7 @@ def node_task(config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Node
 
 
 def server_task(config: Mapping[str, Any], num_nodes: int) -> Task:
-    """Return the server's task: the model, and test examples to score it on.
+    """Return the server's task: the model and test examples.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def server_task(config: Mapping[str, Any], num_nodes: int) -> Task:
 
 
 def _own_task(config: Mapping[str, Any], path: str) -> Task:
-    """Return a task of examples on this disk, which nobody shares."""
+    """Return a task with examples on this disk."""
     kind = kind_of(str(config["dataset"]))
     own = load_own(path, kind)
     data = Splits(own, own, kind.class_names)
@@ -120,7 +120,7 @@ def _own_task(config: Mapping[str, Any], path: str) -> Task:
 
 
 def task_from_run_config(config: Mapping[str, Any], num_partitions: int) -> Task:
-    """Load the task named by the keys that all apps share.
+    """Load the task that the apps' common keys name.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def task_from_run_config(config: Mapping[str, Any], num_partitions: int) -> Task
 
 
 def cohort_from_run_config(config: Mapping[str, Any], clients: int) -> dict[str, Any]:
-    """Return FedAvg's keywords that sample as many clients as a round is to have.
+    """Return FedAvg's sampling keywords for a number of clients in a round.
 
     Parameters
     ----------
@@ -177,10 +177,10 @@ def cohort_from_run_config(config: Mapping[str, Any], clients: int) -> dict[str,
     check_range("clients-per-round", wanted, 1)
     if clients < 1:
         raise ConfigurationError(
-            "no client is left to train: start more SuperNodes, --federation-config "
-            '"num-supernodes=20", or hold out fewer'
+            "no client is left for training: start more SuperNodes, "
+            '--federation-config "num-supernodes=20", or hold out fewer'
         )
     size = min(wanted, clients)
-    # Strategies round down, so a half more keeps rounding errors from costing a client.
+    # Strategies round down; a half more keeps rounding errors from losing a client.
     fraction = min(1.0, (size + 0.5) / clients)
     return {"fraction_train": fraction, "min_train_nodes": max(1, size // 2)}

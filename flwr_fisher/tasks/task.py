@@ -1,6 +1,6 @@
-"""A task: a data set, shared out among clients, and a model to train on it.
+"""A task: a data set, partitioned over clients, and a model to train on it.
 
-Long: a task, and how one is loaded.
+Long: a task, and its loader.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ Loader = DataLoader[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Task:
-    """A data set with its clients' shares and a model; made by :func:`load_task`.
+    """A data set with its clients' shares and a model, as :func:`load_task` returns it.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ class Task:
         return batches(images, RandomSampler(images), batch_size)
 
     def eval_loader(self, images: Examples, batch_size: int = 512) -> Loader:
-        """Return batches of any examples, in order.
+        """Return batches of examples, in order.
 
         Parameters
         ----------
@@ -169,13 +169,13 @@ class Task:
     def _part(self, partition_id: int) -> Sequence[int]:
         if not 0 <= partition_id < self.num_partitions:
             raise ConfigurationError(
-                f"partition-id must be in 0…{self.num_partitions - 1}, not"
-                f" {partition_id}: as many partitions as there are nodes are needed"
+                f"partition-id must be in 0…{self.num_partitions - 1}, not "
+                f"{partition_id}: use as many partitions as there are nodes"
             )
         return self.parts[partition_id]
 
     def __repr__(self) -> str:
-        # Generated, it would print every index.
+        # the generated one would print every index
         held = 0 if self.validation is None else len(self.validation)
         return (
             f"Task({self.data!r}, {self.num_partitions} clients,"
@@ -184,7 +184,7 @@ class Task:
 
 
 def batches(examples: Examples, order: Iterable[int], batch_size: int) -> Loader:
-    """Return batches of examples in memory, each read at once.
+    """Return batches of examples in memory, each read by one operation.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ def batches(examples: Examples, order: Iterable[int], batch_size: int) -> Loader
         If `batch_size` is less than one.
     """
     check_range("batch_size", batch_size, 1)
-    # The sampler yields lists, so that a batch is one indexing operation; collating
+    # The sampler yields lists, so that a batch is one indexing operation. Collating
     # single examples costs more than a small model's step.
     sampler = BatchSampler(order, batch_size, drop_last=False)
     return DataLoader(examples, sampler=sampler, batch_size=None)
@@ -219,7 +219,7 @@ def load_task(
     max_examples: int = 0,
     **options: Any,
 ) -> Task:
-    """Load a data set, share it out, and check that the model fits it.
+    """Load a data set, partition it, and check that the model fits it.
 
     The result is a function of the arguments: server and clients that call this with
     the same ones agree, in any process.
@@ -270,19 +270,19 @@ def load_task(
     if partition == "by-document" and not data.train.is_text:
         others = ", ".join(name for name in PARTITIONS if name != partition)
         raise ConfigurationError(
-            f"partition 'by-document' is for a text, and dataset {dataset!r} has no"
-            f" documents: use dataset 'language', or one of {others}"
+            f"partition 'by-document' is for a text, but dataset {dataset!r} has no "
+            f"documents: use dataset 'language', or one of {others}"
         )
     held = validation, max_examples
     options |= {"name": partition, "num_partitions": num_partitions, "seed": seed}
     kept, parts = _share_out(dataset, data_dir, *held, **options)
     some = data.train.subset(list(kept)) if kept else None
     task = Task(data=data, parts=parts, model=model, seed=seed, validation=some)
-    task.make_model()  # a wrong name or shape should fail here, not on a client
+    task.make_model()  # a wrong name or shape must fail here, not on a client
     return task
 
 
-# A client app calls `load_task` for every message, and sharing out takes a second.
+# A client app calls `load_task` for every message, and partitioning takes a second.
 @lru_cache(maxsize=4)
 def _share_out(
     dataset: str,
@@ -292,7 +292,7 @@ def _share_out(
     seed: int,
     **partition: Any,
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Choose the validation examples, then the clients' from what remains."""
+    """Choose the validation examples, then partition the rest over the clients."""
     targets = load_dataset(dataset, data_dir).train.targets
     if not 0 <= validation < len(targets):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer, of layers whose curvature is known exactly."""
+"""A small decoder-only transformer, from layers with an exact curvature."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from flwr_fisher.errors import ConfigurationError
 
 
 class Transformer(nn.Module):
-    """Predict every next token of a sequence from those before it.
+    """A decoder-only transformer: it predicts each token from those before it.
 
     Token and position embeddings, then blocks of causal self-attention and a GELU
     perceptron four times as wide, each behind a layer norm and added to what it read
@@ -54,16 +54,16 @@ class Transformer(nn.Module):
         super().__init__()
         if min(vocabulary, length, width, layers, heads) < 1 or width % heads:
             raise ConfigurationError(
-                "a transformer needs sizes of 1 or more and a width that its heads"
-                f" divide, not vocabulary {vocabulary}, length {length}, width {width},"
-                f" {layers} layers, {heads} heads"
+                "a transformer needs sizes of at least 1 and a width divisible by its "
+                f"heads, not vocabulary {vocabulary}, length {length}, width {width}, "
+                f"{layers} layers, {heads} heads"
             )
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
-        # Unit variance, torch's default, would drown what the blocks add.
+        # Unit variance, torch's default, would hide what the blocks add.
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.1)
 
@@ -87,13 +87,13 @@ class Transformer(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention, then a perceptron."""
+    """A block: attention, then a perceptron."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
-        # Queries, keys and values at once: one matrix product, one Kronecker block.
+        # queries, keys and values together: one matrix product, one Kronecker block
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)

@@ -1,4 +1,4 @@
-"""For your own tests: virtual clients in milliseconds, without Ray."""
+"""Virtual clients for your own tests, in milliseconds and without Ray."""
 
 from flwr_fisher.testing.local_grid import LocalGrid
 

@@ -22,7 +22,7 @@ _RUN_ID = 1
 
 
 class LocalGrid(Grid):
-    """Runs a real ``ClientApp`` for n virtual clients, one after the other.
+    """A grid that runs a real ``ClientApp`` for n virtual clients, one after another.
 
     Flower's simulation runs clients through Ray and takes seconds; this takes
     milliseconds, so a test can run a whole federation. As in a simulation, contents are
@@ -90,11 +90,11 @@ class LocalGrid(Grid):
         identify_process(_RUN_ID)
 
     def set_run(self, run: Run) -> None:
-        """Do nothing: there is one run."""
+        """Do nothing, because there is only one run."""
 
     @property
     def run(self) -> Run:
-        """An empty run with the id that all messages have."""
+        """An empty run with the id of all messages."""
         return Run.create_empty(_RUN_ID)
 
     def create_message(
@@ -113,7 +113,7 @@ class LocalGrid(Grid):
         return self._random.sample(list(self.nodes), len(self.nodes))
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Accept messages; a client handles one when its reply is first pulled."""
+        """Accept messages; a client handles one when replies are first pulled."""
         ids = []
         for message in messages:
             self._count += 1
@@ -123,7 +123,7 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Run one of the clients that have not replied yet; return its reply."""
+        """Run one client that has not replied yet; return its reply."""
         due = [id_ for id_ in message_ids if id_ in self._waiting]
         if not due:
             return []
@@ -142,12 +142,12 @@ class LocalGrid(Grid):
         try:
             reply = self.client_app(message, self._contexts[node])
             received = round_trip(reply.content) if reply.has_content() else None
-        except Exception as error:  # as the simulation does, whatever a client raises
+        except Exception as error:  # like the simulation, for any exception of a client
             reason = self._failures.tell(f"partition-{self.nodes[node]}", error)
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             return Message(Error(code=code, reason=reason), reply_to=message)
         finally:
-            message.content = sent  # the sender may hold it: the client's copy goes
+            message.content = sent  # frees the client's copy, not the sender's
         if reply.metadata.reply_to_message_id != message.metadata.message_id:
             return _answers_another(message, reply)
         if received is not None:
@@ -156,11 +156,11 @@ class LocalGrid(Grid):
 
 
 def _answers_another(message: Message, reply: Message) -> Message:
-    """Return the error reply to a message that the client's reply does not answer.
+    """Return an error reply to a message, if the client's reply answers another one.
 
     Flower's mods reply to the client's reply, not to the request, where they refuse it.
     A SuperLink drops such a reply, and the server waits until its time is up.
     """
     error = reply.error.reason if reply.has_error() else "no error"
-    reason = f"the reply answers another message, so a SuperLink drops it: {error}"
+    reason = f"the reply answers another message; a SuperLink would drop it: {error}"
     return Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=message)

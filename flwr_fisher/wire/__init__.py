@@ -1,4 +1,4 @@
-"""What travels between clients and server, and every check on what arrived."""
+"""The payloads between clients and server, and every check of what arrives."""
 
 from flwr_fisher.wire.additive import Additive, RunningMean
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays

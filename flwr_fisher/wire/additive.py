@@ -1,11 +1,11 @@
-"""What clients add up: tensors of which a step takes nothing but a mean over clients.
+"""The additive payload: tensors of which the server needs only the clients' mean.
 
-They travel by the part that they belong to, each under ``<part>/<parameter>``:
+Each tensor belongs to a part, and is sent under ``<part>/<parameter>``:
 
 ``params``
-    the client's model, under its own keys: so any client's reply is one;
+    the client's model, under its own keys, as in any Flower client's reply;
 ``buffers``
-    what of it has no product, where that is all that is asked for;
+    the model's tensors without a product, if the server requests only these;
 ``fisher``, ``fisher-params``
     a diagonal Fisher, and its product with the parameters;
 ``product``
@@ -13,15 +13,15 @@ They travel by the part that they belong to, each under ``<part>/<parameter>``:
 ``gradient``, ``hvp``, ``direction``, ``control``, …
     vectors over the trained parameters;
 ``norms``
-    how far inputs of batch norms are from their running statistics, under the names of
-    these (:mod:`flwr_fisher.merge.batch_norms`);
+    shifts of batch norms' statistics, under the statistics' names
+    (:mod:`flwr_fisher.merge.batch_norms`);
 ``contribution/<vector>``
-    vectors of norm 1 at most together.
+    vectors with a norm of 1 at most together.
 
-A mean can be taken at once, as uploads come (:class:`RunningMean` does both), or under
-masks (``flwr_fisher.secure``). The weight is that of the reply's metrics.
+The mean can be taken at the end or as uploads arrive (:class:`RunningMean` does both),
+or under masks (``flwr_fisher.secure``). Its weights are in the replies' metrics.
 
-Long: every part has checks and bounds of its own.
+Long: every part has its own checks and bounds.
 """
 
 import math
@@ -43,7 +43,7 @@ from flwr_fisher.wire.payload import Payload
 
 PARAMS, BUFFERS, FISHER, POINT = "params", "buffers", "fisher", "fisher-params"
 PRODUCT, NORMS = "product", "norms"
-SUMS = (PARAMS, FISHER, POINT)  # of which FedFisher merges diagonals
+SUMS = (PARAMS, FISHER, POINT)  # from which FedFisher merges diagonals
 _OTHERS = {PARAMS, BUFFERS, FISHER, POINT, PRODUCT}  # than plain vectors
 _DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
 
@@ -70,7 +70,7 @@ class Additive(Payload):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, by the keys under which they travel."""
+        """All tensors, by their keys in the record."""
         return {
             _key(part, name): value
             for part, own in self.parts.items()
@@ -78,11 +78,11 @@ class Additive(Payload):
         }
 
     def part(self, name: str) -> Params:
-        """Return a part's tensors, by what they are of; none if it has none."""
+        """Return a part's tensors by parameter; empty if there are none."""
         return self.parts.get(name, {})
 
     def layout(self) -> tuple[str, ...]:
-        """Return keys and shapes, which clients must share."""
+        """Return keys and shapes, which must be equal for all clients."""
         return tuple(f"{k} {tuple(v.shape)}" for k, v in self.tensors.items())
 
     def to_arrays(self) -> ArrayRecord:
@@ -90,13 +90,13 @@ class Additive(Payload):
         return tensors_to_arrays(self.tensors)
 
     def step_norms(self, like: Params) -> dict[str, float]:
-        """Return how far the model is from the one that was sent out, and norms."""
+        """Return the distance of the model from the one sent out, and norms."""
         moved = displacements({**self.part(BUFFERS), **self.part(PARAMS)}, like)
         vectors = [name for name in self.parts if name not in _OTHERS]
         return {name: norm64(self.part(name).values()) for name in vectors} | moved
 
     def curvature_norms(self) -> dict[str, float]:
-        """Return the Fisher's traces, each layer's, and the norm of all products."""
+        """Return each layer's Fisher trace, and the norm of all products."""
         own = {
             f"{FISHER}/{name}": float(value.double().sum())
             for name, value in self.part(FISHER).items()
@@ -106,7 +106,7 @@ class Additive(Payload):
         return own
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> "Additive":
-        """Return it with the model drawn back, shorter vectors, and lighter Fishers."""
+        """Return it with a smaller step, shorter vectors, and scaled Fishers."""
         parts: dict[str, Params] = {}
         for part, own in self.parts.items():
             if part in (PARAMS, BUFFERS):
@@ -123,7 +123,7 @@ class Additive(Payload):
 
     @classmethod
     def reader(cls, *parts: str, of_one: bool = True) -> "partial[Additive]":
-        """Return the function that reads these parts.
+        """Return a function that reads these parts from a record.
 
         That of one client (`of_one`) needs no ``fisher-params``: they are made of its
         Fisher and its parameters, and pull no parameter to a value that it does not
@@ -187,7 +187,7 @@ def _room(like: Params) -> int:
 def take_parts(
     tensors: dict[str, Tensor], like: Params, parts: Sequence[str]
 ) -> dict[str, Params]:
-    """Take parts out of tensors that arrived, of which nothing may be left.
+    """Split tensors that arrived into parts; raise an error for any other tensor.
 
     Raises
     ------
@@ -230,7 +230,7 @@ def _take(part: str, tensors: dict[str, Tensor], like: Params) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class Added(Payload):
-    """What is left of an upload that was added to a sum: what it was of.
+    """An upload that was added to a sum: its layout, without its tensors.
 
     Parameters
     ----------
@@ -242,16 +242,16 @@ class Added(Payload):
     disagreement: ClassVar[tuple[str, str]] = _DISAGREEMENT
 
     def layout(self) -> tuple[str, ...]:
-        """Return the upload's."""
+        """Return the upload's layout."""
         return self.parts
 
     def to_arrays(self) -> NoReturn:
-        """Refuse: its numbers are in the sum."""
+        """Raise an error: the numbers are only in the sum."""
         raise NotImplementedError
 
 
 class RunningMean:
-    """The weighted mean of uploads, in float64, of each layout by itself.
+    """The weighted mean of uploads in float64, one for each layout.
 
     What float64 loses in an addition is kept beside the sum (Knuth's two-sum), so that
     the order in which uploads come does not matter to the result's bits.
@@ -270,13 +270,13 @@ class RunningMean:
         self._sums: dict[tuple[str, ...], _Sum] = {}
 
     def __call__(self, payload: Any, weight: float) -> Any:
-        """Add an upload; return what is left of it."""
+        """Add an upload; return its :class:`Added`."""
         layout = payload.layout()
         self._sums.setdefault(layout, _Sum()).add(payload.parts, weight)
         return Added(layout)
 
     def mean(self, uploads: Sequence[tuple[Payload, float]]) -> Additive:
-        """Return the mean of uploads of one layout, or of those of which this is left.
+        """Return the mean of uploads of one layout, given them or their remains.
 
         Raises
         ------
@@ -292,14 +292,14 @@ class RunningMean:
         total = self._sums[first.layout()]
         if len(total.weights) != len(uploads):
             raise ParamsError(
-                f"a sum over {len(total.weights)} uploads, and {len(uploads)} were "
-                "admitted"
+                f"the sum is over {len(total.weights)} uploads, but the round admitted "
+                f"{len(uploads)}"
             )
         return Additive(total.mean())
 
 
 class _Sum:
-    """A weighted sum of named tensors, and what rounding took from it."""
+    """A weighted sum of named tensors, with its rounding error."""
 
     def __init__(self) -> None:
         self.weights: list[float] = []

@@ -1,4 +1,4 @@
-"""What a client says of itself: who it is, what it trains, and what it freezes."""
+"""A client's answer to a query: its name, and its trained and frozen parameters."""
 
 import re
 from collections.abc import Iterable
@@ -16,11 +16,11 @@ from flwr_fisher.wire.arrays import (
 )
 from flwr_fisher.wire.options import LIBRARY
 
-ANY_JOB = "any-job"  # under which a client tells that it does every job
+ANY_JOB = "any-job"  # the key by which a client says that it does every job
 _LARGEST_ID = 2**63
 _MOST_FROZEN = 2**23  # characters, of all names and digests
-# Of all that is frozen and not sent, beside an upload. A secure sum sends it as it is,
-# by how its name ends.
+# The key of a digest of all parameters that are frozen and not sent, beside an upload.
+# A secure sum sends it unmasked, because of the key's ending.
 _FROZEN, _DIGITS, _BYTES = "frozen/digest", 32, 1000
 _LORA_A = re.compile(r"\blora_(embedding_)?A\b")  # PEFT's first factors
 _SHOWN = 3  # names of parameters in a text
@@ -28,7 +28,7 @@ _SHOWN = 3  # names of parameters in a text
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply to a query; what it does not say, or says in another type, is None.
+    """A reply to a query; an entry that is missing or of another type is None.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class Answer:
     any_job: bool = False
 
     def frozen_beside(self, sent: Iterable[str]) -> frozenset[str] | None:
-        """Return what is frozen, without the parameters that are sent to clients."""
+        """Return the frozen parameters that the server does not send to clients."""
         if self.frozen is None:
             return None
         names = set(sent)
@@ -62,7 +62,7 @@ class Answer:
 
     @classmethod
     def of(cls, message: Message) -> Self:
-        """Read a reply, whatever it holds."""
+        """Return the answer in a reply, which may hold anything."""
         content = message.content if message.has_content() else RecordDict()
         metrics = content.metric_records.values()
         configs = content.config_records.values()
@@ -88,21 +88,21 @@ class Answer:
 
 
 def frozen_name(described: str) -> str:
-    """Return the name of a frozen parameter that comes with its digest."""
+    """Return a frozen parameter's name with its digest."""
     return described.rpartition(" ")[0]
 
 
-# What is frozen, beside an upload
+# the digest of frozen parameters, beside an upload
 
 
 def with_frozen(record: ArrayRecord, digest: str) -> ArrayRecord:
-    """Return an upload's arrays, with a digest of what is frozen and was not sent."""
+    """Return an upload's arrays, with a digest of the frozen parameters not sent."""
     own = tensors_to_arrays({_FROZEN: bytes_of(digest[:_DIGITS])})
     return ArrayRecord({**record, **own})
 
 
 def split_frozen(record: ArrayRecord) -> tuple[ArrayRecord, str]:
-    """Return an upload's arrays, and the digest beside them, or nothing.
+    """Return an upload's arrays, and the digest beside them or None.
 
     Raises
     ------
@@ -117,22 +117,22 @@ def split_frozen(record: ArrayRecord) -> tuple[ArrayRecord, str]:
         digest = text_from(tensor)
         int(digest, 16)
     except (TypeError, ValueError) as error:
-        raise WireError("no digest of what is frozen", field=_FROZEN) from error
+        raise WireError("no digest of frozen parameters", field=_FROZEN) from error
     return ArrayRecord({k: v for k, v in record.items() if k != _FROZEN}), digest
 
 
-# What is trained
+# the trained parameters
 
 
 def of_products(trained: Iterable[str]) -> str:
-    """Return what to say where both factors of adapters are trained; else nothing.
+    """Return a warning if both factors of adapters are trained, or else "".
 
     Examples
     --------
     >>> of_products(["q.lora_B.default.weight", "head.weight"])
     ''
     >>> of_products(["q.lora_A.weight", "q.lora_B.weight"])
-    "Both factors of adapters are trained, 'q.lora_A.weight' and its lora_B: what ..."
+    "Clients train both factors of adapters, 'q.lora_A.weight' and its lora_B. ..."
     """
     names = set(trained)
     both = {
@@ -143,14 +143,14 @@ def of_products(trained: Iterable[str]) -> str:
     if not both:
         return ""
     return (
-        f"Both factors of adapters are trained, {some(both)} and its lora_B: what "
-        "merges them apart does not merge their product. Freeze each lora_A, the same "
-        "on every client, and take twice the rank (docs/lora.md)"
+        f"Clients train both factors of adapters, {some(both)} and its lora_B. The "
+        "merge of each factor is not the merge of their product. Freeze each lora_A, "
+        "the same on every client, and double the rank (docs/lora.md)"
     )
 
 
 def some(names: Iterable[str]) -> str:
-    """Return the first of many names, and how many more there are.
+    """Return the first names, and how many more there are, as text.
 
     Examples
     --------
@@ -163,7 +163,7 @@ def some(names: Iterable[str]) -> str:
 
 
 def _texts(configs: Iterable[ConfigRecord], key: str) -> frozenset[str] | None:
-    """Return the first list of this name; None if there is none."""
+    """Return the first list of texts of this name, or None."""
     lists = (record.get(key) for record in configs)
     texts = next((each for each in lists if isinstance(each, list)), None)
     return None if texts is None else frozenset(map(str, texts))

@@ -1,12 +1,12 @@
-"""Named tensors as an ``ArrayRecord``, and back from bytes that are not trusted.
+"""Named tensors as an ``ArrayRecord``, and safe readers of untrusted records.
 
 Flower sends an array as the bytes that ``np.save`` writes: a header with dtype, order
 and shape, then the entries. ``np.load`` allocates memory for the header's shape before
-it looks how many bytes follow, so a message of a hundred bytes can make it allocate a
-terabyte. Here the header is compared with the number of bytes that arrived before
-anything is allocated.
+it counts the bytes that follow, so a message of a hundred bytes can make it allocate a
+terabyte. The readers here compare the header with the number of bytes that arrived
+before they allocate anything.
 
-Long: every reader of arrays is here, and says what it refuses.
+Long: all readers of arrays, with their checks.
 """
 
 import io
@@ -31,10 +31,10 @@ from flwr_fisher.wire.checks import (
 )
 
 _STYPE = "numpy.ndarray"
-# `np.save` needs less than 512 bytes for the longest of shapes. Python's parser reads
-# the header, and a few thousand bytes can drive it into deep recursion.
+# `np.save` needs less than 512 bytes for the longest shape. Python's parser reads the
+# header, and a few thousand bytes can drive it into deep recursion.
 _HEADER_BYTES = 1024
-_LENGTHS = {(1, 0): npy.MAGIC_LEN + 2, (2, 0): npy.MAGIC_LEN + 4}  # where those end
+_LENGTHS = {(1, 0): npy.MAGIC_LEN + 2, (2, 0): npy.MAGIC_LEN + 4}  # their ends
 _READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _DTYPES: dict[np.dtype[np.generic], torch.dtype] = {
     np.dtype(name): getattr(torch, name)  # native: '>f4' is another dtype than '<f4'
@@ -91,7 +91,7 @@ def text_from(tensor: Tensor) -> str:
 
 
 def numbers_to_tensor(numbers: Iterable[int]) -> Tensor:
-    """Return clients' numbers as they travel, int64.
+    """Return node ids as a tensor of int64, which records can hold.
 
     Examples
     --------
@@ -103,7 +103,7 @@ def numbers_to_tensor(numbers: Iterable[int]) -> Tensor:
 
 
 def tensor_to_numbers(tensor: Tensor) -> list[int]:
-    """Undo :func:`numbers_to_tensor`."""
+    """Return the node ids of a tensor: the inverse of :func:`numbers_to_tensor`."""
     return [number % _WRAP for number in tensor.tolist()]
 
 
@@ -139,7 +139,7 @@ def arrays_to_tensors(
     >>> record["w"].shape = (6,)
     >>> arrays_to_tensors(record)
     Traceback (most recent call last):
-    flwr_fisher.errors.WireError: 'w': unreadable array: declared as float32 of ...
+    flwr_fisher.errors.WireError: 'w': unreadable array: announced as float32 of ...
     """
     if most is not None:
         check_count(record, most)
@@ -193,7 +193,7 @@ def read_named(
 def read_with_model(
     record: ArrayRecord, like: Params, check: Callable[[str, torch.Size], None]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Read a model's arrays, all of which are there, and those that travel beside it.
+    """Read a model's arrays, all of which must be there, and the arrays beside it.
 
     All announced shapes are checked before any array is read.
 
@@ -212,7 +212,7 @@ def read_with_model(
             check_same_shape(key, shape, like[key].shape)
         else:
             check(key, shape)
-    tensors = arrays_to_tensors(record)  # of no other shapes than announced
+    tensors = arrays_to_tensors(record)  # of the announced shapes only
     params = {key: tensors.pop(key) for key in like}
     for key, tensor in params.items():
         check_layout(key, tensor, like[key].shape, like[key].dtype)
@@ -220,7 +220,7 @@ def read_with_model(
 
 
 def check_count(record: Sized, most: int, field: str = "arrays") -> None:
-    """Raise :class:`WireError` if there are many more arrays than a payload can have.
+    """Raise :class:`WireError` if a record has many more arrays than a payload can.
 
     A few more pass: whoever reads them says which one is unexpected.
 
@@ -228,15 +228,15 @@ def check_count(record: Sized, most: int, field: str = "arrays") -> None:
     --------
     >>> check_count(tensors_to_arrays({str(i): torch.ones(1) for i in range(20)}), 2)
     Traceback (most recent call last):
-    flwr_fisher.errors.WireError: 'arrays': 20 arrived, and at most 2 can be
+    flwr_fisher.errors.WireError: 'arrays': 20 arrived, but at most 2 are allowed
     """
     if len(record) > most + _FEW:
-        reason = f"{len(record)} arrived, and at most {most} can be"
+        reason = f"{len(record)} arrived, but at most {most} are allowed"
         raise WireError(reason, field=field)
 
 
 def announced_shape(key: str, array: Array) -> torch.Size:
-    """Return the shape that an array is said to have, before it is read.
+    """Return the shape that an array announces, before it is read.
 
     Raises
     ------
@@ -247,27 +247,27 @@ def announced_shape(key: str, array: Array) -> torch.Size:
         if len(array.shape) > _MOST_DIMENSIONS:
             raise ValueError(f"{len(array.shape)} dimensions")
         return torch.Size(map(operator.index, array.shape))
-    except Exception as error:  # what is announced may be anything, too
+    except Exception as error:  # the announced shape may be anything, too
         raise WireError(f"unreadable shape: {error}", field=key) from error
 
 
 def check_size(record: ArrayRecord, limit: int) -> None:
-    """Raise :class:`WireError`, naming the largest array, if there are more bytes."""
+    """Raise :class:`WireError`, with the largest array's name, above a byte limit."""
     sizes = {key: len(array.data) for key, array in record.items()}
     if (total := sum(sizes.values())) > limit:
-        reason = f"{total} bytes arrived, and at most {limit} fit"
+        reason = f"{total} bytes arrived, but at most {limit} are allowed"
         raise WireError(reason, field=max(sizes, key=sizes.__getitem__))
 
 
 def _read(array: Array) -> Tensor:
-    """Return an array as a tensor; the exception that it raises may be any."""
+    """Return an array as a tensor, or raise an exception of any type."""
     if array.stype != _STYPE:
         raise ValueError(f"stype {printable(array.stype)}, expected {_STYPE}")
     shape, fortran_order, dtype, start = _header(array.data[:_HEADER_BYTES])
     _check_dtype(dtype)
     if (array.dtype, tuple(array.shape)) != (str(dtype), shape):
         raise ValueError(
-            f"declared as {printable(array.dtype)} of shape "
+            f"announced as {printable(array.dtype)} of shape "
             f"{printable(tuple(array.shape))}, but it is {dtype} of shape "
             f"{printable(shape)}"
         )
@@ -279,7 +279,7 @@ def _read(array: Array) -> Tensor:
             f"{arrived} bytes of entries, but shape {printable(shape)} of {dtype} has "
             f"{printable(expected)}"
         )
-    # A view of the message's bytes, which are read-only: the tensor gets a copy.
+    # The message's bytes are read-only, so the tensor gets a copy.
     entries = np.ndarray(
         shape, dtype, array.data, start, order="F" if fortran_order else "C"
     )
@@ -291,7 +291,7 @@ def _read(array: Array) -> Tensor:
 def _header(
     head: bytes,
 ) -> tuple[tuple[int, ...], bool, np.dtype[np.generic], int]:
-    """Return shape, whether the order is Fortran's, dtype and where the entries start.
+    """Return shape, whether the order is Fortran's, dtype and offset of the entries.
 
     NumPy's own header reader does the work; it is given no bytes beyond `head`.
     """
@@ -319,6 +319,6 @@ def _check_dtype(dtype: np.dtype[np.generic]) -> None:
     known = _DTYPES.get(dtype)
     if known is None:
         raise ValueError(f"torch has no {printable(dtype)}")
-    # The checks for symmetry, signs and finite values are meant for real numbers.
+    # Checks of symmetry, sign and finite values need real numbers.
     if known.is_complex:
         raise ValueError(f"dtype {known}, expected real numbers")

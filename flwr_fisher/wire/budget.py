@@ -1,12 +1,12 @@
-"""A packed upload within its budget.
+"""Packing an upload within its budget of bytes.
 
-The budget is spent on the parameters first, then on the entries of diagonals, then on
-matrices. A matrix that cannot be sent whole is sent by columns: eigenvectors of a
-Kronecker factor or a dense matrix, or vectors of E-KFAC's bases. Columns are sent in
-the order of their share of their matrix's trace per byte, whatever their layer. Where
-a matrix is large and few bytes are missing, smaller ones alone are cut.
+The budget goes first to the parameters, then to the entries of diagonals, then to
+matrices. A matrix that does not fit whole is sent by columns: eigenvectors of a
+Kronecker factor or a dense matrix, or vectors of E-KFAC's bases. Columns of all layers
+are sent in the order of their share of their matrix's trace per byte. If a large matrix
+lacks only a few bytes, smaller ones are cut instead.
 
-Long: who gets which bytes is one calculation, from the limit to the last column.
+Long: one calculation distributes the bytes, from the limit to the last column.
 """
 
 import math
@@ -35,21 +35,21 @@ from flwr_fisher.wire.size import (
 )
 
 _METRICS = 512  # bytes of a reply that are not arrays
-_PARAM_BITS = ((1.0, 16), (0.35, 8), (0.0, 4))  # from which budget on
+_PARAM_BITS = ((1.0, 16), (0.35, 8), (0.0, 4))  # the least budget for this
 _WHOLE_BITS, _CUT_BITS = (16, 8), 8
-_OWN = 64  # more bits than any dtype has: a tensor's own bytes are sent
+_OWN = 64  # more bits than any dtype has: the tensor's own bytes are sent
 _ROUNDING = 5  # bytes of an entry, and digits of its size in the header
 _GIVES = 0.25  # of its bytes, a matrix that is cut in a larger one's place
 _MORE = 1.25  # leading columns that are found, for each that there is room for
 
 
 class PackingError(FlwrFisherError, RuntimeError):
-    """A tensor cannot be packed: its decomposition does not converge, say."""
+    """A tensor cannot be packed, for example because eigh does not converge."""
 
 
 @contextmanager
 def _packing(key: str) -> Iterator[None]:
-    """Name what is being packed, whatever goes wrong."""
+    """Name the tensor that is being packed in any error of the ``with`` block."""
     try:
         yield
     except Exception as error:
@@ -57,13 +57,12 @@ def _packing(key: str) -> Iterator[None]:
         raise PackingError(f"'{key}' cannot be packed: {reason}") from error
 
 
-# By matrix: the largest parts of the trace that columns have, descending, and these
-# columns.
+# By matrix: the columns' largest shares of the trace, descending, and these columns.
 Spectra = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def byte_limit(params: Params, codec: Codec) -> int:
-    """Return how many bytes an upload's record may have.
+    """Return the largest size in bytes of an upload's record.
 
     Below a budget of 1 this leaves room for the reply's metrics, so that the whole
     reply is within the budget, too.
@@ -74,7 +73,7 @@ def byte_limit(params: Params, codec: Codec) -> int:
 
 
 def resolve(codec: Codec, params: Params) -> Codec:
-    """Return the codec for a model, and check that its budget is large enough.
+    """Return the codec for a model, after a check that its budget is large enough.
 
     Parameters
     ----------
@@ -96,15 +95,15 @@ def resolve(codec: Codec, params: Params) -> Codec:
         return Codec("fedavg") if needed <= 1 else LOSSLESS
     if needed > codec.budget:
         raise ConfigurationError(
-            f"budget must be >= {needed} to hold this model's parameters and the least "
-            f"of its curvature, got {codec.budget}; or use codec='lossless'"
+            f"budget must be >= {needed} for this model's parameters and a minimal "
+            f"curvature, got {codec.budget}: raise it, or use codec='lossless'"
         )
     return codec
 
 
 @lru_cache
 def _smallest_budget(layout: Layout) -> float:
-    """Return the smallest budget, to three decimals, for a curvature of any structure.
+    """Return the smallest budget for any structure's curvature, to three decimals.
 
     It holds parameters and diagonals at the fewest bits, and of each factor its trace.
     """
@@ -115,7 +114,7 @@ def _smallest_budget(layout: Layout) -> float:
 
 
 def _least_sizes(params: Params) -> dict[str, int]:
-    """Return sizes by key that are enough for a curvature of any structure.
+    """Return sizes by key that are enough for any structure's curvature.
 
     Buffers are sent as they are, but which tensors are buffers is not known here:
     tensors of at most one dimension may be, larger ones count as trained.
@@ -127,11 +126,11 @@ def _least_sizes(params: Params) -> dict[str, int]:
             continue
         own = quantise.size_of_param(tensor, _OWN)
         buffer = own - sizes[key] if tensor.dim() < 2 else 0
-        # Only a convolution has groups: at most one per output, each with its trace.
+        # Only convolutions have groups: at most one per output, each with its trace.
         groups = tensor.shape[0] if tensor.dim() > 2 else 3
         count = tensor.numel() + (tensor.shape[0] if tensor.dim() > 1 else 0)
         diagonal = quantise.size_of_diagonal(count, 8, 0)
-        sizes[f"{PREFIX}diagonal/{key}/S"] = max(diagonal, buffer)  # no key is longer
+        sizes[f"{PREFIX}diagonal/{key}/S"] = max(diagonal, buffer)  # the longest key
         if tensor.dim() > 1:
             for letter in "AG":
                 sizes[f"{PREFIX}ekfac/{key}/{letter}"] = HEAD + SCALE * groups
@@ -204,7 +203,7 @@ def _bits(
     codec: Codec,
     trained: Collection[str],
 ) -> tuple[int, int, float, int]:
-    """Return the bits of parameters, and what :func:`_diagonal_bits` returns."""
+    """Return the parameters' bits, and the result of :func:`_diagonal_bits`."""
     assert codec.budget is not None
     limit = byte_limit(params, codec)
     for budget, of_param in _PARAM_BITS:
@@ -222,15 +221,15 @@ def _bits(
             return of_param, *_diagonal_bits(diagonals, left, matrices)
     needed = codec.budget - left / fedavg_bytes(params) + 1e-3
     raise ConfigurationError(
-        f"budget must be >= {needed:.3f} to hold this model with the least of its "
-        f"curvature, got {codec.budget}"
+        f"budget must be >= {needed:.3f} for this model with a minimal curvature, got "
+        f"{codec.budget}"
     )
 
 
 def _diagonal_bits(
     diagonals: Params, left: int, matrices: int
 ) -> tuple[int, float, int]:
-    """Return diagonals' bits, the share of values that has them, and the bytes left.
+    """Return the diagonals' bits, the share of values with them, and the bytes left.
 
     All others have half as many. 8 come first, from 4, then 16 where as much is left as
     `matrices` take.
@@ -246,7 +245,7 @@ def _diagonal_bits(
 
 
 class _Matrix:
-    """A factor, a dense matrix or a basis of E-KFAC to send, and its sizes in bytes.
+    """A matrix to send (a factor, a dense one, or a basis), and its sizes in bytes.
 
     `least` is what its entry takes without a column.
     """
@@ -272,7 +271,7 @@ class _Matrix:
         return matrices.size_of_matrices(self.form, sizes, bits)
 
     def is_large(self) -> bool:
-        """Return whether its columns take long to find."""
+        """Return whether its columns take long to compute."""
         return self.form != Form.BASIS and self.n > matrices.WHOLE
 
     def column(self) -> float:
@@ -289,7 +288,7 @@ class _Matrix:
         return max(0, HEAD + size - self.least)
 
     def spectrum(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return each column's part of the trace, descending, and the columns.
+        """Return each column's share of the trace, descending, and the columns.
 
         There are at least `count`, and all where that is as quick.
         """
@@ -317,7 +316,7 @@ class _Matrix:
 
 
 def _pack_matrices(to_send: list[_Matrix], left: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield matrices' entries, within the bytes that are left beyond their `least`.
+    """Yield the matrices' entries, within the bytes left beyond their `least`.
 
     Sending a matrix whole frees bytes for the other matrices' columns, so that another
     one may then be sent whole, too.
@@ -345,7 +344,7 @@ def _pack_matrices(to_send: list[_Matrix], left: int) -> Iterator[tuple[str, Ten
 
 
 def _to_cut(to_send: list[_Matrix], left: int) -> list[_Matrix]:
-    """Return the matrices that are not all sent whole: the smallest that can give.
+    """Return the matrices to cut: the smallest that can free the missing bytes.
 
     Decomposing a large matrix takes long. Where there is one, a matrix is cut only if
     the smaller ones together lack more than a quarter of their bytes.
@@ -364,7 +363,7 @@ def _by_size(to_send: list[_Matrix]) -> list[_Matrix]:
 
 
 def _even_rank(to_send: list[_Matrix], left: float) -> float:
-    """Return how many columns each matrix would have if all had as many or are whole.
+    """Return how many columns each matrix has if all have as many or are whole.
 
     How fast their spectra fall is not known yet.
     """
@@ -380,7 +379,7 @@ def _even_rank(to_send: list[_Matrix], left: float) -> float:
 def _ranks(
     to_send: list[_Matrix], spectra: dict[str, tuple[Tensor, Tensor]], left: float
 ) -> dict[str, int]:
-    """Return how many columns of each matrix to send; find more columns where needed.
+    """Return how many columns of each matrix to send; compute more if needed.
 
     Where all that are known of a matrix are to be sent, and not so many that it is
     better sent whole, twice as many are found, and the bytes are shared out anew.

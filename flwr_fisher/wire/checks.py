@@ -1,4 +1,4 @@
-"""Checks of one tensor that arrived; each failure is a ``WireError`` with its key."""
+"""Checks of single tensors that arrived; they raise ``WireError`` with the key."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -9,13 +9,13 @@ from flwr_fisher.errors import WireError
 
 SLACK = 4096  # bytes that one array's headers may take, or its exponent's words
 _ROUNDING = 1e-5  # of sums in float32
-_SYMMETRY = 1e-4  # relative to the largest entry; sums in another order differ by less
+_SYMMETRY = 1e-4  # relative to the largest entry; sums in another order vary less
 
 
 def check_same_keys(
     found: Collection[str], expected: Collection[str], prefix: str = ""
 ) -> None:
-    """Raise :class:`WireError` for the first key that is missing, or not expected."""
+    """Raise :class:`WireError` for the first key that is missing or unexpected."""
     for key in sorted(set(expected) - set(found)):
         raise WireError("missing", field=f"{prefix}{key}")
     for key in sorted(set(found) - set(expected)):
@@ -25,7 +25,7 @@ def check_same_keys(
 def check_same_shape(
     key: str, shape: Sequence[int], expected: Sequence[int | None]
 ) -> None:
-    """Raise :class:`WireError` for another shape; None stands for any length.
+    """Raise :class:`WireError` for another shape; None allows any length.
 
     Examples
     --------
@@ -45,14 +45,14 @@ def check_same_shape(
 def check_layout(
     key: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.dtype
 ) -> None:
-    """Raise :class:`WireError` for another shape, or else for another dtype."""
+    """Raise :class:`WireError` for another shape or dtype."""
     check_same_shape(key, tensor.shape, shape)
     if tensor.dtype != dtype:
         raise WireError(f"dtype {tensor.dtype}, expected {dtype}", field=key)
 
 
 def are_finite_and_not_negative(numbers: Tensor) -> bool:
-    """Return whether no float is below 0, NaN or infinite.
+    """Return whether all entries are finite and >= 0.
 
     Examples
     --------
@@ -91,17 +91,17 @@ def check_second_moment(key: str, matrix: Tensor) -> None:
         raise WireError("negative on the diagonal", field=key)
     if (matrix - matrix.mT).abs().max() > _SYMMETRY * matrix.abs().max():
         raise WireError("not symmetric", field=key)
-    # Most are found to be so in float32 at once.
+    # For most, float32 is enough.
     if not (_is_psd(matrix, torch.float32) or _is_psd(matrix, torch.float64)):
         raise WireError("has a negative eigenvalue", field=key)
 
 
 def _is_psd(matrix: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether there is a Cholesky factor of the correlations, with some room."""
+    """Return whether the correlations, with some slack, have a Cholesky factor."""
     norms = matrix.diagonal(dim1=-2, dim2=-1).to(dtype).sqrt()
-    # Where the diagonal is 0, all must be: beside the largest, whatever the scale is.
+    # Where the diagonal is 0, rows must be, too, compared with the largest entry.
     unit = torch.where(norms > 0, norms, norms.amax(-1, keepdim=True))
-    # Below it, rounding to the smallest numbers there are is more than the room.
+    # Below it, rounding of the smallest floats exceeds the slack.
     info = torch.finfo(matrix.dtype)
     rounding = max(_ROUNDING, info.eps)
     unit = unit.clamp_min(max((info.tiny * info.eps / rounding) ** 0.5, 1e-150))
@@ -112,7 +112,7 @@ def _is_psd(matrix: Tensor, dtype: torch.dtype) -> bool:
 
 
 def contribution_bytes(like: Mapping[str, Tensor]) -> int:
-    """Return how many bytes a client may add to a sum: its K-FAC's, in float64."""
+    """Return the largest size of a client's contribution: its K-FAC in float64."""
     entries = 0
     for value in like.values():
         rows = value.shape[0] if value.dim() else 1

@@ -1,4 +1,4 @@
-"""How an upload is packed, as a server asks for it and as an upload says it."""
+"""Codecs of uploads: a server requests one, and an upload says which it has."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _DESCRIPTION = 256  # bytes
 
 @dataclass(frozen=True)
 class Codec:
-    """How an upload is packed.
+    """A codec: how a client packs its upload.
 
     Parameters
     ----------
@@ -60,14 +60,15 @@ class Codec:
         check_range("budget", self.budget, 1e-3, 1e3)
         if self.name == "lossless":
             raise ConfigurationError(
-                "codec 'lossless' takes no budget: name 'fedavg' or 'small' with it"
+                "codec 'lossless' takes no budget: leave budget out, or use codec "
+                "'fedavg' or 'small'"
             )
         if self.name == "auto":
             object.__setattr__(self, "name", "fedavg")
 
     @classmethod
     def of(cls, codec: "str | Codec") -> "Codec":
-        """Return a codec as it is, or by its name."""
+        """Return a codec unchanged, or the codec of a name."""
         return codec if isinstance(codec, Codec) else cls(codec)
 
     def to_options(self) -> dict[str, str | int | float]:
@@ -80,7 +81,7 @@ class Codec:
 
     @classmethod
     def from_options(cls, config: Mapping[str, Any]) -> "Codec":
-        """Return the codec that a server requests; ``lossless`` if it names none.
+        """Return the codec that a server requests, by default ``lossless``.
 
         Raises
         ------
@@ -93,13 +94,13 @@ class Codec:
         if (version := config.get("codec-version")) != FORMAT_VERSION:
             raise ConfigurationError(
                 f"the server asks for version {printable(version)} of the upload "
-                f"format, and this client writes {FORMAT_VERSION}: install the same "
-                "flwr-fisher on both"
+                f"format, but this client writes version {FORMAT_VERSION}: install "
+                "the same version of flwr-fisher on both"
             )
         return cls(str(config["codec"]), config.get("codec-budget"))
 
     def describe(self, *, packed: bool = True) -> dict[str, Any]:
-        """Return the description that an upload carries, so that it can be read.
+        """Return the description of the codec that an upload carries.
 
         It says so where a client sends its upload lossless, since packing it failed.
         """
@@ -109,23 +110,23 @@ class Codec:
     def check_description(
         self, text: Tensor | None, *, field: str, packed: bool = True
     ) -> None:
-        """Raise :class:`WireError` unless an upload says that it is of this codec."""
+        """Raise :class:`WireError` unless an upload's description names this codec."""
         received = read_description(text, field)
         if received != (requested := self.describe(packed=packed)):
             odd = {k: v for k, v in requested.items() if received.get(k) != v}
-            raise WireError(f"another codec was asked for: {odd}", field=field)
+            raise WireError(f"the server requested another codec: {odd}", field=field)
 
 
 LOSSLESS = Codec("lossless")
 
 
 def description_text(description: object) -> Tensor:
-    """Return what an upload says of itself, as JSON without spaces."""
+    """Return an upload's description as JSON without spaces."""
     return bytes_of(json.dumps(description, separators=(",", ":")))
 
 
 def read_description(text: Tensor | None, field: str) -> dict[str, Any]:
-    """Undo :func:`description_text`; the text is not trusted.
+    """Return the description in an untrusted text of :func:`description_text`.
 
     Raises
     ------
@@ -134,14 +135,14 @@ def read_description(text: Tensor | None, field: str) -> dict[str, Any]:
         package does not read.
     """
     if text is None or text.dtype != torch.uint8 or text.numel() > _DESCRIPTION:
-        raise WireError("missing, too long, or no text", field=field)
+        raise WireError("missing, too long, or not a text", field=field)
     try:
         description = json.loads(text.numpy().tobytes())
     except (ValueError, RecursionError) as error:
         raise WireError(f"not JSON: {error}"[:200], field=field) from error
     if not isinstance(description, dict) or "version" not in description:
-        raise WireError("does not say which format it has", field=field)
+        raise WireError("does not name its format", field=field)
     if (version := description["version"]) != FORMAT_VERSION:
-        reason = f"format version {version!r}, and this server reads"
+        reason = f"format version {version!r}, but this server reads"
         raise WireError(f"{reason} {FORMAT_VERSION}"[:200], field=field)
     return description

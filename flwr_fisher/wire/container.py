@@ -1,7 +1,8 @@
 """Many packed tensors in one array: a safetensors file inside an ``ArrayRecord``.
 
-Each array of a record costs Flower some 450 bytes, each entry of a safetensors file 80.
-The entry ``curvature/format`` says in JSON which version and codec the others have.
+In Flower, each array of a record takes about 450 bytes of overhead; in a safetensors
+file, each entry takes 80. The entry ``curvature/format`` names, in JSON, the version
+and the codec of the others.
 """
 
 import json
@@ -24,13 +25,13 @@ FORMAT = f"{PREFIX}format"
 _ENTRY = 64  # bytes of JSON around an entry's name and three numbers
 _DESCRIPTION = 256
 _FRAME = 16  # the header's length, and padding
-_LENGTH = 8  # bytes of the number that says how long the header is
+_LENGTH = 8  # bytes of the number that gives the header's length
 _PARTS = 4  # entries per parameter: its own, and E-KFAC's three
 _HEADER = 4096  # bytes per parameter: its own entry and a curvature's, with long names
 
 
 def container_bytes(sizes: Mapping[str, int]) -> int:
-    """Return an upper bound of a container's record, for entries of these sizes.
+    """Return an upper bound of a container's size for entries of these sizes.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ def container_bytes(sizes: Mapping[str, int]) -> int:
 
 
 def to_container(entries: Params) -> ArrayRecord:
-    """Return a record of one array that holds all entries.
+    """Return a record with one array that holds all entries.
 
     Parameters
     ----------
@@ -57,7 +58,7 @@ def to_container(entries: Params) -> ArrayRecord:
 
 
 def from_container(record: ArrayRecord, *, limit: int, count: int) -> dict[str, Tensor]:
-    """Return the entries of a record that is not trusted.
+    """Return the entries of an untrusted record.
 
     Parameters
     ----------
@@ -78,13 +79,13 @@ def from_container(record: ArrayRecord, *, limit: int, count: int) -> dict[str, 
         keys = ", ".join(map(repr, list(record)[:3]))[:120]
         reason = f"expected this key alone, got {keys}"
         if PACKED not in record:
-            reason += ": a packed Fisher is asked for, which fisher_arrays(...) returns"
+            reason += ": the server wants a packed Fisher, as fisher_arrays(...) makes"
         raise WireError(reason, field=PACKED)
     data = arrays_to_tensors(record, limit=limit)[PACKED]
     if data.dtype != torch.uint8 or data.dim() != 1:
         reason = f"{data.dtype} of shape {tuple(data.shape)}, expected bytes"
         raise WireError(reason, field=PACKED)
-    # A parsed header takes many times its bytes in memory.
+    # A parsed header takes far more memory than its bytes.
     length = int.from_bytes(data[:_LENGTH].numpy().tobytes(), "little")
     if length > _HEADER * (count + 1):
         raise WireError(f"a header of {length} bytes", field=PACKED)

@@ -1,9 +1,9 @@
-"""The upload of a client that trained: its parameters and what its layers are fed.
+"""A client's upload of trained parameters and second moments of its layers' inputs.
 
-Keys and shapes are those of K-FAC (:mod:`flwr_fisher.wire.layout`), of which this is
-half: ``curvature/kfac/<weight>/A``, and no ``…/G``. No sum will do for them, each
-client's being solved with; and each must be of its layer's shape, symmetric and
-positive semi-definite, which :class:`~flwr_fisher.wire.Additive` asks of nothing.
+Keys and shapes are those of K-FAC (:mod:`flwr_fisher.wire.layout`), but only
+``curvature/kfac/<weight>/A``, without ``…/G``. The server solves with each client's own
+matrices, so a sum is not enough. Each must have its layer's shape, and be symmetric and
+positive semi-definite; :class:`~flwr_fisher.wire.Additive` has no such checks.
 """
 
 import math
@@ -38,7 +38,7 @@ _START, _END = f"{PREFIX}kfac/", "/A"
 
 @dataclass(frozen=True)
 class CovarianceUpload(Payload):
-    """A client's trained parameters, and the second moments of its layers' inputs.
+    """A client's trained parameters and the second moments of its layers' inputs.
 
     Parameters
     ----------
@@ -52,14 +52,14 @@ class CovarianceUpload(Payload):
     covariances: dict[str, InputCovariance]
 
     def layout(self) -> tuple[str, ...]:
-        """Return the layers and their inputs' shapes, which clients must share."""
+        """Return the layers and their inputs' shapes, equal for all clients."""
         return tuple(
             f"{_START}{name}{_END} {tuple(layer.A.shape)}"
             for name, layer in self.covariances.items()
         )
 
     def step_norms(self, like: Params) -> dict[str, float]:
-        """Return how far the parameters are from those that were sent out."""
+        """Return the distance of the parameters from those sent out."""
         return displacements(self.params, like)
 
     def curvature_norms(self) -> dict[str, float]:
@@ -72,7 +72,7 @@ class CovarianceUpload(Payload):
         }
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
-        """Return it with parameters drawn back, and second moments scaled down."""
+        """Return it with a smaller step, and second moments scaled down."""
         covariances = {
             name: replace(layer, A=layer.A * factors.get(f"inputs of {name}", 1.0))
             for name, layer in self.covariances.items()
@@ -106,7 +106,7 @@ class CovarianceUpload(Payload):
         check_same_keys([k for k in record if not k.startswith(PREFIX)], like)
         params, factors = read_with_model(record, like, partial(_check, like))
         if not factors:
-            raise WireError("no inputs' second moment arrived", field=PREFIX)
+            raise WireError("has no second moment of inputs", field=PREFIX)
         for key, matrix in factors.items():
             weight = like[key.removeprefix(_START).removesuffix(_END)]
             dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -116,10 +116,11 @@ class CovarianceUpload(Payload):
 
 
 def _check(like: Params, key: str, shape: torch.Size) -> None:
-    """Check a key beside the model's, and the shape that its array is said to have."""
+    """Check a key beside the model's, and the shape that its array announces."""
     if parse_key(key, like)[0] != Part.FACTOR or not key.endswith(_END):
-        raise WireError("only the inputs' factors of K-FAC were asked for", field=key)
-    # All of its entries arrive, however many rows it has.
+        reason = "the server requested only the inputs' factors of K-FAC"
+        raise WireError(reason, field=key)
+    # all of its entries arrive, for any number of rows
     check_shape(key, shape, like, most=math.inf)
 
 

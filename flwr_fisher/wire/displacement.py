@@ -1,4 +1,4 @@
-"""How far a client's parameters are from where a round began, and drawing them back."""
+"""The distance of a client's parameters from a round's start, and shorter steps."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ from flwr_fisher.params import NORM_STATISTICS, DeferredParams, Params
 
 PARAMETERS = "parameters"
 _SMALL = 0.01
-# Batch norm's statistics have scales of their own, which say nothing of the weights'.
-_MOST_BATCHES = 1_000_000  # that a client trains on in a round
+# The statistics of batch norms have their own scales, unlike the weights'.
+_MOST_BATCHES = 1_000_000  # on which a client trains in a round
 _MEAN, _VARIANCE, _COUNT = NORM_STATISTICS
 
 
@@ -31,7 +31,7 @@ def norm64(tensors: Iterable[Tensor]) -> float:
 
 
 def displacements(params: Params, like: Params) -> dict[str, float]:
-    """Return how far parameters are from `like`, by what is measured together.
+    """Return the parameters' distances from `like`, one for each group of tensors.
 
     ``parameters`` are all floating-point tensors together, but for batch norm's
     statistics, each of which is by itself, under its name. What has moved by less than

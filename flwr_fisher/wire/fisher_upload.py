@@ -1,4 +1,4 @@
-"""The upload of a client that trained: its parameters and its Fisher there."""
+"""A client's upload of trained parameters and their Fisher."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -49,7 +49,7 @@ from flwr_fisher.wire.size import fedavg_bytes, reply_bytes
 
 @dataclass(frozen=True)
 class FisherUpload(Payload):
-    """A client's trained parameters and its Fisher there.
+    """A client's trained parameters and their Fisher.
 
     Sent losslessly, the parameters keep their keys, and the curvature's tensors are
     more keys under ``curvature/``: a strategy that does not know them can still read
@@ -71,12 +71,12 @@ class FisherUpload(Payload):
     curvature: Curvature
 
     def layout(self) -> tuple[str, ...]:
-        """Return the blocks of the curvature, which clients must share."""
+        """Return the curvature's blocks, which must be equal for all clients."""
         blocks = self.curvature.blocks()
         return tuple(f"{block.kind}: {list(block.shapes)}" for block in blocks)
 
     def step_norms(self, like: Params) -> dict[str, float]:
-        """Return how far the parameters are from those that were sent out."""
+        """Return the distance of the parameters from those sent out."""
         return displacements(self.params, like)
 
     def curvature_norms(self) -> dict[str, float]:
@@ -84,7 +84,7 @@ class FisherUpload(Payload):
         return {trace_name(block): block.trace() for block in self.curvature.blocks()}
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
-        """Return it with parameters drawn back, and layers' curvatures scaled down."""
+        """Return it with a smaller step, and layers' curvatures scaled down."""
         blocks = [
             block.scaled(factors.get(trace_name(block), 1.0))
             for block in self.curvature.blocks()
@@ -93,7 +93,7 @@ class FisherUpload(Payload):
         return replace(self, params=params, curvature=BlockDiagonal(blocks))
 
     def posterior(self, num_examples: float) -> LocalPosterior:
-        """Return it as the merging functions take it, with the client's weight."""
+        """Return it as a posterior, with the client's weight, for a merge."""
         return LocalPosterior(self.params, self.curvature, num_examples)
 
     def to_arrays(self, codec: Codec = LOSSLESS) -> ArrayRecord:
@@ -127,7 +127,7 @@ class FisherUpload(Payload):
             return to_container({**about, **entries})
         except ConfigurationError:
             raise
-        except Exception as error:  # what fails is the codec's, and may be anything
+        except Exception as error:  # a codec may fail in any way
             named = isinstance(error, PackingError)
             reason = f"{error}" if named else f"{type(error).__name__}: {error}"
             return _sent_plain(self.params, parts, codec, reason)
@@ -169,22 +169,23 @@ class FisherUpload(Payload):
 def _sent_plain(
     params: Params, parts: Params, codec: Codec, reason: str
 ) -> ArrayRecord:
-    """Return the lossless record of an upload that was to be packed."""
+    """Return the lossless record of an upload that could not be packed."""
     text = description_text(codec.describe(packed=False))
     record = tensors_to_arrays({**params, **parts, FORMAT: text})
     size, limit = reply_bytes(record, MetricRecord()), byte_limit(params, codec)
     if size > limit:
         raise ClientError(
-            f"packing the upload failed: {reason}; lossless it has {size} bytes, and "
-            f"the server takes {limit}: ask for codec='lossless', or give the codec a "
-            f"budget of {math.ceil(10 * size / fedavg_bytes(params) + 1) / 10}"
+            f"packing the upload failed: {reason}. Without packing it has {size} "
+            f"bytes, and the server takes {limit}: use codec='lossless', or a codec "
+            "with a budget of "
+            f"{math.ceil(10 * size / fedavg_bytes(params) + 1) / 10}"
         )
-    logger.warning("The upload is sent lossless, in %s bytes: %s", size, reason)
+    logger.warning("Sending the upload without packing, %s bytes: %s", size, reason)
     return record
 
 
 def _is_unpacked(record: ArrayRecord) -> bool:
-    """Return whether a record says that it was to be packed, and could not be."""
+    """Return whether a record says that its client could not pack it."""
     if (text := record.get(FORMAT)) is None:
         return False
     try:
@@ -199,7 +200,7 @@ def _read_plain(
 ) -> tuple[Params, Curvature]:
     """Return the parameters and the curvature of a lossless upload.
 
-    Where a packed one was asked for, it may be no larger than that may be.
+    If the server requested a packed one, it may be no larger than that one may be.
     """
     as_asked = codec == LOSSLESS
     limit = None if as_asked else byte_limit(like, codec)
@@ -215,7 +216,8 @@ def _read_plain(
     params, parts = read_with_model(record, like, check)
     codec.check_description(parts.pop(FORMAT, None), field=FORMAT, packed=as_asked)
     if limit is not None and (size := reply_bytes(record, MetricRecord())) > limit:
-        raise WireError(f"{size} bytes arrived, and at most {limit} fit", field=FORMAT)
+        reason = f"{size} bytes arrived, but at most {limit} are allowed"
+        raise WireError(reason, field=FORMAT)
     _check_has_curvature(curvature_keys)
     return params, tensors_to_curvature(parts, params)
 
@@ -223,7 +225,7 @@ def _read_plain(
 def _read_packed(
     record: ArrayRecord, like: Params, codec: Codec, structure: str | None
 ) -> tuple[Params, Curvature]:
-    """Return the parameters and the curvature of a packed upload, to be made later."""
+    """Return the parameters and the deferred curvature of a packed upload."""
     entries = from_container(record, limit=byte_limit(like, codec), count=len(like))
     codec.check_description(entries.get(FORMAT), field=FORMAT)
     curvature_keys = _curvature_keys(entries, like, structure)
@@ -242,7 +244,7 @@ def _read_packed(
 
 
 def _deferred(parts: Mapping[str, CheckedPart], like: Params) -> Deferred:
-    """Return the block of checked parts, which is made when it is used."""
+    """Return the deferred block of checked parts."""
     stand_ins = {key: part.stand_in() for key, part in parts.items()}
     block = block_of(stand_ins, like)
 
@@ -253,7 +255,7 @@ def _deferred(parts: Mapping[str, CheckedPart], like: Params) -> Deferred:
 
 
 def _trace(block: Curvature, traces: Sequence[Sequence[float]]) -> float:
-    """Return a block's trace, from those of its parts."""
+    """Return a block's trace from its parts' traces."""
     if isinstance(block, Kronecker):
         A, G = traces
         return sum(a * g for a, g in zip(A, G, strict=True))
@@ -263,7 +265,7 @@ def _trace(block: Curvature, traces: Sequence[Sequence[float]]) -> float:
 def _curvature_keys(
     keys: Collection[str], like: Params, structure: str | None
 ) -> dict[str, None]:
-    """Return the keys of the curvature, after a check of all keys."""
+    """Check all keys, and return those of the curvature."""
     curvature_keys = {k: None for k in keys if k.startswith(PREFIX) and k != FORMAT}
     check_same_keys(set(keys) - curvature_keys.keys() - {FORMAT}, like)
     check_keys(curvature_keys, like, structure)
@@ -272,4 +274,4 @@ def _curvature_keys(
 
 def _check_has_curvature(curvature_keys: Collection[str]) -> None:
     if not curvature_keys:
-        raise WireError("no curvature arrived", field=PREFIX)
+        raise WireError("has no curvature", field=PREFIX)

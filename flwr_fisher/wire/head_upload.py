@@ -1,16 +1,16 @@
-"""The upload for a head in closed form: sums over a client's data, and no parameters.
+"""The upload for a head in closed form: sums over a client's data, no parameters.
 
 ``head/gram``, ``head/cross``
     the second moments of the features and their products with the targets, ``[f, f]``
-    and ``[f, C]`` in float64, of features that end in a 1 where the head has a bias;
+    and ``[f, C]`` in float64; features end in a 1 if the head has a bias;
 ``head/count``
-    over how many rows, float64;
+    the number of rows, float64;
 ``head/format``
-    JSON with the head's weight, the same for all clients.
+    JSON with the name of the head's weight, the same for all clients.
 
-They are added up, and yet no :class:`~flwr_fisher.wire.Additive`: their shapes are of
-the head that they name, the moments must be positive semi-definite, and the count no
-more than the metrics say.
+The server adds them up, but they are no :class:`~flwr_fisher.wire.Additive`. Their
+shapes depend on the head that they name, the moments must be positive semi-definite,
+and the count must not exceed the metrics' number of examples.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ _FORMAT = "head/format"
 
 @dataclass(frozen=True)
 class HeadUpload(Payload):
-    """A client's sums.
+    """A client's sums for a head in closed form.
 
     Parameters
     ----------
@@ -57,17 +57,17 @@ class HeadUpload(Payload):
     sums: HeadSums
 
     def layout(self) -> tuple[str, ...]:
-        """Return the head's name, which clients must share."""
+        """Return the head's name, which must be equal for all clients."""
         return (self.weight, str(self.bias))
 
     def check_weight(self, weight: float) -> None:
-        """Raise :class:`WireError` if it counts more examples than the metrics."""
+        """Raise :class:`WireError` if it counts more examples than the metrics do."""
         if self.sums.count > weight:
             reason = f"{self.sums.count:g} examples, but the metrics say {weight:g}"
             raise WireError(reason, field=_COUNT)
 
     def curvature_norms(self) -> dict[str, float]:
-        """Return the features' mean square, and the size of their mean with labels."""
+        """Return the features' mean square, and the norm of the mean cross product."""
         sums = self.sums
         squares, products = sums.gram.diagonal().sum(), sums.cross.norm()
         return {
@@ -76,7 +76,7 @@ class HeadUpload(Payload):
         }
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
-        """Return it with lighter sums; where both are, of the same solution."""
+        """Return it with scaled sums; one factor for both keeps the solution."""
         factor, sums = factors.get(_GRAM, 1.0), self.sums
         products = min(factor, factors.get(_CROSS, 1.0))
         lighter = replace(sums, gram=factor * sums.gram, cross=products * sums.cross)
@@ -137,7 +137,7 @@ class HeadUpload(Payload):
 
 
 def _largest(like: Params) -> int:
-    """Return how many bytes the sums of any of a model's linear layers may take."""
+    """Return the largest size of the sums, over a model's linear layers."""
     shapes = [value.shape for value in like.values() if value.dim() == 2]
     numbers = [(f + 1) * (f + 1 + c) for c, f in shapes]
     return 8 * max(numbers, default=0)
@@ -148,10 +148,11 @@ def _head(text: Tensor, like: Params) -> tuple[str, str | None]:
     found = read_description(text, _FORMAT)
     weight, bias = found.get("weight"), found.get("bias")
     if not isinstance(weight, str) or weight not in like or like[weight].dim() != 2:
-        raise WireError(f"no linear layer's weight: {str(weight)!r:.80}", field=_FORMAT)
+        reason = f"not the weight of a linear layer: {str(weight)!r:.80}"
+        raise WireError(reason, field=_FORMAT)
     outputs = like[weight].shape[:1]
     if bias is None:
         return weight, None
     if not isinstance(bias, str) or bias not in like or like[bias].shape != outputs:
-        raise WireError(f"no bias of it: {str(bias)!r:.80}", field=_FORMAT)
+        raise WireError(f"not the head's bias: {str(bias)!r:.80}", field=_FORMAT)
     return weight, bias

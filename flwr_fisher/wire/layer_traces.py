@@ -1,7 +1,7 @@
-"""K-FAC's partial traces, as a sum over clients takes them, beside a product.
+"""The upload of K-FAC's partial traces and a product, which are summed over clients.
 
-They travel as a Fisher does (``curvature/kfac/<weight>/A``, …), and add up
-(:func:`~flwr_fisher.merge.partial_traces`).
+Partial traces have a Fisher's keys (``curvature/kfac/<weight>/A``, …), and can be added
+up (:func:`~flwr_fisher.merge.partial_traces`).
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from flwr_fisher.wire.layout import (
 
 @dataclass(frozen=True)
 class LayerTraces(Additive):
-    """A client's partial traces and a product of its curvature.
+    """A client's partial traces, and a product of its curvature with a vector.
 
     Parameters
     ----------
@@ -38,25 +38,25 @@ class LayerTraces(Additive):
 
     @classmethod
     def of(cls, product: Params, traces: Curvature) -> "LayerTraces":
-        """Make it of a product and of traces over the same parameters."""
+        """Return the upload of a product and traces over the same parameters."""
         own = curvature_to_tensors(traces)
         named = {key.removeprefix(PREFIX): value for key, value in own.items()}
         return cls({PRODUCT: product, PREFIX.removesuffix("/"): named}, traces)
 
     def step_norms(self, like: Params) -> dict[str, float]:
-        """Return none: no part of it is a step."""
+        """Return nothing: no part of it is a step."""
         return {}
 
     def curvature_norms(self) -> dict[str, float]:
         """Return each layer's trace, and the product's norm."""
         own = super().curvature_norms()
         for block in self.traces.blocks():
-            size = block.trace()  # of a layer: of two factors that have its trace each
+            size = block.trace()  # of a layer: both of its factors have the same trace
             own[trace_name(block)] = size**0.5 if isinstance(block, Kronecker) else size
         return own
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> "LayerTraces":
-        """Return it with lighter layers, and a shorter product."""
+        """Return it with scaled layers, and a shorter product."""
         factor = factors.get(PRODUCT, 1.0)
         product = {name: value * factor for name, value in self.part(PRODUCT).items()}
         blocks = self.traces.blocks()

@@ -1,16 +1,16 @@
-"""A curvature as named tensors, and which keys and shapes such tensors can have.
+"""The layout of a curvature as named tensors: their keys and shapes.
 
 ``curvature/diagonal/<parameter>``
     the entries, in the parameter's shape;
 ``curvature/kfac/<weight>/A`` and ``…/G``
-    a layer's two factors, ``[groups, n, n]``; they cover the bias, too, if ``A`` has
-    one row more than the weight has inputs;
+    a layer's two factors, ``[groups, n, n]``; they include the bias if ``A`` has one
+    more row than the weight has inputs;
 ``curvature/ekfac/<weight>/A``, ``…/G`` and ``…/S``
     the two bases, of the factors' shapes, and the moments ``[groups, m, n]``;
 ``curvature/dense/<parameter>,<parameter>…``
     a dense matrix over these parameters, flattened one after the other, ``[d, d]``.
 
-Long: what is laid out, and all that is checked of it when it is read, have one home.
+Long: the writer of this layout, and the reader with all its checks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ _LARGEST = 2**31  # bytes of all dense matrices; `fisher` makes no more
 
 
 class Part(Enum):
-    """Which part of a curvature a tensor is."""
+    """The part of a curvature that a tensor is."""
 
     DIAGONAL = 1
     DENSE = 2
@@ -54,7 +54,7 @@ class Part(Enum):
     MOMENTS = 5
 
 
-# The tensors of a layer, by the letter that ends their keys.
+# a layer's tensors, by the last letter of their keys
 LAYER_PARTS = {
     _KFAC: {"A": Part.FACTOR, "G": Part.FACTOR},
     _EKFAC: {"A": Part.BASIS, "G": Part.BASIS, "S": Part.MOMENTS},
@@ -69,7 +69,7 @@ _STRUCTURES = {
 
 
 def curvature_to_tensors(curvature: Curvature) -> dict[str, Tensor]:
-    """Lay a curvature out as named tensors; nothing is copied.
+    """Return a curvature as named tensors, without copies.
 
     Raises
     ------
@@ -93,7 +93,10 @@ def _tensors(curvature: Curvature) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(curvature, Dense):
         yield f"{_DENSE}{_SEPARATOR.join(curvature.shapes)}", curvature.matrix
     else:
-        raise StructureError(f"a {type(curvature).__name__} cannot be sent")
+        raise StructureError(
+            f"a {type(curvature).__name__} cannot be sent: use a Diagonal, Kronecker, "
+            "EigenKronecker or Dense, or a BlockDiagonal of these"
+        )
 
 
 def check_keys(
@@ -117,7 +120,7 @@ def check_keys(
     for key in keys:
         part, names = parse_key(key, params)
         if structure is not None and part not in _STRUCTURES[structure]:
-            raise WireError(f"structure '{structure}' was asked for", field=key)
+            raise WireError(f"the server requested structure '{structure}'", field=key)
         if part == Part.DENSE:
             if twice := dense.intersection(names):
                 reason = f"parameters {sorted(twice)} are in more than one block"
@@ -158,7 +161,7 @@ def check_shape(
             raise _misshapen(key, shape, f"factors of a weight of shape {(*weight,)}")
         outputs, inputs = weight[0] // groups, weight[1:].numel()
         if max(shape[1:]) > most:
-            raise WireError(f"shape {shape}, and at most {most} rows", field=key)
+            raise WireError(f"shape {shape}, but at most {most} rows", field=key)
         widths = [inputs] if bias_of(names[0], params) is None else [inputs, inputs + 1]
         sides = {"A": [(n, n) for n in widths], "G": [(outputs, outputs)]}
         sides["S"] = [(outputs, n) for n in widths]
@@ -168,8 +171,8 @@ def check_shape(
 
 
 def _can_have(weight: torch.Size, groups: int) -> bool:
-    """Return whether a weight's layer can have this number of groups."""
-    if len(weight) < 3:  # linear: one, or attention's three projections in one
+    """Return whether the layer of a weight can have this number of groups."""
+    if len(weight) < 3:  # linear: 1, or 3 for attention's packed projection
         packed = groups == 3 and len(weight) == 2 and weight[0] == 3 * weight[1]
         return packed or (len(weight) == 2 and groups == 1)
     if not 1 <= groups <= max(weight[0], 1) or weight[0] % groups:
@@ -179,7 +182,7 @@ def _can_have(weight: torch.Size, groups: int) -> bool:
 
 
 def parse_key(key: str, params: Params) -> tuple[Part, list[str]]:
-    """Return which part a tensor called `key` is, and the parameters in its name.
+    """Return a key's part, and the parameters that it names.
 
     Raises
     ------
@@ -191,7 +194,7 @@ def parse_key(key: str, params: Params) -> tuple[Part, list[str]]:
         if name not in params:
             raise WireError(f"the model has no such parameter '{name}'", field=key)
         if not params[name].is_floating_point():
-            reason = f"'{name}' has dtype {params[name].dtype}, and no curvature"
+            reason = f"'{name}' has dtype {params[name].dtype}, so it has no curvature"
             raise WireError(reason, field=key)
     if len(set(names)) < len(names):
         raise WireError("names a parameter twice", field=key)
@@ -214,18 +217,18 @@ def _misshapen(key: str, shape: Sequence[int], expected: str) -> WireError:
 
 
 def bias_of(weight: str, params: Params) -> str | None:
-    """Return the name of the bias that goes with a weight, if there is one."""
+    """Return the name of the bias that belongs to a weight, or None."""
     bias = weight.removesuffix("weight") + "bias"
     fits = bias in params and params[bias].shape == params[weight].shape[:1]
     return bias if fits else None
 
 
-# Factors of K-FAC arrive packed as such; everything else is a tensor, to be checked.
+# K-FAC's factors may arrive packed; all else is tensors to check.
 Parts = Mapping[str, Tensor | SymmetricFactor]
 
 
 def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
-    """Undo :func:`curvature_to_tensors`, with every check.
+    """Return the curvature of tensors that arrived, after all checks.
 
     Parameters
     ----------
@@ -299,7 +302,7 @@ def _letters(block: str) -> Iterable[str]:
 
 
 def block_of(parts: Parts, params: Params) -> Curvature:
-    """Return the block that checked parts make, of the keys of one.
+    """Return the block of checked parts, given its keys.
 
     Raises
     ------
@@ -321,12 +324,12 @@ def block_of(parts: Parts, params: Params) -> Curvature:
             return Kronecker(name, shape, A, G, bias)
         of_A, of_G, moments = (plain[f"{key[:-1]}{letter}"] for letter in "AGS")
         return EigenKronecker(name, shape, of_A, of_G, moments, bias)
-    except StructureError as error:  # its parts do not fit each other
+    except StructureError as error:  # the parts do not fit each other
         raise WireError(str(error), field=f"{key[:-1]}A") from error
 
 
 def join_blocks(blocks: Sequence[Curvature]) -> BlockDiagonal:
-    """Return the curvature of all blocks.
+    """Return the curvature that consists of these blocks.
 
     Raises
     ------
@@ -351,5 +354,5 @@ def _check_values(key: str, tensor: Tensor, params: Params) -> None:
 
 
 def trace_name(block: Curvature) -> str:
-    """Return what a policy calls the trace of a layer's curvature."""
+    """Return a policy's name for the trace of a layer's curvature."""
     return f"curvature of {next(iter(block.shapes))}"

@@ -1,27 +1,27 @@
 r"""Symmetric positive semi-definite matrices in few bytes.
 
-Such a matrix is a sum of outer products of vectors with themselves, and only the
-vectors travel: as directions, whose entries are integers of 16, 8 or 4 bits, and norms
-in float32. So the decoded matrix, too, is symmetric and positive semi-definite,
-whatever the bytes are. There are two choices of vectors:
+Such a matrix is a sum of outer products of vectors with themselves, and a client sends
+only the vectors: directions, with entries of 16, 8 or 4 bits, and norms in float32. So
+any bytes decode to a matrix that is symmetric and positive semi-definite. There are two
+choices of vectors:
 
 ``WHOLE``
-    the rows of the Cholesky factor, half of whose entries are zero; a large matrix
-    stays that factor, in a quarter of its memory, and a small one is made of it;
+    the rows of the Cholesky factor, half of whose entries are zero. A large matrix
+    stays in this form, in a quarter of its memory; a small one is computed from it;
 ``COLUMNS``
     the leading eigenvectors, and one number for all other directions: their mean
-    eigenvalue, so that the trace is kept. They are read back as they travel, and
-    nothing of the size n × n is made.
+    eigenvalue, which keeps the trace. A reader keeps this form, and makes nothing of
+    size n × n.
 
-E-KFAC's bases (``BASIS``) are directions alone; columns that are not sent are zero.
+E-KFAC's bases (``BASIS``) are directions only; columns that are not sent are zero.
 
 A direction's entries are scaled to its largest, rounded, and read back as a unit
-vector. With :math:`\varepsilon = \sqrt n / (2^{b-1} - 1)` it is off by at most
-:math:`\varepsilon` in norm, so a matrix sent whole by at most
-:math:`(2\varepsilon + \varepsilon^2) \sqrt{M_{ii} M_{jj}}` at (i, j), and not at all on
-the diagonal.
+vector. With :math:`\varepsilon = \sqrt n / (2^{b-1} - 1)`, its error is at most
+:math:`\varepsilon` in norm. So a matrix that is sent whole has an error of at most
+:math:`(2\varepsilon + \varepsilon^2) \sqrt{M_{ii} M_{jj}}` at (i, j), and none on the
+diagonal.
 
-Long: each form's writing and its reading are side by side, with what both rely on.
+Long: the writer and the reader of each form, side by side.
 """
 
 import math
@@ -59,10 +59,10 @@ from flwr_fisher.wire.quantise import (
     unpack,
 )
 
-_JITTER = 1e-6  # of a unit diagonal; a tenth of a step at 16 bits
+_JITTER = 1e-6  # of a unit diagonal: a tenth of a step at 16 bits
 _MOST_JITTER = 1e-4
-_SMALL = 1024  # rows of a matrix that is better made once than held as codes
-WHOLE = 512  # rows of a matrix that is decomposed whole
+_SMALL = 1024  # rows up to which a matrix is computed once, not kept as codes
+WHOLE = 512  # rows up to which a matrix is decomposed whole
 _FORMS = {
     Part.DIAGONAL: (Form.FLOAT,),
     Part.MOMENTS: (Form.FLOAT,),
@@ -76,7 +76,7 @@ _FORMS = {
 
 
 def size_of_matrices(form: Form, sizes: Sizes, bits: int) -> int:
-    """Return the bytes of matrices of these groups, rows and rank, without a head."""
+    """Return the size of matrices with these groups, rows and rank, without a head."""
     groups, n, rank = sizes
     norms = {Form.WHOLE: groups * n, Form.COLUMNS: groups * (rank + 1)}.get(form, 0)
     entries = n * (n + 1) // 2 if form == Form.WHOLE else n * rank
@@ -84,8 +84,8 @@ def size_of_matrices(form: Form, sizes: Sizes, bits: int) -> int:
 
 
 def encode_whole(matrices: Tensor, bits: int) -> Tensor:
-    """Return the entry of ``[groups, n, n]``, by the rows of the Cholesky factors."""
-    # The rows' norms are the roots of the diagonal, so factorise the correlations.
+    """Return the entry of ``[groups, n, n]``, by rows of Cholesky factors."""
+    # The rows' norms are the diagonal's roots, so factorise the correlations.
     norms = matrices.diagonal(dim1=-2, dim2=-1).clamp_min(0).double().sqrt()
     unit = torch.where(norms > 0, norms, 1)
     correlations = matrices.to(torch.float64, copy=True)
@@ -124,13 +124,13 @@ def encode_columns(
 
 
 def encode_basis(vectors: Tensor, rank: int, bits: int) -> Tensor:
-    """Return the entry of the first columns of ``[groups, n, n]``, unit vectors."""
+    """Return the entry of the first columns of ``[groups, n, n]``: unit vectors."""
     codes = pack(_codes(vectors[..., :rank].mT, bits).reshape(-1), bits)
     return entry_of(Form.BASIS, bits, codes, (*vectors.shape[:2], rank))
 
 
 def within_range(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return matrices that a reader in `dtype` does not find too large when rounded."""
+    """Return matrices clipped so that they do not overflow `dtype` when rounded."""
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max) / 4
     top = float(matrices.abs().amax()) if matrices.numel() else 0.0
     return matrices * (limit / top) if top > limit else matrices
@@ -138,8 +138,8 @@ def within_range(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _cholesky(correlations: Tensor, bits: int) -> Tensor:
     """Return lower triangular factors, also of matrices that are singular."""
-    # Few examples make a matrix singular, and its eigenvectors take ten times as long
-    # as a jitter that is a tenth of what rounding to few bits does in any case.
+    # With few examples a matrix is singular. Eigenvectors take ten times as long as a
+    # jitter, which is a tenth of the rounding to few bits.
     rounding = min(0.1 / levels(bits), _MOST_JITTER)
     lower: Tensor
     for jitter in (_JITTER, rounding):
@@ -155,7 +155,7 @@ def _cholesky(correlations: Tensor, bits: int) -> Tensor:
 
 
 def _codes(vectors: Tensor, bits: int) -> Tensor:
-    """Return integers, relative to the largest entry along the last dimension."""
+    """Return integer codes relative to the largest entry of the last dimension."""
     if not vectors.numel():
         return vectors.to(torch.int16)
     wide = vectors if vectors.itemsize >= 4 else vectors.float()
@@ -171,7 +171,7 @@ def _lower(matrices: Tensor) -> Tensor:
 
 
 def leading_vectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    r"""Return leading eigenvalues and eigenvectors, those of large matrices roughly.
+    r"""Return leading eigenvalues and eigenvectors, approximate for large matrices.
 
     A matrix of up to 512 rows is decomposed whole. Of a larger one the wanted part
     comes from randomised subspace iteration and the Rayleigh-Ritz method (Halko,
@@ -228,7 +228,7 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CheckedPart:
-    """A part of a curvature of which every byte is checked.
+    """A part of a curvature with every byte checked.
 
     It holds no more than the bytes that arrived. A few bytes can stand for a large
     matrix, so that nothing of its size is made until it is used.
@@ -251,7 +251,7 @@ class CheckedPart:
     traces: Sequence[float]
 
     def stand_in(self) -> Tensor:
-        """Return a tensor of its shape and dtype that takes no memory."""
+        """Return a tensor with its shape and dtype that takes no memory."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
@@ -302,7 +302,7 @@ def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
 def _matrices(
     form: Form, body: Tensor, sizes: Sizes, bits: int, dtype: torch.dtype, field: str
 ) -> tuple[Callable[[], SymmetricFactor], list[float]]:
-    """Return what makes matrices, and their traces, from norms that are checked."""
+    """Check norms; return a function that computes matrices, and their traces."""
     groups, n, rank = sizes
     count = n if form == Form.WHOLE else rank + 1
     end = SCALE * groups * count
@@ -317,7 +317,7 @@ def _matrices(
     # The diagonal bounds the other entries, and the trace the diagonal.
     if 1.001 * max(traces, default=0.0) > limit:
         top = squares if form == Form.WHOLE else make().diagonal()
-        if not bool((1.001 * top <= limit).all()):  # which NaN is not
+        if not bool((1.001 * top <= limit).all()):  # false for NaN
             raise WireError(f"its norms overflow {dtype}", field=field)
     if dtype == torch.float32:
         return make, traces
@@ -327,10 +327,10 @@ def _matrices(
 
 
 def _whole(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFactor:
-    """Return matrices in float32; a large one's directions stay integers."""
+    """Return matrices in float32; large ones keep their directions as integers."""
     groups, n, _ = sizes
-    # What is kept is taken before what is let go again: a merge keeps many clients'
-    # matrices, and holes between them would double its memory.
+    # Allocate what is kept before what is freed: a merge keeps many clients' matrices,
+    # and holes between them would double its memory.
     small = n <= _SMALL
     matrices = torch.empty(groups, n, n) if small else torch.empty(0)
     codes = unpack(data, bits, groups * n * (n + 1) // 2)
@@ -344,7 +344,7 @@ def _whole(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFac
 
 
 def _columns(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFactor:
-    """Return matrices in float32 by their directions, which stay integers."""
+    """Return matrices in float32 by their directions, kept as integers."""
     groups, n, rank = sizes
     directions = unpack(data, bits, groups * rank * n).view(groups, rank, n)
     rest = norms[:, :1].square().expand(groups, n)
@@ -352,7 +352,7 @@ def _columns(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricF
 
 
 def _basis(data: Tensor, sizes: Sizes, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return unit vectors, and zeros for those that were not sent."""
+    """Return unit vectors, with zeros for those that were not sent."""
     groups, n, rank = sizes
     codes = unpack(data, bits, groups * rank * n).view(groups, rank, n)
     unit = codes / _lengths(codes).unsqueeze(-1)
@@ -360,7 +360,7 @@ def _basis(data: Tensor, sizes: Sizes, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def _lengths(directions: Tensor) -> Tensor:
-    """Return the lengths along the last dimension in float32, and 1 for zero."""
+    """Return the lengths along the last dimension in float32, with 1 for zero."""
     lengths: Tensor = torch.linalg.vector_norm(directions.float(), dim=-1)
     return lengths.clamp_min(1)
 

@@ -1,25 +1,25 @@
-"""What a server wants of clients, in the ``ConfigRecord`` that the user's keys are in.
+"""The server's options in a request's ``ConfigRecord``, beside the user's keys.
 
 The server's keys begin with ``fisher.``, so that a user's own ``seed``, ``task`` or
-``structure`` is the user's. ``server-round`` is Flower's, and stays as it is.
+``structure`` stays the user's. ``server-round`` is Flower's, and is not changed.
 """
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 OPTION = "fisher."
-LIBRARY = "flwr-fisher"  # under which a client that is asked tells its version
+LIBRARY = "flwr-fisher"  # the key of a client's version in its answer
 NUM_EXAMPLES = "num-examples"  # Flower's metric, by which clients are weighted
-REGRESSION = "regression"  # a metric of clients whose likelihood is gaussian
+REGRESSION = "regression"  # a metric of clients with a Gaussian likelihood
 
 Value = TypeVar("Value")
-# What a ConfigRecord holds: flwr.app has a name for it since 1.31 only.
+# the values of a ConfigRecord, which flwr.app names since 1.31
 _Scalar = int | float | str | bytes | bool
 ConfigValue = _Scalar | list[int] | list[float] | list[str] | list[bytes] | list[bool]
 
 
 def named_options(options: Mapping[str, Value]) -> dict[str, Value]:
-    """Return a server's options under the keys that they travel with.
+    """Return a server's options under their keys in the config.
 
     Examples
     --------
@@ -30,7 +30,7 @@ def named_options(options: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part a config into the server's options, and the user's own entries.
+    """Split a config into the server's options and the user's own entries.
 
     Examples
     --------

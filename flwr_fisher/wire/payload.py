@@ -1,4 +1,4 @@
-"""What every kind of upload has in common."""
+"""The base class of all payloads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from flwr_fisher.params import Params
 
 
 class Payload(ABC):
-    """What a client uploads: a frozen dataclass that turns into one ``ArrayRecord``.
+    """A client's upload: a frozen dataclass that is sent as one ``ArrayRecord``.
 
     Attributes
     ----------
@@ -26,23 +26,23 @@ class Payload(ABC):
 
     @abstractmethod
     def layout(self) -> tuple[str, ...]:
-        """Return what the uploads of all clients of a round must have in common."""
+        """Return what must be equal in all uploads of a round."""
 
     @abstractmethod
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels."""
 
     def check_weight(self, weight: float) -> None:  # noqa: B027
-        """Raise :class:`WireError` if the upload says another weight than the metrics.
+        """Raise :class:`WireError` if the upload's weight contradicts the metrics.
 
         Most uploads say none.
         """
 
-    # What a server looks at before it lets one client have its say. An upload that
-    # says nothing of its size is not limited.
+    # A policy limits clients by the numbers that follow. It does not limit an upload
+    # that returns none.
 
     def step_norms(self, like: Params) -> dict[str, float]:
-        """Return, in float64, how far this upload would move the model, by its parts.
+        """Return by part how far the upload would move the model, in float64.
 
         Distances from `like`, what was sent out, and norms of vectors. No client's
         should be much longer than most clients'.
@@ -50,7 +50,7 @@ class Payload(ABC):
         return {}
 
     def curvature_norms(self) -> dict[str, float]:
-        """Return, in float64, how much the parts weigh beside other clients'.
+        """Return each part's weight relative to other clients', in float64.
 
         Traces of curvatures, layer by layer: at least 0, and without the number of
         examples, which they are weighted by.
@@ -58,7 +58,7 @@ class Payload(ABC):
         return {}
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
-        """Return the upload with some parts shorter, or lighter.
+        """Return the upload with some parts scaled down.
 
         Parameters
         ----------

@@ -1,25 +1,26 @@
-r"""Tensors as bytes in native widths, and back from bytes that are not trusted.
+r"""Tensors as bytes in native widths, and safe readers of untrusted bytes.
 
 An *entry* is one tensor: its head (:data:`HEAD`), then scales in float32, then codes.
-The head has the form and the bits of a code, and three sizes of a curvature's part.
+The head has the form, the bits of a code, and three sizes of a curvature's part.
 
 ``RAW``
     the tensor's own bytes;
 ``FLOAT``
-    float16, relative to one scale that takes the largest value M to :math:`2^{15}`. Of
-    a diagonal, which has no sign, some values have 16 or 8 bits, and the others, spread
-    among them, half as many: float16's leading bits, which are the exponent's and three
-    of the mantissa's, or four of the exponent's. At 16 and 8 bits, the error of x is at
-    most :math:`x / 2^{11} + M / 2^{40}` or :math:`x / 2^4 + M / 2^{33}`; at 4 bits, x
-    comes back within a factor of 2 down to :math:`M / 2^{29}`;
+    float16, relative to one scale that maps the largest value M to :math:`2^{15}`. A
+    diagonal has no signs. Some of its values have 16 or 8 bits, and the others, spread
+    evenly among them, have half as many: the leading bits of float16. These are the
+    exponent and three bits of the mantissa, or four bits of the exponent. At 16 and 8
+    bits, the error of x is at most :math:`x / 2^{11} + M / 2^{40}` or
+    :math:`x / 2^4 + M / 2^{33}`. At 4 bits, x is read back within a factor of 2, down
+    to :math:`M / 2^{29}`;
 ``ROWS``
     integers of 8 or 4 bits, two of which share a byte, relative to the largest value m
     of each :data:`ROW` values: the error is at most :math:`m / (2 (2^{b-1} - 1))`.
 
-To these, rounding adds that of float32, or of the tensor's dtype. Matrices have forms
+Rounding to float32, or to the tensor's dtype, adds to these errors. Matrices have forms
 of their own (:mod:`flwr_fisher.wire.matrices`).
 
-Long: each form's writing and its reading are side by side.
+Long: the writer and the reader of each form, side by side.
 """
 
 import struct
@@ -36,14 +37,14 @@ ROW = 256  # values that share a scale: with one a tensor, its largest would dec
 SCALE = 4  # bytes
 _HEAD = struct.Struct("<BBIII")
 HEAD = _HEAD.size
-_FINE = struct.Struct("<I")  # how many values have the more bits
+_FINE = struct.Struct("<I")  # how many values have more bits
 _TOP = 15  # the largest value's exponent in float16
 _HALF, _LARGEST = torch.finfo(torch.float16).max, torch.finfo(torch.float32).max
 Sizes = tuple[int, int, int]
 
 
 class Form(IntEnum):
-    """How an entry is encoded; its first byte."""
+    """The form of an entry, which its first byte names."""
 
     RAW = 0
     FLOAT = 1
@@ -69,7 +70,7 @@ def packed_size(count: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return integers of 16, 8 or 4 bits as bytes; the first of a pair is the lower.
+    """Return integers of 16, 8 or 4 bits as bytes; of a pair, the first is lower.
 
     Examples
     --------
@@ -83,7 +84,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(data: Tensor, bits: int, count: int) -> Tensor:
-    """Undo :func:`pack`; every byte stands for something.
+    """Return the integers in bytes of :func:`pack`; all bytes are valid.
 
     Examples
     --------
@@ -93,7 +94,7 @@ def unpack(data: Tensor, bits: int, count: int) -> Tensor:
     if bits == 4:
         pairs = torch.stack([data & 15, data >> 4], -1).view(-1)[:count]
         return (pairs ^ 8).view(torch.int8) - 8
-    # A view as wider numbers needs aligned bytes, which a clone has.
+    # A view in a wider dtype needs aligned bytes, and a clone is aligned.
     return (data.clone() if bits == 16 else data).view(_integer(bits))
 
 
@@ -102,17 +103,17 @@ def _integer(bits: int) -> torch.dtype:
 
 
 def levels(bits: int) -> int:
-    """Return c, where a code is one of the integers from -c to c."""
+    """Return the largest code c; codes are the integers from -c to c."""
     return (1 << (bits - 1)) - 1
 
 
 def to_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's own bytes, uint8 in one dimension."""
+    """Return a tensor's bytes, as uint8 in one dimension."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def as_scales(data: Tensor, field: str) -> Tensor:
-    """Return bytes as float32; raise :class:`WireError` for what no scale can be."""
+    """Return bytes as scales in float32; raise :class:`WireError` for invalid ones."""
     scales = data.clone().view(torch.float32)
     if not are_finite_and_not_negative(scales):
         raise WireError("holds a scale that is negative or not finite", field=field)
@@ -135,7 +136,9 @@ def read_head(entry: Tensor, field: str) -> tuple[Form, int, Sizes, Tensor]:
         If there is no such form, or none of so many bits.
     """
     if len(entry) < HEAD:
-        raise WireError(f"{len(entry)} bytes, and {HEAD} of head", field=field)
+        raise WireError(
+            f"{len(entry)} bytes, fewer than its head of {HEAD}", field=field
+        )
     number, bits, *sizes = _HEAD.unpack_from(entry.numpy().data)
     try:
         form = Form(number)
@@ -160,7 +163,7 @@ def size_of_param(tensor: Tensor, bits: int) -> int:
 
 
 def encode_param(tensor: Tensor, bits: int) -> Tensor:
-    """Return a parameter's entry: its own bytes, where those are not more."""
+    """Return a parameter's entry, with its own bytes if these are no more."""
     form = _form_of(tensor, bits)
     if form == Form.RAW:
         return entry_of(form, 0, to_bytes(tensor))
@@ -202,12 +205,12 @@ def decode_param(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
 def _raw(body: Tensor, like: Tensor, field: str) -> Tensor:
     if len(body) != (expected := like.numel() * like.itemsize):
         raise WireError(
-            f"{len(body)} bytes, expected {expected} of {tuple(like.shape)} in "
-            f"{like.dtype}, which the server sent: train a model of that dtype",
+            f"{len(body)} bytes, expected {expected} for {tuple(like.shape)} in "
+            f"{like.dtype}, as the server sent it: train a model of that dtype",
             field=field,
         )
     if like.dtype == torch.bool and len(body) and body.max() > 1:
-        raise WireError("holds what is no bool", field=field)
+        raise WireError("holds entries other than 0 and 1", field=field)
     tensor = body.clone().view(like.dtype).view(like.shape)
     if not tensor.isfinite().all():
         raise WireError("holds NaN or infinity", field=field)
@@ -224,7 +227,7 @@ def size_of_diagonal(count: int, bits: int, fine: int) -> int:
 
 
 def encode_diagonal(tensor: Tensor, bits: int, fine: int) -> Tensor:
-    """Return the entry of values that are not negative.
+    """Return the entry of values >= 0.
 
     Of them, `fine` have 16 or 8 bits, the others half as many. Its sizes are
     the shape of E-KFAC's moments; a diagonal has its parameter's.
@@ -258,7 +261,7 @@ def decode_diagonal(
         raise WireError(f"{len(body)} bytes, expected {start} and codes", field=field)
     (fine,) = _FINE.unpack_from(body.numpy().data, SCALE)
     if fine > count:
-        raise WireError(f"{fine} values of {count}", field=field)
+        raise WireError(f"{fine} values with more bits, of {count}", field=field)
     _check_size(body, size_of_diagonal(count, bits, fine) - HEAD, field)
     end = start + packed_size(fine, bits)
     few = _spread(count, fine, body.device)
@@ -273,7 +276,7 @@ def decode_diagonal(
 
 
 def _spread(count: int, fine: int, device: torch.device) -> Tensor:
-    """Return which values have fewer bits: as evenly as can be, not one row's alone."""
+    """Return a mask of the values with fewer bits, spread evenly over all rows."""
     passed = torch.arange(count + 1, device=device) * (count - fine) // max(count, 1)
     return passed[1:] > passed[:-1]
 
@@ -282,7 +285,7 @@ def _spread(count: int, fine: int, device: torch.device) -> Tensor:
 
 
 def _to_words(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a scale, and values relative to it as the bits of float16, int16."""
+    """Return a scale, and values relative to it as float16's bits, in int16."""
     top = flat.abs().amax() if len(flat) else flat.new_zeros(())
     scale = (top / 2**_TOP).clamp(max=_LARGEST).float()
     ratio = flat / torch.where(scale > 0, scale, torch.inf).to(flat.dtype)
@@ -298,7 +301,7 @@ def _from_words(scale: Tensor, words: Tensor, dtype: torch.dtype, field: str) ->
 
 
 def _leading_bits(words: Tensor, bits: int) -> Tensor:
-    """Return float16's leading bits, rounded, of values without a sign."""
+    """Return the leading bits of float16, rounded, for values without a sign."""
     if bits == 16:
         return words
     dropped = 15 - bits
@@ -331,7 +334,7 @@ def _decode_rows(
     scales = as_scales(body[:head], field).unsqueeze(-1)
     codes = unpack(body[head:], bits, count)
     rows = pad(codes, (0, -count % ROW)).view(-1, ROW).to(_working(dtype))
-    # Dividing first: a code times its scale could overflow. One code is beyond -c.
+    # Divide first: a code times its scale could overflow. One code is below -c.
     values = rows.div_(levels(bits)).clamp_(-1, 1).mul_(scales)
     return _narrow(values.view(-1)[:count], dtype)
 
@@ -346,7 +349,7 @@ def _working(dtype: torch.dtype) -> torch.dtype:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return a copy, flat, in float32 or float64."""
+    """Return a flat copy in float32 or float64."""
     return tensor.detach().reshape(-1).to(_working(tensor.dtype), copy=True)
 
 

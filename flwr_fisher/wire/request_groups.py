@@ -1,7 +1,7 @@
-"""What a server sends beside the parameters, in named groups of tensors.
+"""Named groups of tensors that a server sends beside the parameters.
 
-A tensor called `name` of the group `group` travels under ``server/<group>/<name>``, and
-under ``server/<name>`` if the group is ``""``.
+The tensor `name` of the group `group` has the key ``server/<group>/<name>``, or
+``server/<name>`` if the group is ``""``.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ SERVER = "server/"
 def join_groups(
     groups: Mapping[str, Params], prefix: str = SERVER
 ) -> dict[str, Tensor]:
-    """Return all groups' tensors by the keys under which they travel.
+    """Return all groups' tensors by their keys in a request.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def join_groups(
 def split_groups(
     tensors: Params, prefix: str = SERVER
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Split a request's tensors into the parameters and the groups sent beside them.
+    """Split a request's tensors into the parameters and the groups beside them.
 
     The groups are those that :func:`join_groups` joined, in the order in which they
     first come; all keys that do not begin with the prefix are parameters'.

@@ -1,4 +1,4 @@
-"""Which clients took part, and in which step each last contributed."""
+"""The roster of clients that took part, with the last step of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ _CLIENTS, _WEIGHTS, _PARTS = "clients", "client-weights", "client-parts"
 
 @dataclass(frozen=True)
 class Roster:
-    """The clients whose uploads a server accepted, by partition (or node id).
+    """The clients with accepted uploads, by partition or node id.
 
     A client with a state of its own continues from the last step to which it
     contributed. It cannot know that step by itself, because its reply may have been
@@ -48,7 +48,7 @@ class Roster:
         weights: Mapping[int, float],
         parts: Mapping[int, float] | None = None,
     ) -> "Roster":
-        """Return the roster after a step, with the weights of its clients by number.
+        """Return the roster after a step, given its clients' weights by number.
 
         A client's number is what it knows itself by: its partition, or its node's id.
         `parts` are those below 1.
@@ -58,7 +58,7 @@ class Roster:
         return Roster(steps, {**self.weights, **weights}, before | dict(parts or {}))
 
     def sent(self) -> dict[str, Tensor]:
-        """Return the tensors to send to clients: each client's last step, and parts."""
+        """Return the tensors to send to clients: each one's last step, and parts."""
         if not self.steps:
             return {}
         steps = torch.tensor(list(self.steps.values()))
@@ -69,7 +69,7 @@ class Roster:
         return sent
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return all of the roster as tensors, for a checkpoint."""
+        """Return the whole roster as tensors, for a checkpoint."""
         if not self.steps:
             return {}
         weights = [self.weights[number] for number in self.steps]
@@ -77,7 +77,7 @@ class Roster:
 
     @classmethod
     def from_tensors(cls, tensors: Params) -> "Roster":
-        """Read the roster in tensors of :meth:`sent` or :meth:`to_tensors`.
+        """Return the roster of tensors from :meth:`sent` or :meth:`to_tensors`.
 
         Raises
         ------

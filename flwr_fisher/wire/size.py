@@ -13,18 +13,18 @@ from flwr_fisher.params import Params, layout_of
 _NPY_HEADER = 128
 _CHUNK = 5 << 20  # Flower cuts arrays into chunks of this size; each has a header
 _CHUNK_HEADER = 512
-# A model's names, shapes and dtypes: what sizes depend on, and they alone. What a round
-# needs of them for each of its clients is computed once for such a key.
+# A model's names, shapes and dtypes. Sizes depend only on these, so a round computes
+# them once for such a key, not once for each client.
 Layout = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
 def layout_key(params: Params) -> Layout:
-    """Return a model's names, shapes and dtypes, in their order, to cache by."""
+    """Return a model's names, shapes and dtypes in order, as a key of caches."""
     return tuple((name, v.shape, v.dtype) for name, v in layout_of(params).items())
 
 
 def without_values(layout: Layout) -> dict[str, torch.Tensor]:
-    """Return tensors of a layout on the device ``meta``, where they take no memory."""
+    """Return a layout's tensors on the device ``meta``, where they take no memory."""
     return {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape, dtype in layout
@@ -32,7 +32,7 @@ def without_values(layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def serialized_bytes(content: RecordDict) -> int:
-    """Return how many bytes a message's content is on the wire.
+    """Return how many bytes a message's content takes on the wire.
 
     Flower sends each record, each array and each chunk of an array as one object, and
     equal objects once; this is the sum of the sizes of the distinct objects.
@@ -49,7 +49,7 @@ def serialized_bytes(content: RecordDict) -> int:
 
 
 def reply_bytes(arrays: ArrayRecord, metrics: MetricRecord) -> int:
-    """Return :func:`serialized_bytes` of a reply, without a look at most of its bytes.
+    """Return :func:`serialized_bytes` of a reply, without reading most of its bytes.
 
     Examples
     --------
@@ -90,8 +90,8 @@ def _reply_bytes(arrays: tuple[tuple[str, str, tuple[int, ...], str, int], ...])
 
 
 def _record_bytes(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return how many bytes a record of arrays takes on the wire, without values."""
-    # These stand-ins must differ, since equal arrays are sent once.
+    """Return how many bytes a record of arrays takes on the wire, from its layout."""
+    # These stand-ins must differ, because Flower sends equal arrays once.
     stand_ins = {
         key: Array("float32", tuple(shape), "numpy.ndarray", index.to_bytes(8, "big"))
         for index, (key, shape) in enumerate(shapes.items())
@@ -101,7 +101,7 @@ def _record_bytes(shapes: Mapping[str, Sequence[int]]) -> int:
 
 
 def fedavg_bytes(params: Params) -> int:
-    """Return the size of FedAvg's upload: only the arrays, with floats as float32.
+    """Return the size of FedAvg's upload: the arrays alone, with floats as float32.
 
     The headers of the chunks of large arrays are left out; they are small.
     """
@@ -118,10 +118,10 @@ def _fedavg_bytes(layout: Layout) -> int:
 
 
 def bytes_in_one_array(key: str, size: int) -> int:
-    """Return an upper bound of the size of a record of one array of `size` bytes."""
+    """Return an upper bound of a record's size, for one array of `size` bytes."""
     return size + _record_bytes({key: (size,)}) + chunk_bytes(size)
 
 
 def chunk_bytes(size: int) -> int:
-    """Return an upper bound of what cutting `size` bytes into chunks adds."""
+    """Return an upper bound of the overhead of `size` bytes in chunks."""
     return size // _CHUNK * _CHUNK_HEADER

@@ -1,13 +1,14 @@
-"""TCT's uploads where the server sees sums over clients alone.
+"""TCT's uploads for a server that sees only sums over clients.
 
 ``tct/sum``, ``tct/squares``, ``tct/count``, ``tct/format``
-    in place of moments: the features' sum and sum of squares ``[p]`` in float64, of how
-    many examples, and JSON with the replaced layer's name and the number of classes;
+    in place of moments: the features' sum and sum of squares ``[p]`` in float64, the
+    number of examples, and JSON with the replaced layer's name and the number of
+    classes;
 ``tct/eigenvalues``
-    in place of the largest eigenvalue: int64 ``[BINS]``, a one in the bin where it is,
-    so that a sum tells how many clients have which, to an eighth of an octave.
+    in place of the largest eigenvalue: int64 ``[BINS]``, with a one in its bin. The sum
+    is a histogram of the clients' eigenvalues, to an eighth of an octave.
 
-Local weights are averaged as they are.
+Local weights need no other form: their mean is enough.
 """
 
 import json
@@ -34,15 +35,15 @@ from flwr_fisher.wire.tangent_upload import (
 )
 
 EIGENVALUES, _FORMAT = "eigenvalues", "format"
-_PER_OCTAVE, _LOWEST = 8, -40  # bins, and the exponent of 2 at the lowest one
-_MOST_CLIENTS = 2**16  # in one sum, whose words have no room for more
+_PER_OCTAVE, _LOWEST = 8, -40  # bins, and the exponent of 2 of the lowest one
+_MOST_CLIENTS = 2**16  # in one sum, for which its words have room
 BINS = 1 - 2 * _LOWEST * _PER_OCTAVE
 
 
 def moment_sums(
     moments: FeatureMoments, num_classes: int, head: str
 ) -> dict[str, Tensor]:
-    """Return what a client adds in place of its moments."""
+    """Return a client's contribution in place of its moments."""
     mean, n = moments.mean, moments.count
     return {
         "sum": n * mean,
@@ -53,7 +54,7 @@ def moment_sums(
 
 
 def eigenvalue_bin(value: float) -> Tensor:
-    """Return a one in the lowest bin whose upper edge is not below an eigenvalue.
+    """Return zeros with a one in the lowest bin that contains an eigenvalue.
 
     Examples
     --------
@@ -67,20 +68,20 @@ def eigenvalue_bin(value: float) -> Tensor:
 
 
 def upper_edges(counts: Tensor) -> list[float]:
-    """Return for each client that was counted the least that its bin is up to."""
+    """Return the upper edge of each counted client's bin."""
     places = torch.arange(BINS).repeat_interleave(counts).tolist()
     return [2.0 ** (place / _PER_OCTAVE + _LOWEST) for place in places]
 
 
 def read_moment_sums(num_features: int) -> "partial[TangentUpload]":
-    """Return what reads the sums of at most `num_features` features, as moments."""
+    """Return a function that reads sums of at most `num_features` features."""
     return partial(_read_moment_sums, num_features)
 
 
 def _read_moment_sums(
     num_features: int, record: ArrayRecord, like: Params
 ) -> TangentUpload:
-    """Read them.
+    """Read and check the sums.
 
     The variance is a difference of sums: what is below their resolution counts as none.
 
@@ -116,7 +117,7 @@ def _read_moment_sums(
 
 
 def read_eigenvalues(record: ArrayRecord, like: Params) -> TangentUpload:
-    """Read how many clients have which eigenvalue.
+    """Read the histogram of the clients' largest eigenvalues.
 
     Raises
     ------
@@ -129,7 +130,7 @@ def read_eigenvalues(record: ArrayRecord, like: Params) -> TangentUpload:
     counts = read.tensors[EIGENVALUES]
     odd = (counts < 0).any() or (counts > _MOST_CLIENTS).any()
     if odd or not 0 < counts.sum() <= _MOST_CLIENTS:
-        raise WireError("no numbers of clients", field=f"{KEYS}{EIGENVALUES}")
+        raise WireError("not counts of clients", field=f"{KEYS}{EIGENVALUES}")
     edges = torch.tensor(upper_edges(counts), dtype=torch.float64)
     return TangentUpload({LARGEST: edges}, read.digest)
 

@@ -1,7 +1,7 @@
-"""What TCT's clients upload once the features are fixed: sums, a number or weights.
+"""The uploads of TCT's second stage: moments, an eigenvalue, or local weights.
 
-None is of the model's shapes, and each is of features that a digest tells from others':
-so they are no :class:`~flwr_fisher.wire.Additive`, whose shapes are the model's.
+They are no :class:`~flwr_fisher.wire.Additive`, because their shapes are not the
+model's. A digest in each names its features.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from flwr_fisher.wire.displacement import (
 )
 from flwr_fisher.wire.payload import Payload
 
-KEYS = "tct/"  # begins the keys of all tensors that are not the network's
+KEYS = "tct/"  # the prefix of all keys but the network's
 _DIGEST, _HEAD, COUNT = "digest", "head", "count"
 LARGEST, _FEATURES, STEP = "largest-eigenvalue", "features", "step"
 LONGEST = 1024  # bytes of a name
@@ -35,7 +35,7 @@ Check = Callable[[dict[str, Tensor], Params], None]
 
 @dataclass(frozen=True)
 class TangentUpload(Payload):
-    """Tensors about one client's features.
+    """One client's tensors in TCT's second stage.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class TangentUpload(Payload):
     digest: str
 
     def layout(self) -> tuple[str, ...]:
-        """Return the features and the tensors' shapes, which clients must share."""
+        """Return the features and the tensors' shapes, equal for all clients."""
         facts = [f"features {self.digest}"]
         for name, value in self.tensors.items():
             shape = "x".join(map(str, value.shape))
@@ -67,27 +67,27 @@ class TangentUpload(Payload):
         return tuple(facts)
 
     def check_weight(self, weight: float) -> None:
-        """Raise :class:`WireError` if it counts more examples than the metrics."""
+        """Raise :class:`WireError` if it counts more examples than the metrics do."""
         if (count := int(self.tensors.get(COUNT, 0))) > weight:
             reason = f"{count} examples, but the metrics say {weight:g}"
             raise WireError(reason, field=f"{KEYS}{COUNT}")
 
     def step_norms(self, like: Params) -> dict[str, float]:
-        """Return the features' root mean square, the eigenvalue, or the step's norm."""
+        """Return the features' root mean square, the eigenvalue or the step's norm."""
         tensors = self.tensors
         if "mean" in tensors:
             parts = [tensors["mean"], (tensors["m2"] / tensors[COUNT]).sqrt()]
             return {_FEATURES: norm64(parts) / len(tensors["mean"]) ** 0.5}
         weight = like[f"{KEYS}weight"]
         if LARGEST in tensors:
-            # All clients' standardised features have p as the mean of their traces: up
-            # to twice that no eigenvalue is odd, and the rate that it asks for does.
+            # The mean trace of all clients' standardised features is p. An eigenvalue
+            # up to twice that is plausible, and the learning rate for it is usable.
             return {LARGEST: max(float(tensors[LARGEST]), 2.0 * len(weight))}
         sent = {STEP: weight}
         return {STEP: displacements({STEP: tensors["weight"]}, sent)[PARAMETERS]}
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
-        """Return it with smaller features, another eigenvalue, or a shorter step."""
+        """Return it with smaller features, a smaller eigenvalue, or a shorter step."""
         tensors = dict(self.tensors)
         if (factor := factors.get(_FEATURES)) is not None:
             tensors["mean"] = tensors["mean"] * factor
@@ -118,7 +118,7 @@ class TangentUpload(Payload):
 
 
 def read_moments(num_features: int) -> "partial[TangentUpload]":
-    """Return the function that reads the moments of at most `num_features` features.
+    """Return a function that reads moments of at most `num_features` features.
 
     They are ``mean`` and ``m2`` ``[p]`` in float64, ``count``, ``num-classes``, and
     ``head``, the name of the replaced layer.
@@ -136,13 +136,13 @@ def read_moments(num_features: int) -> "partial[TangentUpload]":
 
 
 def read_spectrum() -> "partial[TangentUpload]":
-    """Return the function that reads ``largest-eigenvalue``, one float64."""
+    """Return a function that reads ``largest-eigenvalue``, one float64."""
     expected = {LARGEST: (torch.float64, ())}
     return partial(read_tangent, expected=expected, limit=8, check=_check_spectrum)
 
 
 def read_local_weight(record: ArrayRecord, like: Params) -> TangentUpload:
-    """Read ``weight``, of the shape and dtype of the ``tct/weight`` sent out."""
+    """Read ``weight``, with shape and dtype of the ``tct/weight`` sent out."""
     sent = like[f"{KEYS}weight"]
     expected = {"weight": (sent.dtype, tuple(sent.shape))}
     return read_tangent(record, like, expected=expected, limit=sent.nbytes)
@@ -174,10 +174,10 @@ def read_tangent(
 
 
 def check_moments(num_features: int, tensors: dict[str, Tensor], like: Params) -> None:
-    """Raise :class:`WireError` unless moments are what they can be."""
+    """Raise :class:`WireError` unless moments are plausible."""
     p = len(tensors["mean"])
     if not 1 <= p <= num_features:
-        reason = f"{p} features, and {num_features} were asked for"
+        reason = f"{p} features, but the server requested {num_features}"
         raise WireError(reason, field=f"{KEYS}mean")
     if len(tensors["m2"]) != p:
         reason = f"{len(tensors['m2'])} entries for {p} features"
@@ -188,11 +188,13 @@ def check_moments(num_features: int, tensors: dict[str, Tensor], like: Params) -
         if tensors[name] < 1:
             reason = f"must be positive, got {int(tensors[name])}"
             raise WireError(reason, field=f"{KEYS}{name}")
-    # The server will allocate weights for this many classes.
+    # The server allocates weights for so many classes.
     head = like.get(f"{_text(tensors, _HEAD)}.weight".removeprefix("."))
     most = _MOST_CLASSES if head is None else len(head)
     if tensors["num-classes"] > most:
-        reason = f"{int(tensors['num-classes'])} classes, and at most {most} can be"
+        reason = (
+            f"{int(tensors['num-classes'])} classes, but at most {most} are allowed"
+        )
         raise WireError(reason, field=f"{KEYS}num-classes")
 
 

@@ -1,4 +1,4 @@
-"""Methods that the four algorithms are compared with."""
+"""The methods with which the four algorithms are compared."""
 
 from flwr_fisher.strategies.baselines.afl import AFL
 from flwr_fisher.strategies.baselines.done import DONE

@@ -1,4 +1,4 @@
-"""AFL: the best linear head on a frozen backbone, in one round of sums."""
+"""AFL: the optimal linear head on a frozen backbone, in one round of sums."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +62,7 @@ class AFL(CurvatureStrategy):
         self.ridge, self.head = ridge, head
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[HeadUpload]]:
-        """Ask for the sums over every client's data."""
+        """Return one exchange, which asks for sums over every client's data."""
         options = {"job": "afl", "head": self.head or ""}
         summed = Summation[HeadUpload](weighted=False)
         read = HeadUpload.from_arrays

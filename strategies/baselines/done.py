@@ -60,5 +60,5 @@ class DONE(NewtonStrategy):
         self.alpha = alpha
 
     def solver(self) -> dict[str, str | int | float]:
-        """Return how a client solves."""
+        """Return the options of a client's solver."""
         return {"solver": "done", "iterations": self.iterations, "alpha": self.alpha}

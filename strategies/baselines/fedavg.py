@@ -18,7 +18,7 @@ from flwr_fisher.wire import Additive
 
 
 class FedAvg(CurvatureStrategy):
-    """FedAvg (McMahan et al., AISTATS 2017), to compare with and to begin with.
+    """FedAvg (McMahan et al., AISTATS 2017): the mean of the clients' models.
 
     The mean is that of Flower's ``FedAvg``; runs repeat, survive a crash and check what
     arrives, as all of this library's do. With `secure` the server sees the mean and no
@@ -62,11 +62,12 @@ class FedAvg(CurvatureStrategy):
         self.privacy = check_privacy(privacy, self.norm_statistics)
         if self.privacy is not None and self.secure is None:
             raise ConfigurationError(
-                "privacy= needs secure=SecureSums(): clients add their noise to a sum"
+                "privacy= needs secure=SecureSums(), because clients add their noise "
+                "to a secure sum"
             )
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
-        """Ask the sampled clients to train."""
+        """Return one exchange, which asks the sampled clients to train."""
         read = Additive.reader("params")
         if self.privacy is None:
             mean = Summation[Additive]()
@@ -80,12 +81,12 @@ class FedAvg(CurvatureStrategy):
 
 
 def mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:
-    """Take the mean of the clients' models, and carry on all groups of tensors."""
+    """Return a step to the mean of the clients' models, with all groups of tensors."""
     return Step(ServerState(mean_vector(uploads, "params"), state.groups))
 
 
 def _add(state: ServerState, uploads: Uploads[Additive]) -> Step:
-    """Add the mean of the clients' steps, whose integers are zero."""
+    """Return a step by the mean of the clients' steps; integers do not change."""
     (summed,) = uploads
     step = summed.payload.part("params")
     return Step(ServerState({k: v + step[k] for k, v in state.params.items()}))

@@ -1,4 +1,4 @@
-"""FedExP: federated averaging whose server steps further than the mean."""
+"""FedExP: federated averaging with a server step beyond the mean."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -75,18 +75,18 @@ class FedExP(CurvatureStrategy):
         self.trained = None if trained is None else sorted(trained)
 
     def check(self, state: ServerState) -> None:
-        """Refuse names that the model does not have."""
+        """Raise an error for names that the model does not have."""
         missing = [n for n in self.trained or () if n not in state.params]
         if missing:
-            raise ConfigurationError(f"trained: the model has no {missing}")
+            raise ConfigurationError(f"trained names {missing}, which the model lacks")
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
-        """Ask every sampled client to train."""
+        """Return one exchange, which asks the sampled clients to train."""
         read = Additive.reader("params")
         return [Exchange({}, read, self._step, start=_iterate)]
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        """Step along the mean update, and beyond."""
+        """Return the extrapolated step along the mean update."""
         start, weights = _iterate(state), weights_of(uploads)
         names = stepped_names(start, self.trained)
         models = [upload.payload.part("params") for upload in uploads]
@@ -114,5 +114,5 @@ class FedExP(CurvatureStrategy):
 
 
 def _iterate(state: ServerState) -> Params:
-    """Return where clients start: the last iterate, which is not always the result."""
+    """Return the last iterate, where clients start; the result may be another."""
     return state.group(_ITERATE) or state.params

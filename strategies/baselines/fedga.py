@@ -1,4 +1,4 @@
-"""FedGA: federated averaging from displaced starts, which align clients' gradients."""
+"""FedGA: federated averaging from displaced starts, to align clients' gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -68,7 +68,7 @@ class FedGA(CurvatureStrategy):
         self.beta = beta
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
-        """Ask for gradients; then for training from displaced starts."""
+        """Return two exchanges: for gradients, and training from displaced starts."""
         read, mean = Additive.reader, Summation[Additive]()
         gradients = Exchange(
             {"job": "gradient"}, read(_GRADIENT), self._keep_mean, additive=mean
@@ -91,7 +91,7 @@ class FedGA(CurvatureStrategy):
         return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
 
     def _average(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        """Average the trained models."""
+        """Return a step to the mean of the trained models."""
         return Step(ServerState(mean_vector(uploads, "params")))
 
     def settings(self) -> dict[str, Any]:

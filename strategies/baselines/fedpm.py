@@ -1,4 +1,4 @@
-"""FedPM: preconditioned local steps, and preconditioned mixing of their results."""
+"""FedPM: preconditioned local steps, and preconditioned mixing of the models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -75,7 +75,7 @@ class FedPM(CurvatureStrategy):
         self.damping, self.mixing_damping = damping, mixing_damping
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[CovarianceUpload]]:
-        """Ask every sampled client to train with preconditioned steps."""
+        """Return one exchange: training with preconditioned steps."""
         return [
             Exchange(
                 {"job": "fedpm", "damping": self.damping},
@@ -86,7 +86,7 @@ class FedPM(CurvatureStrategy):
         ]
 
     def _step(self, state: ServerState, uploads: Uploads[CovarianceUpload]) -> Step:
-        """Mix the trained models."""
+        """Return a step to the mixture of the trained models."""
         mixture = fedpm_mix(
             [upload.payload.params for upload in uploads],
             [upload.payload.covariances for upload in uploads],
@@ -95,8 +95,8 @@ class FedPM(CurvatureStrategy):
         )
         if mixture.averaged:
             logger.warning(
-                "averaged %s: the mean of clients' second moments has a negative "
-                "eigenvalue, so one of them sent something else",
+                "averaging %s instead of mixing: the mean of the clients' second "
+                "moments has a negative eigenvalue, so a client sent other numbers",
                 mixture.averaged,
             )
         metrics: dict[str, int | float | list[float]] = {

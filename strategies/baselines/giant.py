@@ -41,5 +41,5 @@ class GIANT(NewtonStrategy):
     """
 
     def solver(self) -> dict[str, str | int | float]:
-        """Return how a client solves."""
+        """Return the options of a client's solver."""
         return {"solver": "giant", "iterations": self.iterations}

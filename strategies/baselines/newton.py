@@ -1,4 +1,4 @@
-"""Rounds of two exchanges: a mean gradient, then clients' Newton directions for it."""
+"""GIANT's and DONE's rounds: a mean gradient, then the clients' Newton directions."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _GRADIENT, _DIRECTION = "gradient", "direction"
 
 
 class NewtonStrategy(CurvatureStrategy):
-    r"""Base of GIANT and DONE, which differ in how a client solves :math:`H_i d_i = g`.
+    r"""Base of GIANT and DONE, with different solvers of :math:`H_i d_i = g`.
 
     In a round, clients report the gradients of their whole loss at :math:`\theta`; the
     same clients then get the mean :math:`g`, solve, and the server steps
@@ -57,10 +57,10 @@ class NewtonStrategy(CurvatureStrategy):
 
     @abstractmethod
     def solver(self) -> dict[str, str | int | float]:
-        """Return how a client solves, as the job ``direction`` takes it."""
+        """Return the options of a client's solver, for the job ``direction``."""
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
-        """Ask for gradients; then, with their mean, for directions."""
+        """Return two exchanges: for gradients, and with their mean for directions."""
         read, mean = Additive.reader, Summation[Additive]()
         gradients = Exchange(
             {"job": "gradient"}, read(_GRADIENT), self._keep_mean, additive=mean
@@ -80,7 +80,7 @@ class NewtonStrategy(CurvatureStrategy):
         return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        """Step along the mean of the clients' directions."""
+        """Return a step along the mean of the clients' directions."""
         direction = mean_vector(uploads, _DIRECTION)
         params = newton_step(state.params, [direction], [1.0], lr=self.lr)
         return Step(ServerState(params), details=direction)

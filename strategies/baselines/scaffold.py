@@ -82,17 +82,17 @@ class Scaffold(CurvatureStrategy):
         self.server_lr = server_lr
 
     def initial_groups(self) -> Groups:
-        """Name the run: clients keep their state under its number."""
+        """Return the run's number, under which clients keep their state."""
         return {_MEMBERSHIP: Membership.new().to_tensors()}
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
-        """Ask every sampled client to train with corrected steps."""
+        """Return one exchange: training with corrected steps."""
         read = Additive.reader("params", _CONTROL)
         request = {"job": "scaffold"}
         return [Exchange(request, read, self._step, send=_send, kept=_CONTROL)]
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        """Average models, and renew the control variate."""
+        """Return a step to the mean model, with the new control variate."""
         weights = weights_of(uploads)
         changes = [upload.payload.part(_CONTROL) for upload in uploads]
         models = [upload.payload.part("params") for upload in uploads]
@@ -125,6 +125,6 @@ class Scaffold(CurvatureStrategy):
 
 
 def _send(state: ServerState) -> Groups:
-    """Return the control variate, and what a client finds its own by."""
+    """Return the control variate, and the tensors by which a client finds its own."""
     membership = Membership.from_tensors(state.group(_MEMBERSHIP))
     return {"": membership.sent(), _CONTROL: state.group(_CONTROL)}

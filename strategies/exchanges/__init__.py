@@ -1,1 +1,1 @@
-"""What an algorithm's rounds ask and make of the replies, where that fills a file."""
+"""The exchanges and steps of algorithms that need a file of their own."""

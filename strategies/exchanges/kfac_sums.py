@@ -1,8 +1,8 @@
-"""FedFisher with K-FAC where the server sees sums over clients alone.
+"""FedFisher with K-FAC for a server that sees only sums over clients.
 
-Three kinds of exchange: the clients' mean; with it, what preconditions the merge, and
-its right-hand side; and for each iteration the product of the clients' summed Fishers
-with a direction.
+A round has three kinds of exchanges. The first takes the clients' mean. The second
+takes the preconditioner of the merge and its right-hand side. Each further one takes,
+for one iteration, the product of the clients' summed Fishers with a direction.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,18 +40,18 @@ from flwr_fisher.wire.arrays import numbers_to_tensor, tensor_to_numbers
 from flwr_fisher.wire.layer_traces import LayerTraces
 
 _RUN, _TRACES, _CLIENTS = "sums", "traces", "clients"
-_DIRECTION = "direction"  # one of Iterate's groups
-_SLACK = 1e-3  # for what float32 rounds, of what the length is at most
+_DIRECTION = "direction"  # one of the groups of an Iterate
+_SLACK = 1e-3  # for float32's rounding, relative to the largest possible length
 
 
 def run_group() -> Groups:
-    """Return the run's number as a group: clients keep their Fishers under it."""
+    """Return the run's number as a group; clients keep their Fishers under it."""
     return {_RUN: {"run": torch.tensor(new_run_number())}}
 
 
 @dataclass(frozen=True)
 class KfacSums:
-    """A round's exchanges: 2 and one for each iteration, of one local training.
+    """A round's exchanges: two, and one for each iteration, after one local training.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class KfacSums:
     keep_all: bool
 
     def exchanges(self) -> Sequence[Exchange[Any]]:
-        """Ask for models, for traces, and for products."""
+        """Return the exchanges: for models, for traces, and for products."""
         regularised = {
             k: getattr(self.merge, k) for k in ("shrink", "damping", "balance")
         }
@@ -97,7 +97,7 @@ class KfacSums:
         return Summation(total=RunningMean(), keep_all=self.keep_all)
 
     def _product(self, iteration: int) -> Exchange[Additive]:
-        """Ask for the Fishers' products with a direction."""
+        """Return an exchange that asks for the Fishers' products with a direction."""
         return Exchange(
             {"job": "kfac-product", "iteration": iteration},
             Additive.reader(PRODUCT),
@@ -109,7 +109,7 @@ class KfacSums:
         )
 
     def _begin(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        """Precondition the system, and find the first direction."""
+        """Return a step to the preconditioned system's first direction."""
         mean = uploads[0].payload
         total = {k: v for k, v in mean.tensors.items() if k.startswith(PREFIX)}
         pull = mean.part(PRODUCT)
@@ -121,7 +121,7 @@ class KfacSums:
     def _advance(
         self, iteration: int, state: ServerState, uploads: Uploads[Additive]
     ) -> Step:
-        """Take one iteration; after the last one, merge."""
+        """Return a step by one iteration, or to the merged model after the last."""
         traces = _traces(state)
         before = Iterate.from_groups(state.groups)
         product = uploads[0].payload.part(PRODUCT)
@@ -136,7 +136,7 @@ class KfacSums:
 
 
 def _product_check(state: ServerState) -> Callable[[Additive], None]:
-    """Return what refuses a product that no Fisher has: none has negative eigenvalues.
+    """Return a check that no product shows a negative eigenvalue of a Fisher.
 
     It raises ``WireError``, and names a layer in which the direction's squared length,
     as that product has it, is negative.
@@ -151,14 +151,14 @@ def _product_check(state: ServerState) -> Callable[[Additive], None]:
             length = sum(float(p @ d) for p, d in pairs)
             size = sum(float(p.norm() * d.norm()) for p, d in pairs)
             if length < -_SLACK * size:
-                reason = "is the product of no Fisher: it is of a negative length"
+                reason = "is no product of a Fisher: it shows a negative eigenvalue"
                 raise WireError(reason, field=f"{PRODUCT}/{names[0]}")
 
     return check
 
 
 def _take_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:
-    """Take FedAvg's mean; whose model is in it stays in it."""
+    """Return a step to FedAvg's mean, which keeps its clients for the round."""
     mean = uploads[0].payload.part(PARAMS)
     params = {k: rounded(mean[k], v.dtype) for k, v in state.params.items()}
     groups = {_RUN: state.group(_RUN), _CLIENTS: _numbers(uploads)}
@@ -166,7 +166,7 @@ def _take_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:
 
 
 def _with(state: ServerState, iterate: Iterate, uploads: Uploads[Any]) -> ServerState:
-    """Return the state with an iterate, whose direction is what clients are sent.
+    """Return the state with an iterate; clients get its direction.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def _direction(state: ServerState) -> Groups:
 
 
 def _numbers(uploads: Uploads[Any]) -> dict[str, Tensor]:
-    """Return the clients of an exchange: the next one asks them, and nobody else."""
+    """Return the numbers of an exchange's clients, which the next one asks."""
     return {"numbers": numbers_to_tensor(uploads[0].members)}
 
 

@@ -1,4 +1,4 @@
-"""A merge as a round's step: the merged model, its metrics, and a warning."""
+"""The step of a merge: the merged model, its metrics, and its log lines."""
 
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import MergeResult
@@ -8,7 +8,7 @@ from flwr_fisher.server.exchange import ServerState, Step
 
 
 def progress_of_merge() -> Report:
-    """Return what logs how far a merge is, where it takes long."""
+    """Return a function that logs the progress of a long merge."""
     progress = Progress("merging")
 
     def report(text: str) -> None:
@@ -19,13 +19,13 @@ def progress_of_merge() -> Report:
 
 
 def step_of(merged: MergeResult) -> Step:
-    """Return the step to a merged model; log how its systems were solved, in a line.
+    """Return the step to a merged model; log how its systems were solved.
 
     And warn of parameters that were not.
     """
     solver = merged.settings and merged.settings.solver
     logger.info(
-        "merged by %s: %d iterations, which leave %.1e of the residual%s",
+        "merged by %s: %d iterations left %.1e of the residual%s",
         solver or "sums",
         merged.iterations,
         merged.residuals[-1],
@@ -33,8 +33,8 @@ def step_of(merged: MergeResult) -> Step:
     )
     if merged.unsolved:
         logger.warning(
-            "the merge's solver failed for %s: there, the model is the clients' mean, "
-            "as FedAvg's",
+            "the merge's solver failed for %s: these parameters are the clients' "
+            "mean, as in FedAvg",
             ", ".join(merged.unsolved),
         )
     metrics = {

@@ -1,4 +1,4 @@
-"""Differentially private FedFisher, for diagonals."""
+"""The exchange of differentially private FedFisher, for diagonals."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ def private_exchange(
     *,
     secure: bool,
 ) -> Exchange[Any]:
-    """Return a round's exchange, of contributions of norm 1 at most.
+    """Return a round's exchange, for contributions with a norm of 1 at most.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def private_exchange(
 
 
 def _read(record: ArrayRecord, like: Params) -> Additive:
-    """Read a client's contribution, which is clipped once more."""
+    """Read a client's contribution, and clip it again."""
     own = _CONTRIBUTION(record, like)
     unit = clipped(own.tensors, 1.0)
     return Additive(

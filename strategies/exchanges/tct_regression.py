@@ -1,4 +1,4 @@
-"""TCT's second stage: what is sent to clients, and what uploads make of the state."""
+"""TCT's second stage: its tensors for clients, and its steps from their uploads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from flwr_fisher.tangent import (
 from flwr_fisher.wire.arrays import bytes_of
 from flwr_fisher.wire.tangent_upload import KEYS, TangentUpload
 
-# Groups of the state's tensors, and names in them.
+# groups of the state's tensors, and names in them
 MEMBERSHIP, CONTROL, _FACTS = "membership", "control", "regression"
 _LR, _DIGEST, _LARGEST = "lr", "digest", "largest-eigenvalue"
 _RATE = 5.0  # of the paper's eta = 5e-5 for 100 000 features
@@ -32,7 +32,7 @@ _SOLVERS, _DTYPES = ("closed-form", "steps"), ("float32", "float16")
 
 @dataclass(frozen=True)
 class Regression:
-    """What :class:`TCT`'s second stage regresses on, and how its steps are taken.
+    """The features and the steps of :class:`TCT`'s second stage.
 
     Parameters
     ----------
@@ -66,18 +66,18 @@ class Regression:
 
 
 def network(state: ServerState) -> Params:
-    """Return the network's parameters and buffers, which stage 1 trained."""
+    """Return the parameters and buffers of the network that stage 1 trained."""
     return {k: v for k, v in state.params.items() if not k.startswith(KEYS)}
 
 
 def rate_of(state: ServerState) -> float | None:
-    """Return the learning rate that stage 2 goes by, once it is agreed."""
+    """Return the learning rate of stage 2, once it is agreed."""
     facts = state.group(_FACTS)
     return float(facts[_LR]) if _LR in facts else None
 
 
 def send(state: ServerState) -> Groups:
-    """Return what a client needs beside the network, as far as it is known."""
+    """Return the known tensors that a client needs beside the network."""
     names = [k for k in ("weight", "mean", "std") if f"{KEYS}{k}" in state.params]
     sent = {k: state.params[f"{KEYS}{k}"] for k in names}
     facts = {**state.group(_FACTS), **state.group(CONTROL)}
@@ -92,7 +92,7 @@ def standardise_features(
     seed: int,
     standardise: bool,
 ) -> Step:
-    """Take the features' mean and deviation over all clients."""
+    """Return a step that sets the features' mean and deviation over all clients."""
     sums = [upload.payload.tensors for upload in uploads]
     moments = [FeatureMoments(t["mean"], t["m2"], int(t["count"])) for t in sums]
     mean, std = standardisation(combine_moments(moments))
@@ -121,7 +121,7 @@ def agree_on_rate(
     lr: float | None,
     control: bool,
 ) -> Step:
-    """Choose a learning rate with which no client's steps diverge.
+    """Return a step that sets a learning rate at which no client's steps diverge.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def average(
     *,
     local_steps: int,
 ) -> Step:
-    """Average the clients' weights, and renew the control variate if there is one."""
+    """Return a step to the mean of the clients' weights, with the control variate."""
     before = Membership.from_tensors(state.group(MEMBERSHIP))
     members = before.after(uploads, connected)
     weights, lr = weights_of(uploads), float(state.group(_FACTS)[_LR])
@@ -175,12 +175,12 @@ def average(
         local_steps=local_steps,
     )
     metrics: dict[str, Any] = {"stage": 2, _LR: lr}
-    if not uploads[0].members:  # a sum has no metrics
+    if not uploads[0].members:  # a secure sum has no metrics
         metrics["num-lost-states"] = lost_states(uploads)
     groups = {**state.groups, MEMBERSHIP: members.to_tensors()}
     details = None
     if CONTROL in state.groups:
-        # The old control is a mean over the total weight that was known before.
+        # The old control is a mean over the total weight known before.
         control.add_(sent, alpha=before.total / members.total - 1)
         details = control.to(old.dtype)
         groups[CONTROL] = {CONTROL: details}
@@ -193,7 +193,7 @@ def _check_rate(lr: float, eigenvalues: Mapping[str, float]) -> None:
     refused = [k for k, v in eigenvalues.items() if lr > largest_safe_lr(v)]
     if not refused:
         return
-    if 2 * len(refused) < len(eigenvalues):  # a few may be wrong, or lie
+    if 2 * len(refused) < len(eigenvalues):  # a few clients may be wrong, or lie
         logger.warning(
             "TCT: lr %g is too large for %s, by the eigenvalues that they report: "
             "they take shorter steps, and more of them",

@@ -1,1 +1,1 @@
-"""Newton's direction from one Hessian row, beside other methods of many rounds."""
+"""FAGH, Newton's direction from one Hessian row, and other methods with many rounds."""

@@ -1,4 +1,4 @@
-"""A client that probes its loss for FAGH, or trains, as the server's method asks."""
+"""A client that computes gradients and Hessian products for FAGH, or trains."""
 
 from flwr.app import Context
 

@@ -1,4 +1,4 @@
-"""Newton's direction from one Hessian row, and what it is compared with."""
+"""FAGH, Newton's direction from one Hessian row, and the methods to compare it with."""
 
 import time
 from typing import Any
@@ -36,7 +36,7 @@ app = ServerApp()
 def make_strategy(
     config: dict[str, Any], clients: int
 ) -> tuple[CurvatureStrategy, int]:
-    """Return the method, and what a round of it costs a client, in gradients.
+    """Return the method's strategy, and its cost for a client in gradients a round.
 
     A local epoch is one gradient; with a Hessian-vector product it is two. FedPM's two
     passes for its inputs' second moments count as one each.

@@ -1,4 +1,4 @@
-"""Merge the clients' models by their Fisher information, and report what it gave."""
+"""Merge the clients' models by their Fisher information, and write a report."""
 
 import time
 

@@ -1,1 +1,1 @@
-"""Train, convexify, train: stage 2 is a convex problem that all clients agree on."""
+"""TCT (train, convexify, train): FedAvg, and then a convex problem for all clients."""

@@ -1,4 +1,4 @@
-"""A client that trains, and then solves its share of a regression on features."""
+"""A client that trains, and then solves its part of a regression on features."""
 
 from flwr.app import Context
 

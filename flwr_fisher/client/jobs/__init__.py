@@ -1,7 +1,7 @@
-"""What clients compute, a file a method, each ``(LocalProblem, Request) -> Reply``.
+"""The clients' jobs, one file a method, each ``(LocalProblem, Request) -> Reply``.
 
-A job's file is imported when a server first asks for it, and need not be listed; a
-user's own registers itself.
+A job's file is imported when a server first requests it, so there is no list of jobs. A
+user's own job is registered by its decorator.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ __all__ = ["Job", "LocalProblem", "Reply", "Request", "get_job", "register_job"]
 
 Job = Callable[[LocalProblem, Request], Reply]
 
-_SECURE = "secure-sums"  # answered by a mod
+_SECURE = "secure-sums"  # a mod answers these
 _JOBS: dict[str, dict[str, Job]] = {"train": {}, "evaluate": {}}
 
 
 def register_job(name: str, kind: str = "train") -> Callable[[Job], Job]:
-    """Return a decorator that makes a function a job, which a server can ask for.
+    """Return a decorator that registers a function as a job for servers to request.
 
     A job works on the client's problem, whose model holds the parameters of the
     request, and returns what to upload, with metrics.
@@ -54,12 +54,12 @@ def register_job(name: str, kind: str = "train") -> Callable[[Job], Job]:
 
     def register(job: Job) -> Job:
         if not job.__module__.startswith(__name__):
-            _read(name, kind)  # so that a built-in's name is taken
+            _read(name, kind)  # so that the names of built-in jobs are taken
         taken, mine = _origin(_JOBS[kind].get(name, job)), _origin(job)
         if taken[0] != mine[0] or not {*taken[1:]} & {*mine[1:]} - {""}:
             raise ConfigurationError(
-                f"there is a job '{name}' already, {taken[1]}.{taken[0]}: register "
-                "yours by another name"
+                f"there is already a job '{name}', {taken[1]}.{taken[0]}: register "
+                "yours under another name"
             )
         _JOBS[kind][name] = job
         return job
@@ -68,7 +68,7 @@ def register_job(name: str, kind: str = "train") -> Callable[[Job], Job]:
 
 
 def get_job(name: str, kind: str = "train") -> Job:
-    """Return a job.
+    """Return the job of a name.
 
     Raises
     ------
@@ -79,8 +79,9 @@ def get_job(name: str, kind: str = "train") -> Job:
     """
     if name == _SECURE:
         raise ConfigurationError(
-            "the server asks for secure sums, and this client has no mod for them: "
-            "make_client_app(client_fn, mods=[SecureSumsMod()]), of flwr_fisher.secure"
+            "the server requests secure sums, but this client has no mod for them: "
+            "pass make_client_app(client_fn, mods=[SecureSumsMod()]), from "
+            "flwr_fisher.secure"
         )
     _read(name, kind)
     check_known("job", name, sorted(_JOBS[kind]))
@@ -88,7 +89,7 @@ def get_job(name: str, kind: str = "train") -> Job:
 
 
 def _read(name: str, kind: str) -> None:
-    """Import this folder's files, that of the job's name first, until one has it."""
+    """Import this folder's files until one registers the job, its namesake first."""
     files = [module.name for module in iter_modules(__path__)]
     for file in sorted(files, key=lambda file: file != name.replace("-", "_")):
         if name in _JOBS[kind]:
@@ -97,7 +98,7 @@ def _read(name: str, kind: str) -> None:
 
 
 def _origin(job: Job) -> tuple[str, str, str]:
-    """Return the name, module and file of what was decorated or given arguments.
+    """Return the name, module and file of a function inside wrappers and partials.
 
     A job read again has another module, if its file was imported under another name,
     or another file, if it is a notebook's cell. The file is "" if nobody knows.

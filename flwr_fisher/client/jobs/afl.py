@@ -1,4 +1,4 @@
-"""AFL's client: one forward pass over its data, and two sums."""
+"""AFL's job: one forward pass over the client's data, and two sums."""
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.tangent.frozen_head import head_sums
@@ -8,7 +8,7 @@ from flwr_fisher.wire import HeadUpload
 
 @register_job("afl")
 def afl_job(problem: LocalProblem, request: Request) -> Reply:
-    """Return the sums of this client's features and targets; nothing is trained.
+    """Return the sums of this client's features and targets, without training.
 
     Raises
     ------

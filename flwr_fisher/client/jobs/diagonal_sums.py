@@ -1,4 +1,4 @@
-"""FedFisher's client where diagonals are summed: what it adds to the sums."""
+"""FedFisher's job for sums of diagonals: training, and a client's contribution."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from flwr_fisher.wire.additive import SUMS
 @training_job("diagonal-sums")
 @dataclass(frozen=True)
 class DiagonalSumsJob(TrainingJob):
-    """Train, take a diagonal Fisher, and upload what this adds to sums over clients.
+    """Train, compute a diagonal Fisher, and upload a contribution to the sums.
 
     Parameters
     ----------
@@ -33,9 +33,9 @@ class DiagonalSumsJob(TrainingJob):
         own = TrainingJob.of(problem, request)
         if (own.structure, own.codec.name) != ("diagonal", "lossless"):
             raise ClientError(
-                "the server asks for sums, which exist for structure='diagonal' and "
-                f"codec='lossless' alone, not for {own.structure!r} and "
-                f"{own.codec.name!r}"
+                "the server requests sums of diagonals: it must use "
+                "structure='diagonal' and codec='lossless', not "
+                f"{own.structure!r} and {own.codec.name!r}"
             )
         norm = None
         if "clipping-norm" in request.options:
@@ -44,7 +44,7 @@ class DiagonalSumsJob(TrainingJob):
         return cls(**vars(own), clipping_norm=norm)
 
     def arrays(self, trained: Trained) -> ArrayRecord:
-        """Return what this client adds."""
+        """Return this client's contribution."""
         start, params, curvature = trained.start, trained.params, trained.curvature
         if self.clipping_norm is None:
             sums = DiagonalSums.of(LocalPosterior(params, curvature, 1))

@@ -1,4 +1,4 @@
-"""What a client measures: a model on its data, before and after making it its own."""
+"""Evaluation on a client's data, before and after personalisation."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ from flwr_fisher.params import Params
 from flwr_fisher.randomness import derive_seed, seeded
 
 _SETS = ("validation", "train")
-_FEWEST = 4  # examples, so that fine-tuning on a quarter of them is possible
+_FEWEST = 4  # examples, so that a client can fine-tune on a quarter of them
 
 
 def local_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
@@ -34,7 +34,7 @@ def local_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
 
 @register_job("evaluate", kind="evaluate")
 def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
-    """Score the parameters that arrived, on what the options say.
+    """Evaluate the server's parameters on the data that the options name.
 
     The options are ``evaluate-on`` = "validation" (default) or "train"; or
     ``personalise-fraction`` in (0, 0.5] and ``personalise-epochs``, for which see
@@ -61,7 +61,7 @@ def evaluation(
     request: Request,
     load: Callable[[LocalProblem, Params], LocalProblem],
 ) -> Reply:
-    """Score what `load` makes of the parameters; without data, say so.
+    """Evaluate the model that `load` returns; raise an error without data.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def evaluation(
             return Reply({"num-examples": 0})
         raise ClientError(
             "this client has no valloader to evaluate on: pass one to FisherClient,"
-            " or fraction_evaluate=0.0 to the strategy"
+            " or pass fraction_evaluate=0.0 to the strategy"
         )
     problem = load(problem, request.params)
     if where == "train":
@@ -100,13 +100,13 @@ def _scores(problem: LocalProblem, loader: Loader) -> dict[str, float]:
 
 
 def _training_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
-    """Score the training data, each time in the same order, so that sums agree."""
+    """Evaluate on the training data, always in one order, so that sums agree."""
     with seeded(derive_seed("training data", partition)):
         return _scores(problem, problem.train_batches)
 
 
 def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
-    """Fine-tune on a part of one half of the data; score before and after.
+    """Fine-tune on a part of one half of the data; evaluate before and after.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     seed = whole_number(options, "seed", 0)
     tune, test = _halves(loader, fraction, seed, request.client)
     unseen = problem.pairs_of(_part(loader, test))
-    # Batch norm cannot train on one example, so who drops such a rest wants it dropped.
+    # Batch norm cannot train on one example, so a loader with drop_last keeps it.
     drops = getattr(sampler_of(loader), "drop_last", False) and len(tune) >= size
     mine = _part(loader, SubsetRandomSampler(tune), drop_last=drops)
     model = problem.model
@@ -158,8 +158,8 @@ def _halves(
     n = len(loader.dataset)  # type: ignore[arg-type]
     if n < _FEWEST:
         raise DataError(
-            f"partition {partition} has {n} examples, and personalisation needs at "
-            f"least {_FEWEST}: hold out clients that have more"
+            f"partition {partition} has {n} examples, but personalisation needs at "
+            f"least {_FEWEST}: personalise only clients that have more"
         )
     chosen = derive_seed("personalise", seed, partition)
     generator = torch.Generator().manual_seed(chosen)
@@ -170,7 +170,7 @@ def _halves(
 def _part(
     loader: DataLoader[Any], order: Iterable[int], *, drop_last: bool = False
 ) -> DataLoader[Any]:
-    """Return a loader like this one of a part of its data set."""
+    """Return a similar loader for a part of the data set."""
     return with_positions(loader, BatchSampler(order, _batch_size(loader), drop_last))
 
 
@@ -178,35 +178,35 @@ def _batch_size(loader: DataLoader[Any]) -> int:
     size = getattr(sampler_of(loader), "batch_size", None)
     if size is None:
         raise ClientError(
-            "personalisation makes batches of its own: it needs a trainloader with a "
-            "batch_size, or a sampler of batches that has one"
+            "personalisation makes its own batches, so it needs a trainloader with a "
+            "batch_size, or with a batch sampler that has one"
         )
     return int(size)
 
 
 def _map_style(loader: Loader) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Return the loader, whose data set can be split."""
+    """Return the loader, after a check that its data set can be split."""
     if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset):
         return loader
     raise ClientError(
-        "personalisation splits the client's data: it needs a trainloader that is a "
-        "torch DataLoader, and no subclass, of a map-style data set, not "
-        f"{type(getattr(loader, 'dataset', loader)).__name__}, read by a "
-        f"{type(loader).__name__}"
+        "personalisation splits the client's data, so the trainloader must be a torch "
+        "DataLoader (no subclass) with a map-style data set, not a "
+        f"{type(loader).__name__} with data of type "
+        f"{type(getattr(loader, 'dataset', loader)).__name__}"
     )
 
 
 def _with_epochs(train_fn: TrainFn, epochs: int) -> TrainFn:
-    """Return the same local loop for another number of epochs."""
+    """Return the same local loop with another number of epochs."""
     fn: Any = train_fn
     is_instance = dataclasses.is_dataclass(fn) and not isinstance(fn, type)
     names = {field.name for field in dataclasses.fields(fn)} if is_instance else set()
     if "epochs" not in names:
         raise ClientError(
-            "personalisation trains for a number of epochs of its own: it needs a "
-            "train_fn that is LocalSGD, or another dataclass with a field 'epochs'"
+            "personalisation sets its own number of epochs: it needs a train_fn that "
+            "is LocalSGD, or another dataclass with a field 'epochs'"
         )
-    plain = {"on_epoch": None, "swa_epochs": 1}  # what hangs on the number of epochs
+    plain = {"on_epoch": None, "swa_epochs": 1}  # what depends on the number of epochs
     other = {name: value for name, value in plain.items() if name in names}
     changed: TrainFn = dataclasses.replace(fn, epochs=epochs, **other)
     return changed

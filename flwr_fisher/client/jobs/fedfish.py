@@ -1,4 +1,4 @@
-"""FedFish's client: squared batch gradients after training, or while it goes on."""
+"""FedFish's job: training, with squared batch gradients after it or during it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ _SQUARES = "FedFish(fisher_source='last-epoch') squares gradients while training
 @training_job("fedfish")
 @dataclass(frozen=True)
 class FedFishJob(TrainingJob):
-    """Train, square batch gradients, and upload these with the model, or a product.
+    """Train, sum squared batch gradients, and upload them with the model or the step.
 
     Parameters
     ----------
@@ -105,16 +105,16 @@ class FedFishJob(TrainingJob):
         return metrics, self._reduced(squares.curvature(), problem.trainloader)
 
     def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:
-        """Return a batch's Fisher; ones where the loop itself squares gradients."""
+        """Return a batch's Fisher, or ones if the training loop squares gradients."""
         if self.source == "last-epoch":
             ones = {n: torch.ones_like(p) for n, p in problem.trainable().items()}
             return Diagonal(ones)
-        mean = replace(self, reduction="mean")  # a loader may have to be read for a sum
+        mean = replace(self, reduction="mean")  # a sum may need a pass over the loader
         return mean._reduced(self.curvature(problem, [batch]), [batch])
 
     def _reduced(self, curvature: Curvature, batches: Iterable[Any]) -> Curvature:
-        """Return it as a sum over batches, to a power, and balanced, as asked for."""
-        if self.reduction == "sum" and self.balance < 1:  # which takes out any factor
+        """Return the Fisher as a sum, to a power and balanced, as requested."""
+        if self.reduction == "sum" and self.balance < 1:  # balancing removes any factor
             count = length_of(batches)
             count = sum(1 for _ in batches) if count is None else count
             curvature = curvature.scaled(count)
@@ -126,7 +126,7 @@ class FedFishJob(TrainingJob):
         return curvature
 
     def arrays(self, trained: Trained) -> ArrayRecord:
-        """Return the model with its Fisher, or the step times its Fisher."""
+        """Return the model with its Fisher, or the Fisher times the step."""
         params, curvature = trained.params, trained.curvature
         if self.upload == "fisher":
             return super().arrays(trained)
@@ -142,7 +142,7 @@ class FedFishJob(TrainingJob):
 
 
 class SquaredGradients:
-    r"""The mean of the squared batch gradients that it is shown.
+    r"""The mean of squared batch gradients, collected during training.
 
     FedFish, Appendix A.5.1: taken over the last local epoch, at parameters that still
     move, instead of in another pass at the end.
@@ -161,7 +161,7 @@ class SquaredGradients:
         self._count, self._epochs = 0, epochs
 
     def __call__(self, epoch: int, step: int) -> None:
-        """Add the gradients as they are now, in the last epoch."""
+        """Add the current gradients, if this is the last epoch."""
         if epoch < self._epochs:
             return
         if not self._count:
@@ -174,11 +174,11 @@ class SquaredGradients:
         return Diagonal(self._sums.mean(self._count))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it has seen so far."""
+        """Return the sums so far, for a checkpoint."""
         return {"sums": self._sums.totals, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the sums of a checkpoint."""
         self._count = state["count"]
         self._sums = Sums(self._parameters if self._count else {})
         self._sums.totals = dict(state["sums"])

@@ -1,4 +1,4 @@
-"""FedPM's client: local steps preconditioned by what its layers are fed."""
+"""FedPM's job: local steps, preconditioned by second moments of layers' inputs."""
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.limits import real_number
@@ -31,7 +31,7 @@ def fedpm_job(problem: LocalProblem, request: Request) -> Reply:
     if not (before := _covariances(problem)):
         raise ClientError(
             "FedPM needs a linear or convolution layer that is called once, with one "
-            "row an example, and this model has none: use FedAvg"
+            "row for each example, and this model has none: use FedAvg"
         )
     preconditioner = Preconditioner.of(before, damping=damping)
 
@@ -46,7 +46,7 @@ def fedpm_job(problem: LocalProblem, request: Request) -> Reply:
     if lost := before.keys() - after.keys():
         raise ClientError(
             f"after training, the inputs of {sorted(lost)} no longer explain the "
-            "gradients, or are not finite: the model diverges, so lower lr, or raise "
+            "gradients, or are not finite, so the model diverges: lower lr, or raise "
             "damping"
         )
     upload = CovarianceUpload(problem.state_like(request.params), after)
@@ -54,5 +54,5 @@ def fedpm_job(problem: LocalProblem, request: Request) -> Reply:
 
 
 def _covariances(problem: LocalProblem) -> dict[str, InputCovariance]:
-    with seeded(0):  # training begins with the randomness of FedAvg's
+    with seeded(0):  # training uses the same random numbers as FedAvg's
         return input_covariances(problem.model, problem.train_batches)

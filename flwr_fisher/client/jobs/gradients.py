@@ -1,4 +1,4 @@
-"""Jobs that differentiate a client's loss: of FAGH, GIANT, DONE and FedGA."""
+"""The jobs of FAGH, GIANT, DONE and FedGA, which differentiate a client's loss."""
 
 from torch import Tensor
 
@@ -79,14 +79,14 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
 
 @register_job("displaced")
 def displaced_job(problem: LocalProblem, request: Request) -> Reply:
-    """Train with `train_fn` from FedGA's start, ``beta`` away from the parameters.
+    """Train with `train_fn` from FedGA's start, displaced by ``beta``.
 
     The server sent the cohort's mean ``gradient``; the client's own is computed again.
     """
     model, loader = problem.model, problem.train_batches
     mean = request.vector("gradient", problem.trainable())
     beta = real_number(request.options, "beta", 0.0)
-    with seeded(0):  # leaves training the random numbers that FedAvg's has
+    with seeded(0):  # training then uses the same random numbers as FedAvg's
         own, _ = gradient(model, loader, loss_fn=problem.differentiable_loss)
     start = {n: p.detach() for n, p in problem.trainable().items()}
     start = fedga_start(start, mean, own, beta=beta)

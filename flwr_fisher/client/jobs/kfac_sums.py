@@ -1,7 +1,7 @@
-"""FedFisher's client where the server sees sums of K-FAC Fishers alone.
+"""FedFisher's jobs for a server that sees only sums of K-FAC Fishers.
 
-It trains once, keeps its model and its Fisher on its disk, and multiplies the Fisher
-with whatever vectors the server's conjugate gradients need.
+A client trains once, and keeps its model and its Fisher on its disk. It then multiplies
+the Fisher by each vector that the server's conjugate gradients send.
 """
 
 import json
@@ -32,7 +32,7 @@ _NAME, _PARAMS, _COUNT = "kfac-sums", "params/", "num-examples"
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a client keeps of a round: its model, its Fisher, its weight."""
+    """A client's files of a round: its model, its Fisher and its weight."""
 
     params: dict[str, Tensor]
     curvature: Curvature
@@ -59,14 +59,14 @@ class _Kept:
         if kept is None:
             raise ClientError(
                 f"round {request.server_round}'s model and Fisher are not in "
-                f"{disk.path}: this client did not train for it, or has lost them"
+                f"{disk.path}: this client did not train in that round, or lost them"
             )
         try:
             count: float = json.loads(kept.note)[_COUNT]
         except (KeyError, TypeError, ValueError) as error:
             raise ClientError(
                 f"round {request.server_round}'s model and Fisher in {disk.path} are "
-                f"not as this version keeps them: no {_COUNT} ({error})"
+                f"not in this version's format: no {_COUNT} ({error})"
             ) from error
         tensors = {k: v.to(problem.device) for k, v in kept.tensors.items()}
         params = {
@@ -84,7 +84,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _LargestUpload(TrainingJob):
-    """Upload what is largest of the round's replies, and see that the disk has room."""
+    """Try the largest of the round's uploads, and check the room on the disk."""
 
     disk: ClientDisk
 
@@ -107,7 +107,10 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     """
     job = TrainingJob.of(problem, request)
     if job.structure is None:
-        raise ClientError("the server asks for sums of Fishers of no structure")
+        raise ClientError(
+            "the server requests sums of Fishers, but names no structure: install the "
+            "same flwr-fisher on both sides"
+        )
     largest = _LargestUpload(**vars(job), disk=_disk(problem, request))
     try_upload(problem, request, largest)
     metrics, curvature = job.train(problem, request.config)
@@ -126,7 +129,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
 
 @register_job("kfac-traces")
 def traces_job(problem: LocalProblem, request: Request) -> Reply:
-    """Upload the partial traces, and the pull away from the mean that arrived."""
+    """Upload the partial traces, and the Fisher times the step from the mean."""
     kept = _Kept.load(problem, request)
     names = kept.curvature.shapes
     away = subtract(select(kept.params, names), select(request.params, names))
@@ -136,7 +139,7 @@ def traces_job(problem: LocalProblem, request: Request) -> Reply:
 
 @register_job("kfac-product")
 def product_job(problem: LocalProblem, request: Request) -> Reply:
-    """Upload the Fisher's product with the ``direction`` that arrived."""
+    """Upload the Fisher's product with the server's ``direction``."""
     kept = _Kept.load(problem, request)
     like: Params = select(kept.params, kept.curvature.shapes)
     product = kept.curvature.matvec(request.vector("direction", like))

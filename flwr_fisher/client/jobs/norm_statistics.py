@@ -1,4 +1,4 @@
-"""What a client tells of a merged model's batch norms: one pass over its data."""
+"""The job that measures a merged model's batch norms by one pass over the data."""
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.errors import ClientError
@@ -10,7 +10,7 @@ from flwr_fisher.wire.additive import NORMS
 
 @register_job("norm-statistics")
 def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
-    """Return how far inputs of batch norms are from the statistics that were sent.
+    """Return the shifts from batch norms' statistics to those of their inputs.
 
     ``norms`` are the names of those that are meant, up to ``running_mean``.
 
@@ -25,7 +25,8 @@ def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
     prefixes = list(map(str, asked)) if isinstance(asked, list) else []
     if unknown := sorted({*prefixes} - {*norms_of(request.params)}):
         raise ClientError(
-            f"the server asks for statistics of {unknown}, and sent none of them"
+            f"the server requests statistics of {unknown}, but did not send these: "
+            "install the same flwr-fisher on both sides"
         )
     shifts = norm_shifts(problem.model, problem.train_batches, prefixes)
     own = {name: value.to(request.params[name].dtype) for name, value in shifts.items()}

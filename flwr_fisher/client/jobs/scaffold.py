@@ -1,4 +1,4 @@
-"""SCAFFOLD's client: steps corrected for how its data differ from the others'."""
+"""SCAFFOLD's job: local steps, corrected for the client's difference from others."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ _CONTROL = "control"
 
 @register_job("scaffold")
 def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
-    r"""Train with steps along :math:`g_i(y) - c_i + c`, and renew :math:`c_i`.
+    r"""Train with steps along :math:`g_i(y) - c_i + c`, and update :math:`c_i`.
 
     The upload is the trained model and the control variate's change. ``state-lost``
     among the metrics is 1 where the server has had a reply of this client, but there is
@@ -54,7 +54,7 @@ def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
 
 
 class _Correction:
-    """Adds :math:`c - c_i` to gradients, and counts."""
+    """Adds :math:`c - c_i` to gradients, and counts the steps."""
 
     def __init__(self, parameters: Params, correction: Params) -> None:
         self.parameters, self.correction = parameters, correction
@@ -79,10 +79,12 @@ def _rate_of_plain_sgd(train_fn: TrainFn, config: Mapping[str, Any]) -> float:
     for name, plain in (("optimizer", None), ("scheduler", None), ("momentum", 0)):
         if (given := getattr(loop, name)) != plain:
             raise ClientError(
-                "SCAFFOLD takes the mean gradient from how far plain SGD went, so it "
-                f"needs LocalSGD({name}={plain}), not {given!r}"
+                "SCAFFOLD computes the mean gradient from the distance of plain SGD, "
+                f"so it needs LocalSGD({name}={plain}), not {given!r}"
             )
     lr = real_number(config, "lr", loop.lr)
     if not 0 < lr < float("inf"):
-        raise ClientError(f"SCAFFOLD divides by the learning rate, which is {lr}")
+        raise ClientError(
+            f"SCAFFOLD divides by the learning rate, so lr must be > 0, got {lr}"
+        )
     return lr

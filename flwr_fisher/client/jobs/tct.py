@@ -1,4 +1,4 @@
-"""TCT's client: features' sums, their steepest direction, then regression rounds."""
+"""TCT's jobs: the features' moments, their largest eigenvalue, regression rounds."""
 
 import math
 from dataclasses import replace
@@ -35,7 +35,7 @@ _CONTROL, _STEPS = "tct-control", 500
 
 @register_job("tct-check")
 def tct_check_job(problem: LocalProblem, request: Request) -> Reply:
-    """Refuse, before the first stage, what this client could not do in the second.
+    """Check before the first stage that this client can take part in the second.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def tct_check_job(problem: LocalProblem, request: Request) -> Reply:
 
 @register_job("tct-evaluate", kind="evaluate")
 def tct_evaluate_job(problem: LocalProblem, request: Request) -> Reply:
-    """Score TCT's model around this client's network, or before there is one, that.
+    """Evaluate TCT's model with this client's network, or in stage 1 the network.
 
     Raises
     ------
@@ -72,14 +72,15 @@ def tct_evaluate_job(problem: LocalProblem, request: Request) -> Reply:
         return evaluate_job(problem, request)
     if "personalise-fraction" in request.options:
         raise ClientError(
-            "a TCT model has no parameters to personalise: its features are fixed"
+            "personalisation is not possible for a TCT model, because its features "
+            "are fixed: leave it out in the second stage"
         )
     return evaluation(problem, request, _with_tct_model)
 
 
 @register_job("tct-moments")
 def tct_moments_job(problem: LocalProblem, request: Request) -> Reply:
-    """Return the mean and squared deviations of this client's features, or sums.
+    """Return the moments of this client's features, or sums in their place.
 
     Raises
     ------
@@ -193,7 +194,7 @@ def _with_tct_model(problem: LocalProblem, params: Params) -> LocalProblem:
         model = TCTModel.from_tensors(problem.model, params)
     except ParamsError as error:
         raise ClientError(
-            f"the server's TCT model is not of this client's network: {error}"
+            f"the server's TCT model does not fit this client's network: {error}"
         ) from error
     return replace(problem, model=model.to(problem.device))
 
@@ -212,23 +213,23 @@ def _reply(
 
 
 def _features(problem: LocalProblem, request: Request) -> ClientFeatures:
-    """Return this client's features, which must be those the server knows of."""
+    """Return this client's features, after a comparison with the server's digest."""
     sent = request.facts
     run = request.count("run")
     mine = ClientFeatures(problem, request.client, run, request.options)
     tangent = mine.tangent
     if "digest" in sent and (text := _text(sent["digest"])) != tangent.digest:
         raise ClientError(
-            f"this client has {tangent.num_features} features of digest "
+            f"this client has {tangent.num_features} features with the digest "
             f"{tangent.digest[:12]}, for seed {tangent.seed} and head "
-            f"'{tangent.head}', and the server works with those of digest {text[:12]}: "
-            "build the same model on both sides"
+            f"'{tangent.head}', but the server's have the digest {text[:12]}: build "
+            "the same model on both sides"
         )
     if "weight" in sent and sent["weight"].shape != (
         wanted := (tangent.num_features, tangent.num_classes)
     ):
         raise ClientError(
-            f"the server sent weights of shape {tuple(sent['weight'].shape)}, and this "
+            f"the server sent weights of shape {tuple(sent['weight'].shape)}, but this "
             f"client has {wanted[0]} features and {wanted[1]} classes"
         )
     return mine
@@ -244,4 +245,4 @@ def _text(sent: Tensor) -> str:
     try:
         return text_from(sent)
     except (TypeError, ValueError) as error:
-        raise ClientError(f"the server's digest is no text: {error}") from error
+        raise ClientError(f"the server's digest is not a text: {error}") from error

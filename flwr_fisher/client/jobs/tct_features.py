@@ -1,6 +1,6 @@
-"""TCT's regression on a client: its examples' features, standardised, from its cache.
+"""A client's regression in TCT: its standardised features, computed or from a cache.
 
-Long: the examples, in an order of their own, stand here, too.
+Long: the examples and their order are here, too.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from flwr_fisher.tangent.spectrum import MOST_EXAMPLES, largest_gram_eigenvalue
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _SOLVERS = ("closed-form", "steps")
 _FEATURES, _STANDARDISED = "features", ("features", "labels")
-_AT_ONCE = 512  # examples whose features are where the model is
+_AT_ONCE = 512  # examples with features on the model's device at a time
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Examples:
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> "Examples":
-        """Sort the examples of some batches; those without a label are left out.
+        """Return the labelled examples of some batches, sorted.
 
         Raises
         ------
@@ -63,7 +63,7 @@ class Examples:
         batches = [_labelled(batch.to(torch.device("cpu"))) for batch in batches]
         if len({batch.labels.shape[1:] for batch in batches}) != 1:
             shapes = sorted({tuple(batch.labels.shape) for batch in batches})
-            raise DataError(f"labels must be one class an example; got {shapes}")
+            raise DataError(f"labels must be one class for each example; got {shapes}")
         labels = torch.cat([batch.labels for batch in batches])
         found = [digest for batch in batches for digest in _digests(batch)]
         order = sorted(range(len(found)), key=found.__getitem__)
@@ -85,7 +85,7 @@ class Examples:
         return cls(made, labels[order], whole.hexdigest())
 
     def check_classes(self, num_classes: int) -> None:
-        """Refuse labels that are no classes.
+        """Raise :class:`DataError` if labels are no classes.
 
         Raises
         ------
@@ -96,14 +96,14 @@ class Examples:
         whole = y.dim() == 1 and not y.is_floating_point() and not y.is_complex()
         if not whole or int(y.min()) < 0 or int(y.max()) >= num_classes:
             raise DataError(
-                "labels must be one class an example, integers [n] from 0 to "
+                "labels must be one class for each example, integers [n] from 0 to "
                 f"{num_classes - 1}; got {y.dtype} of shape {tuple(y.shape)}"
                 + (f" from {int(y.min())} to {int(y.max())}" if whole else "")
             )
 
 
 def read_examples(loader: Loader, model: nn.Module, partition: int) -> Examples:
-    """Read the loader to its end, each time with the same randomness.
+    """Read the loader to its end, always with the same random numbers.
 
     So a loader that shuffles, or augments images, gives the same examples whenever it
     is asked.
@@ -119,7 +119,7 @@ def read_examples(loader: Loader, model: nn.Module, partition: int) -> Examples:
     batches = [batch for batch in batches if batch.num_labels]
     if not batches:
         raise DataError(
-            f"the training loader of partition {partition} gives no example with a "
+            f"the training loader of partition {partition} has no example with a "
             "label other than -100"
         )
     return Examples.of(batches)
@@ -129,7 +129,9 @@ def _labelled(batch: Batch) -> Batch:
     """Return the examples of a batch that have a label."""
     if not isinstance(batch.labels, Tensor):
         kind = type(batch.labels).__name__
-        raise DataError(f"labels must be one class an example, a tensor; got a {kind}")
+        raise DataError(
+            f"labels must be a tensor with one class for each example; got a {kind}"
+        )
     return batch[batch.labels != IGNORED] if batch.labels.dim() == 1 else batch
 
 
@@ -152,7 +154,7 @@ def _rows(tensor: Tensor) -> list[bytes]:
 
 @dataclass(frozen=True)
 class LocalRegression:
-    """A client's least squares problem, where the model is.
+    """A client's least squares problem, on the model's device.
 
     Parameters
     ----------
@@ -172,14 +174,14 @@ class LocalRegression:
     largest: float
 
     def targets(self, num_classes: int) -> Tensor:
-        """Return one-hot labels less 1/C, ``[n, C]`` in float64."""
+        """Return one-hot labels minus 1/C, ``[n, C]`` in float64."""
         return torch.eye(num_classes, dtype=torch.float64, device=self.labels.device)[
             self.labels
         ].sub_(1 / num_classes)
 
 
 class ClientFeatures:
-    """What a client makes of its examples at the parameters that its model holds.
+    """A client's features of its examples, at its model's current parameters.
 
     Features are computed once for all rounds of a run: they stay on the client's disk
     under a key of everything they depend on, which also changes with the run, since no
@@ -221,7 +223,7 @@ class ClientFeatures:
 
     @cached_property
     def examples(self) -> Examples:
-        """The client's training data, read once a round."""
+        """The client's training examples, read once a round."""
         problem = self.problem
         examples = read_examples(problem.train_batches, problem.model, self.partition)
         self.check_classes(examples)
@@ -229,34 +231,32 @@ class ClientFeatures:
         return examples
 
     def check_classes(self, examples: Examples) -> None:
-        """Refuse labels that are no classes of the head's."""
+        """Raise :class:`DataError` if labels are no classes of the head."""
         try:
             examples.check_classes(self.tangent.num_classes)
         except DataError:
-            # A head that is not the model's last layer is the better reason.
+            # If the head is not the model's last layer, that error is better.
             inputs, _ = examples.parts[0]
             self.tangent(inputs[:1].to(self.problem.device))
             raise
 
     def check_room(self, n: int) -> None:
-        """Refuse more examples than have a spectrum, or fit into the cache."""
+        """Raise an error for more examples than the spectrum or the cache can hold."""
         if n > MOST_EXAMPLES and self.solver != "steps":
             raise ClientError(
-                f"{n} examples, and the closed form decomposes a matrix of n x n, for "
-                f"at most {MOST_EXAMPLES}: use TCT(solver='steps'), or share the data "
-                "out to more clients"
+                f"{n} examples are too many for the closed form, which decomposes a "
+                f"matrix of n x n, for at most {MOST_EXAMPLES}: use "
+                "TCT(solver='steps'), or distribute the data over more clients"
             )
         squared = 0 if n > MOST_EXAMPLES else 8 * n * (n + 1)
         wide = self.tangent.num_features * self.dtype.itemsize
         what = f"{self.tangent.num_features} features of {n} examples"
-        instead = (
-            "ask for fewer features (num_features), for feature_dtype='float16', or "
-        )
+        instead = "use fewer features (num_features), use feature_dtype='float16', or "
         room = n * (wide + 8) + squared
         self._disk("0").check_room(room, what, instead)
 
     def raw(self) -> Tensor:
-        """Return features ``[n, p]`` in float32, and keep them until standardised."""
+        """Return features ``[n, p]`` in float32, kept until they are standardised."""
         disk = self._disk(self._key("raw"))
         made = disk.made_once(
             _FEATURES, lambda: {_FEATURES: self._computed()}, [_FEATURES]
@@ -264,7 +264,7 @@ class ClientFeatures:
         return made[_FEATURES]
 
     def regression(self, mean: Tensor, std: Tensor) -> LocalRegression:
-        """Return the problem in features of mean 0 and deviation 1 over all clients."""
+        """Return the problem for features standardised over all clients."""
         statistics = {"mean": mean.float().cpu(), "std": std.float().cpu()}
         disk = self._disk(self._key(str(self.dtype), statistics))
         kept = disk.load(_FEATURES, keys=_STANDARDISED)
@@ -284,8 +284,8 @@ class ClientFeatures:
         stored = scaled.to(self.dtype)
         if not stored.isfinite().all():
             raise ClientError(
-                f"standardised features of partition {self.partition} do not fit into "
-                f"{self.dtype}: ask for feature_dtype='float32'"
+                f"standardised features of partition {self.partition} overflow "
+                f"{self.dtype}: use feature_dtype='float32'"
             )
         held = {_FEATURES: stored, "labels": self.examples.labels}
         made = disk.made_once(_FEATURES, lambda: held, _STANDARDISED)
@@ -295,7 +295,7 @@ class ClientFeatures:
     def _spectrum(
         self, disk: ClientDisk, features: Tensor
     ) -> tuple[Spectrum | None, float]:
-        """Return the spectrum from the disk; for steps alone, maybe less than all."""
+        """Return the spectrum from the disk; for steps, perhaps only a part of it."""
         if self.solver == "steps" and len(features) > MOST_EXAMPLES:
 
             def steepest() -> dict[str, Tensor]:
@@ -333,7 +333,7 @@ class ClientFeatures:
         if not out.isfinite().all():
             raise ClientError(
                 f"the features of partition {self.partition} hold NaN or infinity: "
-                "look for such values among its inputs"
+                "check its inputs for such values"
             )
         return out
 
@@ -353,8 +353,8 @@ class ClientFeatures:
 def _tangent(problem: LocalProblem, options: Mapping[str, Any]) -> TangentFeatures:
     if not problem.has_classes:
         raise ClientError(
-            "TCT regresses on classes, and this client's likelihood is "
-            f"{problem.likelihood!r}: take another strategy, such as FedFish"
+            "TCT needs classes, but this client's likelihood is "
+            f"{problem.likelihood!r}: use another strategy, such as FedFish"
         )
     return TangentFeatures(
         problem.model,

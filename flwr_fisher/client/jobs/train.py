@@ -1,6 +1,6 @@
-"""Training and the Fisher after it, as FedFisher asks for it; without one, FedAvg's.
+"""The training job: FedFisher's training and Fisher, or FedAvg's training alone.
 
-Long: what is tried before training is what is done after it.
+Long: the trial before training runs the same steps as the upload after it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ _ENTRIES, _CUBES = 3 * 10**5, 10**8  # that take about a tenth of a second to pa
 
 @dataclass(frozen=True)
 class Trained:
-    """What a client has after training, of which its upload is made.
+    """A client's results of training, from which it makes its upload.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def training_job(name: str) -> Callable[[J], J]:
 
 
 def training_job_of(name: str) -> "type[TrainingJob] | None":
-    """Return the class of the job of this name; None if that does not train."""
+    """Return the class of the job of this name, or None if it does not train."""
     get_job(name)
     return _JOBS.get(name)
 
@@ -100,7 +100,7 @@ def training_job_of(name: str) -> "type[TrainingJob] | None":
 @training_job("train")
 @dataclass(frozen=True)
 class TrainingJob:
-    """Train the model, take its Fisher if the server asks for one, and upload both.
+    """Train the model, compute its Fisher if requested, and upload both.
 
     Of the server's options it reads ``structure`` and ``codec``, those of
     :class:`~flwr_fisher.curvature.FisherOptions`, and ``report-local``; the jobs that
@@ -143,12 +143,13 @@ class TrainingJob:
             job.fisher_options.check([job.structure])
         if structure == "ekfac" and isinstance(problem.trainloader, Iterator):
             raise DataError(
-                "structure='ekfac' reads the loader twice; pass one that can be"
+                "structure='ekfac' reads the loader twice: pass one that can be read "
+                "again"
             )
         return job
 
     def reply(self, problem: LocalProblem, request: Request) -> Reply:
-        """Try what is to be uploaded, train, upload it."""
+        """Try the upload, train, and return the upload."""
         try_upload(problem, request, self)
         metrics, curvature = self.train(problem, request.config)
         count = request.weight(metrics)
@@ -161,7 +162,7 @@ class TrainingJob:
     def train(
         self, problem: LocalProblem, config: Mapping[str, Any]
     ) -> tuple[dict[str, float], Curvature | None]:
-        """Run the client's loop; return its metrics, and the Fisher if there is one."""
+        """Run the client's loop; return its metrics, and the Fisher if it has one."""
         metrics = problem.train(config)
         if self.structure is None:
             return metrics, None
@@ -173,7 +174,7 @@ class TrainingJob:
         return metrics, self.curvature(problem, batches)
 
     def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:
-        """Return a batch's Fisher, cheaply: K-FAC for E-KFAC, one pass an example."""
+        """Return a batch's cheap Fisher: K-FAC for E-KFAC, one pass an example."""
         passes = 1 if self.fisher_options.expectation == "exact" else None
         structure = "kfac" if self.structure == "ekfac" else self.structure
         cheap = replace(self.fisher_options, max_passes=passes)
@@ -183,13 +184,13 @@ class TrainingJob:
     def curvature(
         self, problem: LocalProblem, loader: Iterable[Any] | None = None
     ) -> Curvature:
-        """Return the Fisher on the client's data, or others, within its limits."""
+        """Return the Fisher on the client's data, or other data, within its limits."""
         count = count_of(problem.trainloader)
         options = self.fisher_options.for_client(count)
         most = problem.limits.examples(options.pop("examples"))
         total = most if count is None else min(count, most or count)
         readings = 2 if self.structure == "ekfac" else 1
-        # No more are read; fewer where the passes that may be taken run out before.
+        # At most so many are read; fewer if the bound on passes is reached first.
         with watching("curvature", None if total is None else readings * total):
             return fisher(
                 problem.model,
@@ -208,7 +209,7 @@ class TrainingJob:
         curvature: Curvature | None,
         count: float,
     ) -> ArrayRecord:
-        """Return what is uploaded of a problem's trained model, of weight `count`."""
+        """Return the upload of a problem's trained model with weight `count`."""
         params = problem.state_like(request.params)
         tell_frozen(problem.model, params)
         if curvature is None:
@@ -223,7 +224,7 @@ class TrainingJob:
 
 
 def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> None:
-    """Take the Fisher of a few examples at the parameters that arrived, and pack it.
+    """Compute a few examples' Fisher at the server's parameters, and pack it.
 
     Whatever the client could not compute or upload after its training is raised now, by
     the same errors, where examples can be had: see :func:`on_few_examples`. What would
@@ -262,7 +263,7 @@ def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> Non
 
 
 def tell_frozen(model: nn.Module, params: Params) -> None:
-    """Tell the log, once a process, that an upload has what is not trained.
+    """Log, once a process, that an upload has parameters that are not trained.
 
     Parameters
     ----------
@@ -288,7 +289,7 @@ def tell_frozen(model: nn.Module, params: Params) -> None:
 def _size_in_words(
     problem: LocalProblem, request: Request, job: TrainingJob, curvature: Curvature
 ) -> str:
-    """Return an upload's size in words, without packing what takes long."""
+    """Return an upload's size in words, without packing large matrices."""
     tensors = {f"tensor {i}": t for i, t in enumerate(curvature.tensors())}
     check_finite(tensors, "the curvature of a few examples")
     plain, codec = fedavg_bytes(request.params), job.codec
@@ -308,7 +309,7 @@ def tell_upload(
     curvature: Curvature,
     arrays: ArrayRecord,
 ) -> None:
-    """Tell the log what is uploaded, unless a trial has."""
+    """Log what is uploaded, unless the trial has logged it."""
     size, plain = reply_bytes(arrays, MetricRecord()), fedavg_bytes(request.params)
     words = f"upload {_amount(size, plain)}"
     log_once(upload_summary(problem.model, curvature, job.structure, words))
@@ -320,14 +321,14 @@ def _amount(size: int, plain: int) -> str:
 
 
 def _takes_long(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors are many, or matrices large, to decompose."""
+    """Return whether packing takes long: many tensors, or large matrices."""
     entries = sum(t.numel() for t in tensors)
     cubes = sum(t.numel() * t.shape[-1] for t in tensors if t.dim() > 1)
     return entries > _ENTRIES or cubes > _CUBES
 
 
 def codec_of(request: Request) -> Codec:
-    """Return the codec that the server asks for, sized for its parameters."""
+    """Return the codec that the server requests, with a budget for its parameters."""
     if "codec-budget" in request.options:
         real_number(request.options, "codec-budget", 1.0)
     return resolve(Codec.from_options(request.options), request.params)

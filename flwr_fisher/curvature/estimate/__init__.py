@@ -1,1 +1,1 @@
-"""From a model and its data to a curvature."""
+"""Estimates of a model's curvature from its data."""

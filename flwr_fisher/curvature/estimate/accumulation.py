@@ -1,4 +1,4 @@
-"""What each structure sums, and what becomes of the sums."""
+"""The accumulators of each structure, and the curvatures made from their sums."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ _FEWEST = 8  # examples at once, unless the caller bounds the memory
 
 
 class Accumulation:
-    """The sums behind some structures, and the engine that takes them.
+    """The accumulators of some structures, and the engine that fills them.
 
     The first batch decides which layers are taken how, and how many examples at once.
 
@@ -131,7 +131,7 @@ class Accumulation:
         )
 
     def results(self) -> dict[str, Curvature]:
-        """Return each structure's mean over the examples taken; call it once."""
+        """Return each structure's mean over all examples; call it once."""
         self.engine.finish()
         self.engine.check_finite()
         results = {name: self._result(name) for name in self.structures}
@@ -158,7 +158,7 @@ class Accumulation:
         return parts[0] if structure == "diagonal" else BlockDiagonal(parts)
 
     def _others(self, count: int) -> dict[str, Tensor]:
-        """Return the diagonal of all that is no layer with a Kronecker form."""
+        """Return the diagonal of all parameters outside of Kronecker layers."""
         entries: dict[str, Tensor] = {}
         for squares in self.direct.values():
             entries |= squares.sums.mean(count)
@@ -168,7 +168,7 @@ class Accumulation:
 
 
 def _not_finite(curvature: Curvature) -> str | None:
-    """Return the first parameter whose curvature is not finite, if there is one."""
+    """Return the first parameter with a curvature that is not finite, if any."""
     names: list[str] = []
     finite: list[Tensor] = []  # read in the end, at once
     for block in curvature.blocks():
@@ -187,27 +187,27 @@ def _check_size(sizes: list[int]) -> None:
     needed = 4 * sum(size**2 for size in sizes)
     if needed > _LARGEST:
         raise StructureError(
-            f"a dense matrix over up to {max(sizes)} parameters needs "
+            f"dense matrices over up to {max(sizes)} parameters need "
             f"{needed / 1e9:.1f} GB in all: use structure='kfac', 'ekfac' or "
             "'diagonal'"
         )
 
 
 def _form(structure: str, layer: KroneckerLayer) -> str:
-    """Return the structure that a layer has: a diagonal where factors are too large."""
+    """Return a layer's structure: a diagonal if its factors would be too large."""
     large = max(layer.matrices().shape[1:]) > LARGEST_FACTOR
     return "diagonal" if large and structure in ("kfac", "ekfac") else structure
 
 
 def _beyond(sizes: list["_Bytes"]) -> int:
-    """Return what an example takes beyond its forward pass."""
+    """Return the bytes that an example takes beyond its forward pass."""
     return sum(each.kept for each in sizes) + max(
         (each.passing for each in sizes), default=0
     )
 
 
 def _chunk(sizes: list["_Bytes"], held: int, examples: int, gradients: int) -> int:
-    """Return how many examples take about the memory of a training step.
+    """Return how many examples take about as much memory as a training step.
 
     Beside them the sums are held; a step holds all of a batch's examples and the
     gradients.
@@ -218,7 +218,7 @@ def _chunk(sizes: list["_Bytes"], held: int, examples: int, gradients: int) -> i
 
 
 class _Bytes(NamedTuple):
-    """What an example takes of a layer.
+    """The bytes that an example takes at one layer.
 
     A step keeps each layer's input and output, and as much again in what lies between
     layers: `forward`. Here come its gradient and the columns that are paired with it,
@@ -237,7 +237,7 @@ def _bytes(
     accumulators: Sequence[LayerAccumulator],
     positions: Positions,
 ) -> _Bytes:
-    """Return an example's bytes of a layer with a Kronecker form."""
+    """Return an example's bytes at a layer with a Kronecker form."""
     sizes, weight = layer.positions(inputs.shape), layer.matrices()
     paired = any(a.takes_inputs for a in accumulators)
     grid, _ = positions.of_inputs(sizes)
@@ -255,7 +255,7 @@ def _bytes(
 
 
 def _bytes_of_direct(inputs: Tensor, layer: DirectLayer) -> _Bytes:
-    """Return the same of a norm or an embedding, whose products are as its output."""
+    """Return an example's bytes at a norm or an embedding."""
     entries = layer.entries(inputs)
     size = layer.parameters()[0].element_size()
     wide = entries * layer.widened(inputs[:0]).element_size()

@@ -1,6 +1,6 @@
-"""Second moments of one layer's inputs and gradients, summed over examples.
+"""Sums over examples of second moments of one layer's inputs and gradients.
 
-Long: what each structure sums of a layer stands side by side.
+Long: the accumulators of all structures, side by side.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ _MOST = 16  # blocks of rows
 
 
 class SecondMoment:
-    r"""Symmetric matrices :math:`\sum_k w_k x_k x_k^\top`, one a group.
+    r"""Second moments :math:`\sum_k w_k x_k x_k^\top`, one matrix for each group.
 
     Of each block of rows, the diagonal block and all that is right of it are computed;
     the rest is copied from its mirror image in the end. For large matrices this is
@@ -43,7 +43,7 @@ class SecondMoment:
         self.block = max(_BLOCK, -(-size // _MOST))
 
     def add(self, columns: Tensor, weight: float = 1.0) -> None:
-        """Add each column of ``[groups, size, count]``, times itself and a weight."""
+        """Add the columns' outer products, of ``[groups, size, count]``, weighted."""
         for start in range(0, columns.shape[1], self.block):
             rows = columns[:, start : start + self.block]
             part = self.total[:, start : start + self.block, start:]
@@ -51,11 +51,11 @@ class SecondMoment:
             part.baddbmm_(rows, columns[:, start:].mT, alpha=weight)
 
     def add_products(self, products: Tensor, weight: float = 1.0) -> None:
-        """Add a sum of such matrices, times a weight."""
+        """Add matrices that are such sums already, times a weight."""
         self.total.add_(products, alpha=weight)
 
     def mean(self, count: float) -> Tensor:
-        """Return the matrices over a count; they are not copied."""
+        """Return the matrices divided by a count, in place."""
         self.total.div_(count)
         for end in range(self.block, self.total.shape[1], self.block):
             rows = slice(end - self.block, end)
@@ -69,7 +69,7 @@ _LARGE = 2**14  # of an example, from which one at a time is faster there
 
 
 class LayerAccumulator(ABC):
-    """The sums that one structure needs of one layer's inputs and output gradients."""
+    """Base class: what one structure sums of a layer's inputs and output gradients."""
 
     observes = False  # whether `observe` wants every example's input columns
     # Whether `add_gradients` takes input columns, too, and all positions of both; else
@@ -84,17 +84,17 @@ class LayerAccumulator(ABC):
     @property
     @abstractmethod
     def form(self) -> str:
-        """What the sums become, in words."""
+        """The form of the resulting curvature, in words."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sums."""
+        """The size of the sums in bytes."""
         held = vars(self).values()
         tensors = [v.total if isinstance(v, SecondMoment) else v for v in held]
         return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
 
     def observe(self, columns: Tensor, weight: float, share: Tensor | None) -> None:
-        """Take every example's input columns ``[n, groups, in, T]``, once.
+        """Add every example's input columns ``[n, groups, in, T]``, once each.
 
         Each column stands for so many as `weight` says. `share` ``[n]`` says which
         share of an example's positions counts; the columns of all others are 0.
@@ -109,7 +109,7 @@ class LayerAccumulator(ABC):
         weight: float,
         share: Tensor | None = None,
     ) -> None:
-        """Take some examples' gradient columns, one tensor a pass.
+        """Add some examples' gradient columns, one tensor for each backward pass.
 
         `inputs` are the same examples' input columns, with `takes_inputs`; else
         each gradient column counts for `weight` in a mean over positions, of which
@@ -117,20 +117,20 @@ class LayerAccumulator(ABC):
         """
 
     def add_call(self, inputs: Tensor, output: Tensor) -> None:
-        """Take some examples' input of the layer, and the gradient of its output."""
+        """Add some examples' layer inputs, with the gradients of the layer's output."""
         raise AssertionError("only accumulators that take calls are given them")
 
     @abstractmethod
     def mean(self, num_examples: int) -> Curvature:
-        """Turn the sums into the mean over examples; they are not copied."""
+        """Return the mean over examples as a curvature; the sums are used up."""
 
     def rounded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in the weight's dtype, which sums are too precise for."""
+        """Return a tensor rounded to the weight's dtype; sums may be wider."""
         return tensor.to(self.layer.kernel.dtype)
 
 
 class KroneckerAccumulator(LayerAccumulator):
-    """K-FAC's factors: `A` is summed over positions, `G` averaged."""
+    """K-FAC's factors, with `A` summed over positions and `G` averaged (expand)."""
 
     observes, takes_inputs = True, False
 
@@ -143,7 +143,7 @@ class KroneckerAccumulator(LayerAccumulator):
 
     @property
     def form(self) -> str:
-        """A Kronecker product, or one a group."""
+        """A Kronecker product, or one for each group."""
         groups, n, _ = self.A.total.shape
         each = f"{groups} x " if groups > 1 else ""
         m = self.G.total.shape[-1]
@@ -178,12 +178,12 @@ class KroneckerAccumulator(LayerAccumulator):
         shape = self.layer.kernel.shape
         A, G = (self.rounded(x.mean(num_examples)) for x in (self.A, self.G))
         if isinstance(self.layer, TransposedLinear):
-            A, G = G, A  # of the weight as it is, whose columns are the outputs
+            A, G = G, A  # of the transposed weight, with outputs as columns
         return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
 
 
 class ReducedKroneckerAccumulator(KroneckerAccumulator):
-    """K-FAC-reduce's: of an example's mean input, and its summed gradient."""
+    """K-FAC-reduce's factors, from each example's mean input and summed gradient."""
 
     def observe(self, columns: Tensor, weight: float, share: Tensor | None) -> None:
         """Add the mean inputs' second moment."""
@@ -204,7 +204,7 @@ class ReducedKroneckerAccumulator(KroneckerAccumulator):
 
 
 class DiagonalAccumulator(LayerAccumulator):
-    """The exact diagonal: squared per-example gradients."""
+    """The exact diagonal: the sum of squared per-example gradients."""
 
     def __init__(self, layer: KroneckerLayer) -> None:
         super().__init__(layer)
@@ -227,16 +227,16 @@ class DiagonalAccumulator(LayerAccumulator):
             for g in gradients:
                 self._add_products(inputs, g)
             return
-        # One position: the square of an outer product is one of squares, and the passes
-        # can be summed before it is taken.
+        # One position: the square of an outer product is the outer product of squares,
+        # so that passes can be summed first.
         squares = torch.stack([g.square() for g in gradients]).sum(0)
         g, a = squares[..., 0].permute(1, 2, 0), inputs.square()[..., 0]
         self.total.baddbmm_(g, a.permute(1, 0, 2))
 
     def _add_products(self, inputs: Tensor, gradient: Tensor) -> None:
-        """Add the squares of products, of which not all are held at once."""
+        """Add the squares of products, a few examples at a time."""
         each = inputs[0, ..., 0].numel()
-        # A processor's cache has room for a few examples', and its calls are short.
+        # A few examples' products fit a CPU's cache.
         one = inputs.device.type == "cpu" and each * gradient.shape[2] >= _LARGE
         n = 1 if one else len(inputs)
         rows = max(1, (_CACHED if one else _AT_ONCE) // (n * each))
@@ -258,7 +258,7 @@ class DiagonalAccumulator(LayerAccumulator):
 
 
 class GroupedDiagonalAccumulator(DiagonalAccumulator):
-    """The exact diagonal of a convolution in many groups, such as a depthwise one.
+    """The exact diagonal of a convolution with many groups, such as a depthwise one.
 
     Its columns are several times its input, and their products small: examples'
     gradients come from a convolution instead.
@@ -273,7 +273,7 @@ class GroupedDiagonalAccumulator(DiagonalAccumulator):
 
 
 def diagonal_of(layer: KroneckerLayer) -> DiagonalAccumulator:
-    """Return what sums a layer's exact diagonal."""
+    """Return the accumulator for a layer's exact diagonal."""
     if isinstance(layer, ConvolutionLayer) and layer.is_grouped:
         return GroupedDiagonalAccumulator(layer)
     return DiagonalAccumulator(layer)
@@ -298,14 +298,14 @@ class EigenAccumulator(DiagonalAccumulator):
         weight: float,
         share: Tensor | None = None,
     ) -> None:
-        """Add the squares of the gradients as the basis sees them."""
+        """Add the squares of the gradients' coordinates in the eigenbasis."""
         if self._last is None or self._last[0] is not inputs:  # the same every pass
             self._last = inputs, self.basis_A.mT @ inputs
         turned = [self.basis_G.mT @ g for g in gradients]
         super().add_gradients(self._last[1], turned, weight)
 
     def mean(self, num_examples: int) -> EigenKronecker:
-        """Return the layer's curvature in the basis."""
+        """Return the layer's curvature in the eigenbasis."""
         bases, moments = [self.basis_A, self.basis_G], self.total.div_(num_examples)
         if self.turned:
             bases, moments = bases[::-1], moments.mT
@@ -320,7 +320,7 @@ class EigenAccumulator(DiagonalAccumulator):
 
 
 class BlockAccumulator(LayerAccumulator):
-    """The dense block of a layer: outer products of per-example gradients."""
+    """The dense block of a layer: the sum of per-example gradients' outer products."""
 
     forms_gradients = True
 
@@ -342,7 +342,7 @@ class BlockAccumulator(LayerAccumulator):
         weight: float,
         share: Tensor | None = None,
     ) -> None:
-        """Add the outer products of the gradients as vectors."""
+        """Add the outer products of the flattened gradients."""
         for g in gradients:
             rows = (g @ inputs.mT).flatten(1)
             self.total.addmm_(rows.mT, rows)
@@ -361,7 +361,7 @@ def _rows(share: Tensor, like: Tensor) -> Tensor:
 
 
 def side_by_side(columns: Tensor) -> Tensor:
-    """Return ``[groups, size, n T]``: a view of input and of tokens' columns."""
+    """Return columns as ``[groups, size, n T]``, as a view where that is possible."""
     return columns.permute(1, 2, 0, 3).flatten(2)
 
 

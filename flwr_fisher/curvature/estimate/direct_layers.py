@@ -1,8 +1,8 @@
-"""Parameters whose gradients by example cost next to nothing.
+"""Layers with cheap per-example gradients: norms, embeddings and added biases.
 
-A norm's weight and bias, an embedding's rows, and what all examples share have so few
-entries an example that their gradients are taken one by one, from the layer's input and
-its output's gradient.
+Their parameters have so few entries for each example that each example's gradient is
+computed, from the layer's input and its output's gradient. Parameters that all examples
+share (such as a class token) are here, too.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ _NORMS = (*_BATCH, *_INSTANCE, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 @dataclass(frozen=True)
 class DirectLayer(ABC):
-    """A layer, and the model's names of its trained parameters by its own.
+    """A layer with the names of its trained parameters, in the model and in the layer.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class DirectLayer(ABC):
 
     @staticmethod
     def of(layer: nn.Module, names: dict[str, str]) -> "DirectLayer | None":
-        """Return a layer as one of these, or None if it is no such layer."""
+        """Return a module as such a layer, or None if it is of no such kind."""
         if isinstance(layer, nn.Embedding):
             return EmbeddingRows(layer, names)
         if is_transposed(layer) and "bias" in names:
@@ -56,26 +56,26 @@ class DirectLayer(ABC):
         return tensor.to(torch.promote_types(dtype, torch.float32))
 
     def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
-        """Return the parameters' gradients, given that of the output."""
+        """Return the parameters' gradients for a given gradient of the output."""
         return self.reduced(self.prepared(inputs), output, lambda gradient: gradient)
 
     @abstractmethod
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether these are the shapes of one plain call."""
+        """Return whether these shapes are those of one plain call of the layer."""
 
     @abstractmethod
     def entries(self, inputs: Tensor) -> int:
-        """Return how many entries an example's output has, for such inputs."""
+        """Return how many entries an example's gradient takes, for such inputs."""
 
     @abstractmethod
     def prepared(self, inputs: Tensor) -> Any:
-        """Return what :meth:`reduced` needs of the layer's input."""
+        """Return what :meth:`reduced` needs from the layer's input."""
 
     @abstractmethod
     def reduced(
         self, prepared: Any, output: Tensor, function: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """Return each parameter's sum of a function of the examples' gradients.
+        """Apply a function to the examples' gradients; return its sum by parameter.
 
         Parameters
         ----------
@@ -89,10 +89,10 @@ class DirectLayer(ABC):
 
 
 class AffineNorm(DirectLayer):
-    """A norm's weight and bias; it normalises by running or an example's statistics."""
+    """The weight and bias of a norm that does not mix examples."""
 
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether the features are where the norm has them."""
+        """Return whether the features are in the dimension that the norm expects."""
         shape = self.parameters()[0].shape
         trailing = isinstance(self.layer, nn.LayerNorm | nn.RMSNorm)
         own = inputs[-len(shape) :] if trailing else inputs[1:2]
@@ -103,7 +103,7 @@ class AffineNorm(DirectLayer):
         return inputs[:1].numel()
 
     def prepared(self, inputs: Tensor) -> Tensor:
-        """Return what is multiplied with the weight."""
+        """Return the normalised input, which the norm multiplies by the weight."""
         layer, x = self.layer, self.widened(inputs)
         if isinstance(layer, nn.LayerNorm):
             return F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
@@ -123,7 +123,7 @@ class AffineNorm(DirectLayer):
     def reduced(
         self, prepared: Tensor, output: Tensor, function: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """Return the sums, each of a tensor like the parameter."""
+        """Return the sums, each in its parameter's shape."""
         gradient = self.widened(output)
         of = {"weight": lambda: gradient * prepared, "bias": lambda: gradient}
         return [function(self._rows(of[own]())).sum(0) for own in self.names]
@@ -137,18 +137,18 @@ class AffineNorm(DirectLayer):
 
 
 class EmbeddingRows(DirectLayer):
-    """An embedding's rows; an example has a gradient for those that it looks up."""
+    """An embedding; an example has gradients only for the rows that it looks up."""
 
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether each input has a row."""
+        """Return whether the output has one row for each index."""
         return output == torch.Size([*inputs, self.parameters()[0].shape[1]])
 
     def entries(self, inputs: Tensor) -> int:
-        """Return an example's inputs, of which each has a row, times its length."""
+        """Return an example's number of indices times a row's length."""
         return inputs[:1].numel() * self.parameters()[0].shape[1]
 
     def prepared(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the row of every pair of example and row, and each input's pair."""
+        """Return each pair of example and row, and the pair of every index."""
         assert isinstance(self.layer, nn.Embedding)
         examples = torch.arange(len(inputs), device=inputs.device)
         number = self.layer.num_embeddings
@@ -162,7 +162,7 @@ class EmbeddingRows(DirectLayer):
         output: Tensor,
         function: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
-        """Return the sum, of a tensor like the weight."""
+        """Return the sum, in the weight's shape."""
         layer, (rows, each) = self.layer, prepared
         assert isinstance(layer, nn.Embedding)
         gradient = self.widened(output).reshape(-1, layer.embedding_dim)
@@ -175,30 +175,30 @@ class EmbeddingRows(DirectLayer):
 
 
 class AddedBias(DirectLayer):
-    """A bias that is added to a linear layer's outputs, of examples or of tokens."""
+    """A bias that a linear layer adds to its outputs, for examples or for tokens."""
 
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether there is an output for each entry of the bias."""
+        """Return whether the output has one feature for each entry of the bias."""
         shape = self.parameters()[0].shape
         return inputs[:-1] == output[:-1] and output[-1:] == shape
 
     def entries(self, inputs: Tensor) -> int:
-        """Return an example's outputs."""
+        """Return the number of an example's outputs."""
         return inputs[:1, ..., 0].numel() * self.parameters()[0].numel()
 
     def prepared(self, inputs: Tensor) -> None:
-        """Return nothing: the gradient of the output is all that it takes."""
+        """Return nothing: the output's gradient is enough."""
 
     def reduced(
         self, prepared: None, output: Tensor, function: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """Return the sum, of a tensor like the bias."""
+        """Return the sum, in the bias's shape."""
         rows = self.widened(output).reshape(len(output), -1, output.shape[-1]).sum(1)
         return [function(rows).sum(0)]
 
 
 class SquaredGradients:
-    """The exact diagonal of a layer, summed over examples."""
+    """The sum over examples of a layer's squared gradients: its exact diagonal."""
 
     def __init__(self, layer: DirectLayer) -> None:
         self.layer = layer
@@ -212,7 +212,7 @@ class SquaredGradients:
 
 @dataclass(frozen=True)
 class SharedParameter(DirectLayer):
-    """One parameter, and the shape of an example's copy of it.
+    """A parameter that all examples share, and the shape of one example's copy.
 
     Parameters
     ----------
@@ -233,18 +233,18 @@ class SharedParameter(DirectLayer):
         return name
 
     def in_model(self, model: nn.Module) -> "SharedParameter":
-        """Return the same of another model of the same names."""
+        """Return the same for another model with the same names."""
         layer = model.get_submodule(self.name.rpartition(".")[0])
         return SharedParameter(layer, self.names, self.shape)
 
     def copies(self, count: int) -> Tensor:
-        """Return one an example, ``[count, *shape]``, in no memory of their own."""
+        """Return a copy for each example, ``[count, *shape]``, as a view."""
         (parameter,) = self.parameters()
         one = parameter.detach().reshape(self.shape)
         return one.expand(count, *self.shape).requires_grad_()
 
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether there is a copy an example."""
+        """Return whether there is a copy for each example."""
         return inputs == output == torch.Size([inputs[0], *self.shape])
 
     def entries(self, inputs: Tensor) -> int:
@@ -252,11 +252,11 @@ class SharedParameter(DirectLayer):
         return self.shape.numel()
 
     def prepared(self, inputs: Tensor) -> None:
-        """Return nothing: the gradient of a copy is all that it takes."""
+        """Return nothing: the copies' gradient is enough."""
 
     def reduced(
         self, prepared: None, output: Tensor, function: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """Return the sum, of a tensor like the parameter."""
+        """Return the sum, in the parameter's shape."""
         (parameter,) = self.parameters()
         return [function(self.widened(output)).sum(0).reshape(parameter.shape)]

@@ -1,19 +1,18 @@
 """The engine behind :func:`flwr_fisher.curvature.fisher`.
 
-A Fisher is a sum of rank-one pieces, which the likelihood makes of a model's outputs.
-Each piece costs a backward pass, which goes only as far as the layers' outputs:
-gradients of weights are never formed for a whole batch. One pass serves every structure
-at once, and K-FAC's input factors are taken once an example. By default a batch comes
-in by ``add_within``, which calls back for its pieces: with a tolerance, the outputs
-tell which of them matter. Examples that need about equally many backward passes are
-then run together, across batches.
+A Fisher is a sum of rank-one pieces, which the likelihood computes from a model's
+outputs. Each piece costs a backward pass. It goes only as far as the layers' outputs:
+gradients of weights are never formed for a whole batch. One pass serves all structures,
+and K-FAC's input factors are computed once for each example. ``add_within`` is the
+usual way in. It calls back for a batch's pieces, drops those that its tolerance allows,
+and runs examples with about equally many pieces together, across batches.
 
-All other parameters get their exact diagonal from per-example gradients. Those of
-norms, embeddings and what all examples share come from the same pass. Those of anything
-else need passes of their own, and so does a layer that is not called exactly once, with
-one row an example, through its own ``forward``.
+All other parameters get their exact diagonal from per-example gradients. For norms,
+embeddings and shared parameters these come from the same pass. Other parameters need
+passes of their own, and so does a layer that is not called exactly once, with one row
+for each example, through its own ``forward``.
 
-Long: one batch's way through it, whichever sums it is for.
+Long: the way of one batch, for whatever sums.
 """
 
 import math
@@ -45,7 +44,7 @@ _MOST_ENTRIES = 2**20  # many entries these may have
 
 
 class Engine:
-    """Runs batches through the model, and hands accumulators what they sum.
+    """Runs batches through the model, and gives the accumulators what they sum.
 
     Parameters
     ----------
@@ -91,7 +90,7 @@ class Engine:
 
     @property
     def passes(self) -> int:
-        """How many passes examples took, forward or backward, or are to take."""
+        """How many forward and backward passes the examples took or will take."""
         waiting = chain.from_iterable(self._waiting.values())
         return self._passes + sum(
             (1 + self.cost * len(group.order)) * len(x) for x, group, _ in waiting
@@ -99,7 +98,7 @@ class Engine:
 
     @property
     def cost(self) -> int:
-        """How many passes a piece takes: more where examples' gradients are taken."""
+        """How many passes a piece takes; more if it needs per-example gradients."""
         return _SLOW if self.jacobians else 1
 
     def add(
@@ -136,7 +135,7 @@ class Engine:
         tolerance: float,
         label_mask: Tensor | None = None,
     ) -> None:
-        """Run a batch, without the pieces worth at most `tolerance` of its trace.
+        """Run a batch; drop pieces that are at most `tolerance` of its trace in all.
 
         Parameters
         ----------
@@ -169,7 +168,7 @@ class Engine:
         tolerance: float,
         label_mask: Tensor | None,
     ) -> tuple[list[Group], dict[str, Tensor]]:
-        """Run examples forward; if all are one group, run it backward and return none.
+        """Run examples forward; return their groups, or run a single group backward.
 
         Else return the groups to run later, from a forward pass of their own, with each
         layer's :func:`_shares`.
@@ -201,22 +200,22 @@ class Engine:
         """Raise :class:`DataError` if an example's outputs were not finite."""
         if (example := _first_not_finite(self._outputs)) is not None:
             raise DataError(
-                f"the model's outputs of example {example} (of those read, from 0) "
-                "hold NaN or infinity, so there is no Fisher: look at its inputs, and "
-                "at the model's parameters"
+                f"the model's outputs of example {example} (counted from 0) hold NaN "
+                "or infinity, so the Fisher is not defined: check that example's "
+                "inputs and the model's parameters"
             )
 
     def not_finite(self, what: str) -> DataError:
-        """Return an error of what is not finite, though outputs are."""
+        """Return an error for a Fisher that is not finite although the outputs are."""
         example = _first_not_finite(self._inputs)
         where = "" if example is None else f"; so are the inputs of example {example}"
         return DataError(
-            f"the Fisher of '{what}' is not finite{where}: look at the inputs, their "
+            f"the Fisher of '{what}' is not finite{where}: check the inputs, their "
             "scale, and the model's dtype"
         )
 
     def finish(self) -> None:
-        """Run what still waits."""
+        """Run the groups that still wait."""
         for key in list(self._waiting):
             self._run_waiting(key)
 
@@ -250,12 +249,12 @@ class Engine:
         return outputs, single_calls(taps, len(inputs))
 
     def _note_finite(self, inputs: Inputs, outputs: Tensor) -> None:
-        """Note which rows are finite, without a wait for the device."""
+        """Note which rows are finite, without waiting for the device."""
         self._outputs.append(_finite_rows([outputs.detach()], len(inputs)))
         self._inputs.append(_finite_rows(inputs.tensors, len(inputs)))
 
     def _columns(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
-        """Return the input columns that are to be paired with gradients."""
+        """Return the input columns that accumulators pair with gradients."""
         return {
             name: layer.input_columns(taps[name].inputs)
             for name, layer in self.layers.items()
@@ -270,7 +269,7 @@ class Engine:
         label_mask: Tensor | None,
         rows: slice,
     ) -> dict[str, Tensor]:
-        """Return which positions of each layer a loss reaches, ``[n, T]``.
+        """Return which positions of each layer have a gradient, ``[n, T]``.
 
         Positions that are padding, or that no output with a label depends on, have a
         gradient of 0, and are left out of K-FAC's factors, as if they were not there.
@@ -303,7 +302,7 @@ class Engine:
         columns: Mapping[str, Tensor],
         reached: Mapping[str, Tensor],
     ) -> None:
-        """Show the input columns to the accumulators that observe every example's.
+        """Give every example's input columns to the accumulators that need them.
 
         `columns` are those of all positions, of layers where they are known.
         """
@@ -336,7 +335,7 @@ class Engine:
         pieces: Iterable[Tensor],
         shares: Mapping[str, Tensor],
     ) -> None:
-        """Run pieces back through the model to every layer's output, and sum there."""
+        """Run pieces backward to every layer's output, and add up there."""
         edges = [tap.edge() for tap in taps.values()]
         sizes = {n: x.positions(taps[n].inputs.shape) for n, x in self.layers.items()}
         prepared = {
@@ -369,7 +368,7 @@ class Engine:
                 self._add(name, columns, gradients, sizes[name])
 
     def _bundle_size(self, count: int, sizes: Mapping[str, list[int]]) -> int:
-        """Return how many passes' gradients of `count` examples may be held."""
+        """Return for how many passes `count` examples' gradients fit in memory."""
         single = [x for n, x in self.layers.items() if math.prod(sizes[n]) == 1]
         outputs = sum(layer.matrices().shape[:2].numel() for layer in single)
         return max(1, min(_MOST_BUNDLED, _MOST_ENTRIES // max(count * outputs, 1)))
@@ -407,7 +406,7 @@ def _finite_rows(tensors: Sequence[Tensor], count: int) -> Tensor:
 
 
 def _first_not_finite(finite: Sequence[Tensor]) -> int | None:
-    """Return the first row that is not finite, among all that were noted."""
+    """Return the first row that is not finite, among all noted rows."""
     wrong = ~torch.cat(list(finite))
     return int(wrong.nonzero()[0]) if wrong.any() else None
 
@@ -417,20 +416,20 @@ def _shares(reached: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _share(reached: Tensor) -> Tensor:
-    """Return which share of an example's positions counts, ``[n]``; 1 of none."""
+    """Return the share of each example's positions that count, ``[n]``."""
     counts = reached.sum(1)
     return torch.where(counts > 0, counts / reached.shape[1], 1.0)
 
 
 def _full_precision(columns: Tensor) -> torch.autocast:
-    """Leave a caller's autocast, which would multiply what is summed in half."""
+    """Leave the caller's autocast, which would multiply in half precision."""
     return torch.autocast(columns.device.type, enabled=False)
 
 
 def _in_bundles(
     pieces: Iterable[Tensor], size: int
 ) -> Iterator[tuple[list[Tensor], bool]]:
-    """Yield pieces so many at a time, and whether these are the last."""
+    """Yield pieces, `size` at a time, and whether they are the last."""
     rest = iter(pieces)
     bundle = list(islice(rest, size))
     while bundle:

@@ -1,4 +1,4 @@
-"""The labels that a Fisher is a mean over: all, drawn ones, or given ones."""
+"""The expectation of a Fisher over labels: all classes, drawn labels, or the data's."""
 
 import math
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ _PASSES = 9  # of ten classes
 
 @dataclass(frozen=True)
 class Expectation:
-    """Which labels a Fisher is a mean over, and so which rank-one pieces are summed.
+    """The expectation over labels, which decides the rank-one pieces of a batch.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Expectation:
 
     @property
     def passes(self) -> int:
-        """A guess of how many backward passes an example takes at the most.
+        """An estimate of how many backward passes an example takes at most.
 
         With ``exact``, `max_passes`, or 9 where nothing bounds it.
         """
@@ -53,7 +53,7 @@ class Expectation:
     def examples_within(
         self, total_passes: int, examples: int | None, loader: Iterable[Any]
     ) -> int:
-        """Return how many examples are to be looked at for so many passes, at most."""
+        """Return how many examples a bound on passes allows, at most."""
         each = 1 + self.passes
         if self.kind == "exact" and reads_at_random(loader):
             each = 1  # of many, it may be known that they need none
@@ -61,7 +61,7 @@ class Expectation:
         return most if examples is None else min(examples, most)
 
     def with_labels(self, batch: Batch) -> Batch:
-        """Return a batch's examples without those of which every label is -100."""
+        """Return a batch without the examples that have no label other than -100."""
         label_mask = self._label_mask(batch)
         if label_mask is None or len(label_mask) != len(batch):
             return batch
@@ -75,7 +75,7 @@ class Expectation:
         return ~ignored
 
     def add(self, engine: Engine, batch: Batch, generator: torch.Generator) -> None:
-        """Have the engine sum the pieces of a batch.
+        """Add the pieces of a batch, by the engine.
 
         Parameters
         ----------
@@ -156,5 +156,5 @@ def squared_batch_gradients(
         sums.add_squares(torch.autograd.grad(outputs, leaves, mean, allow_unused=True))
         count += 1
     if not count:
-        raise DataError("the loader has no examples, so there is no Fisher to take")
+        raise DataError("the loader has no examples, so it has no Fisher")
     return Diagonal(sums.mean(count))

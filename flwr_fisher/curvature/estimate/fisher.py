@@ -1,6 +1,6 @@
 """The Fisher information of a trained model.
 
-Long: most of it is one docstring, of what every option does.
+Long: most of it is one docstring, which says what every option does.
 """
 
 import math
@@ -213,8 +213,8 @@ def fisher(
     ).check(structures, engine)
     if isinstance(examples, str):  # which stands for a number, of a client's
         raise ConfigurationError(
-            f"examples='{examples}' is for FisherOptions, and fisher takes a number, "
-            "or None for all: pass one, or **FisherOptions().for_client(count)"
+            f"examples='{examples}' is for FisherOptions only: pass a number to "
+            "fisher, None for all examples, or **FisherOptions().for_client(count)"
         )
     check_whole("num_samples", num_samples, 1)
     if max_batch_bytes is not None:
@@ -237,7 +237,7 @@ def fisher(
         elif expectation == "empirical-batch":
             if structures != ["diagonal"]:
                 raise ConfigurationError(
-                    "expectation='empirical-batch' is for structure='diagonal' alone"
+                    "expectation='empirical-batch' needs structure='diagonal'"
                 )
             batches = batches_of(loader, model, device)
             results = [squared_batch_gradients(model, batches, over_labels.likelihood)]
@@ -258,7 +258,7 @@ def fisher(
 def _fit(
     loader: Iterable[Any], over_labels: Expectation, total_passes: int | None
 ) -> bool:
-    """Return whether so many passes are enough for all examples of a loader."""
+    """Return whether a bound on passes is enough for all examples of a loader."""
     if total_passes is None or (count := count_of(loader)) is None:
         return False
     return count * (1 + over_labels.passes) <= total_passes
@@ -273,7 +273,7 @@ def _by_examples(
     expectation: Expectation,
     total_passes: int | None,
 ) -> list[Curvature]:
-    """Read the loader, twice where E-KFAC needs the eigenbasis of K-FAC first."""
+    """Read the loader once; twice for E-KFAC, which needs K-FAC's eigenbasis first."""
     readings = 2 if "ekfac" in structures else 1
     most_passes = None if total_passes is None else max(1, total_passes // readings)
 
@@ -301,7 +301,7 @@ def _by_examples(
         if accumulation is None:
             raise DataError(
                 "the loader has no examples, or none with a label other than -100, so "
-                "there is no Fisher to take"
+                "it has no Fisher"
             )
         return accumulation.results()
 
@@ -309,7 +309,7 @@ def _by_examples(
         results = read(structures, None)
     elif isinstance(unwrapped(loader), Iterator):
         raise DataError(
-            "structure='ekfac' reads the loader twice; pass one that can be"
+            "structure='ekfac' reads the loader twice: pass one that can be read again"
         )
     else:
         first = [name for name in structures if name != "ekfac"]
@@ -331,7 +331,7 @@ def _by_nngeometry(
     softmax = expectation.likelihood is LIKELIHOODS["categorical"]
     if expectation.kind != "exact" or not softmax:
         raise ConfigurationError(
-            "engine='nngeometry' is for the exact expectation over classes alone"
+            "engine='nngeometry' needs expectation='exact' over classes"
         )
     batches = [batch.inputs for batch in batches_of(loader, model, device)]
     return [nngeometry_fisher(model, batches, name) for name in structures]

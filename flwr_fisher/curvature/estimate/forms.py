@@ -1,6 +1,9 @@
-"""How each parameter's gradients are taken, as a trial on a few examples shows.
+"""The form in which each parameter's gradients are computed, found by a trial.
 
-Long: the trial, what it explains, and what all examples share are one decision.
+The trial runs the model on a few examples, and shows which layers' gradients follow
+from their inputs and output gradients.
+
+Long: the trial, what it explains, and the shared parameters are one decision.
 """
 
 import copy
@@ -41,7 +44,7 @@ _TOLERANCE = 5e-3
 
 
 class FormTrial:
-    """Outputs and gradients on a few examples, of which some have a gradient.
+    """A trial: outputs and gradients on a few examples, some without a gradient.
 
     So the others' are exactly zero wherever a row is an example's.
 
@@ -102,27 +105,27 @@ class FormTrial:
         self._of = {id(parameter): next(gradients) for parameter in trained}
 
     def reaches_others(self, gradient: Tensor) -> Tensor:
-        """Return whether rows of examples without a gradient have one, as a tensor."""
+        """Return, as a tensor, whether gradients reach examples that have no loss."""
         return (gradient.ne(0) & _column(self.others, gradient)).any()
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return a trained parameter's gradient, if it has one that is dense."""
+        """Return a trained parameter's gradient, or None if it has no dense one."""
         found = self._of[id(parameter)]
         return None if found is None or found.is_sparse else found
 
     @property
     def is_guarded(self) -> bool:
-        """Whether an index out of range would end the process."""
+        """Whether an index out of range would crash the process, as on a GPU."""
         return self.outputs.device.type != "cpu"
 
     def guard(self) -> AbstractContextManager[object]:
-        """Return what refuses lookups where one out of range would end the process."""
+        """Return a context that refuses lookups, if they could crash the process."""
         if not self.is_guarded:
             return nullcontext()
         return NoLookups()  # type: ignore[no-untyped-call]
 
     def on_cpu(self) -> "FormTrial":
-        """Return the same of a copy of the model on the CPU; it copies on no device."""
+        """Return the same trial of a copy of the model on the CPU."""
         own = [*self.model.parameters(), *self.model.buffers()]
         copies: dict[int, Any] = {
             id(x): nn.Parameter(x.detach().cpu(), x.requires_grad)
@@ -145,7 +148,7 @@ def _may_spread(
     layers: Mapping[str, KroneckerLayer | DirectLayer],
     wanted: Tensor,
 ) -> bool:
-    """Return whether the model takes one row an example where it makes one for all."""
+    """Return whether the model takes a row for each example in place of one for all."""
     try:
         with torch.no_grad():
             outputs, _ = tapped_forward(model, inputs, layers)
@@ -157,7 +160,7 @@ def _may_spread(
 
 
 def agree(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return whether two tensors are equal up to rounding in a dtype, as a tensor."""
+    """Return, as a tensor, whether two tensors are equal up to rounding in a dtype."""
     tolerance = max(_TOLERANCE, 4 * torch.finfo(dtype).eps)
     a, b = widened(found), widened(wanted)
     return torch.dist(a, b).le(tolerance * torch.linalg.vector_norm(b))
@@ -168,7 +171,7 @@ _AXES = 3  # at most, that a parameter is stretched along: positions, or an imag
 
 @dataclass(frozen=True)
 class Forms:
-    """How each of a model's trained parameters is taken.
+    """The form of each of a model's trained parameters: Kronecker, direct or shared.
 
     Parameters
     ----------
@@ -240,7 +243,7 @@ def kronecker_layers(model: nn.Module) -> dict[str, KroneckerLayer]:
 
 
 def direct_layers(model: nn.Module) -> dict[str, DirectLayer]:
-    """Return norms and embeddings whose parameters are used in one place only."""
+    """Return norms and embeddings with parameters that are used in one place only."""
     layers = {}
     for name, module, trained in _sole_owners(model):
         prefix = f"{name}." if name else ""
@@ -254,7 +257,7 @@ def direct_layers(model: nn.Module) -> dict[str, DirectLayer]:
 
 
 def _sole_owners(model: nn.Module) -> list[tuple[str, nn.Module, set[str]]]:
-    """Return modules whose own parameters are no other's, and which are trained."""
+    """Return the trained modules that share no parameter with another module."""
     modules = [
         (name, module, dict(module.named_parameters(recurse=False)))
         for name, module in model.named_modules()
@@ -268,7 +271,9 @@ def _sole_owners(model: nn.Module) -> list[tuple[str, nn.Module, set[str]]]:
 
 
 def explained(trial: FormTrial, names: Iterable[str]) -> dict[str, Tap]:
-    """Return the call of each layer whose gradients follow from its input and output.
+    """Return the call of each layer that the trial explains.
+
+    Its gradients follow from its input and its output's gradient.
 
     Parameters
     ----------
@@ -284,7 +289,7 @@ def explained(trial: FormTrial, names: Iterable[str]) -> dict[str, Tap]:
 def explained_layers(
     model: nn.Module, inputs: Inputs, without: type[KroneckerLayer] | UnionType
 ) -> tuple[dict[str, KroneckerLayer], dict[str, Tap], bool]:
-    """Return a model's :func:`explained` layers, but for some classes, by their names.
+    """Return a model's :func:`explained` layers by name, except for some classes.
 
     With the call of each, and whether `tapped_forward` is to spread rows.
     """
@@ -302,7 +307,7 @@ _Names = TypeVar("_Names", bound=Sequence[str])
 
 
 def _explained(groups: Iterable[_Names], trial: FormTrial) -> list[_Names]:
-    """Return those of which :func:`_explains` is true; a device is read once."""
+    """Return the layers for which :func:`_explains` is true, with one device read."""
     answers = [(names, _explains(names, trial)) for names in groups]
     known = [(names, answer) for names, answer in answers if answer is not None]
     flags = torch.stack([answer for _, answer in known]).tolist() if known else []
@@ -344,7 +349,7 @@ def _explains(names: Sequence[str], trial: FormTrial) -> Tensor | None:
 def shared_parameters(
     trial: FormTrial, names: Sequence[str]
 ) -> dict[str, SharedParameter]:
-    """Return those parameters of which the model takes a copy an example.
+    """Return the parameters that the model takes as one copy for each example.
 
     Parameters
     ----------
@@ -397,7 +402,7 @@ def _candidates(model: nn.Module, name: str) -> Iterator[SharedParameter]:
 
 
 def _takes(trial: FormTrial, candidates: Sequence[SharedParameter]) -> bool:
-    """Return whether outputs and gradients with copies are the model's own.
+    """Return whether a run with copies gives the model's own outputs and gradients.
 
     They are not if copies are mixed up with something that is no example, or if the
     model has no place for them.

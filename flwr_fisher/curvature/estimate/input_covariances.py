@@ -1,4 +1,4 @@
-"""What a model's layers are fed: the second moments of their inputs, K-FAC's `A`."""
+"""Second moments of the inputs of a model's layers: K-FAC's `A`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ def input_covariances(
 
 
 class _Sums:
-    """The sums over examples; the first of them decide which layers have one."""
+    """The sums over examples; a trial on the first examples chooses the layers."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, max_batch_bytes: int) -> None:
         check_examples_are_independent(model, "layers' inputs hang on the batch")

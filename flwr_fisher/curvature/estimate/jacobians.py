@@ -1,4 +1,4 @@
-"""Per-example Jacobians through ``torch.func``: exact for any parameter, and slow."""
+"""Per-example Jacobians by ``torch.func``: exact for any parameter, but slow."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _ENTRIES_AT_ONCE = 2**24  # 64 MiB in float32
 
 
 class Jacobians:
-    """Per-example gradients of some parameters."""
+    """Computes per-example gradients of some parameters."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         parameters = dict(model.named_parameters())
@@ -30,7 +30,7 @@ class Jacobians:
         self.loops = False  # whether examples are taken one by one
 
     def gradients(self, inputs: Inputs, pieces: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Yield ``[n', K, *shape]``: the pieces pulled back, in small chunks."""
+        """Yield the pieces' gradients ``[n', K, *shape]``, a few examples at a time."""
         size = sum(p.numel() for p in self.params.values()) * len(pieces)
         chunk = max(1, _ENTRIES_AT_ONCE // max(size, 1))
         parts = zip(inputs.split(chunk), torch.split(pieces, chunk, 1), strict=True)
@@ -39,7 +39,7 @@ class Jacobians:
             yield {name: widened(row) for name, row in rows.items()}
 
     def _together(self, inputs: Inputs, pieces: Tensor) -> dict[str, Tensor]:
-        """Return some examples' gradients by ``vmap``; by a loop where it cannot."""
+        """Return some examples' gradients by ``vmap``, or by a loop if it fails."""
 
         def pulled_back(tensors: list[Tensor], v: Tensor) -> dict[str, Tensor]:
             one = inputs.with_tensors([t.unsqueeze(0) for t in tensors])
@@ -66,7 +66,7 @@ class Jacobians:
             return self._one_by_one(inputs, pieces)
 
     def _one_by_one(self, inputs: Inputs, pieces: Tensor) -> dict[str, Tensor]:
-        """Return the same by a forward pass for each example, whatever the model."""
+        """Return the same by one forward pass for each example, for any model."""
         leaves = [self.model.get_parameter(name) for name in self.params]
         rows = []
         for i in range(len(inputs)):
@@ -92,7 +92,7 @@ class Jacobians:
 
 @contextmanager
 def _without_slow_fallbacks() -> Iterator[None]:
-    """Take attention's form that vmap has a rule for; be quiet where it has none."""
+    """Use the form of attention that vmap supports; silence vmap's warnings."""
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         yield

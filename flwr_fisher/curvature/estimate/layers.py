@@ -1,11 +1,11 @@
-r"""Layers with a Kronecker form, as matrix products over positions.
+r"""Layers with a Kronecker form, seen as matrix products over positions.
 
 Each computes, at each of T output positions (T = 1 for a plain linear layer), an output
 column :math:`W a_t` from an input column :math:`a_t`. With a batch's columns as
 ``[n, groups, size, T]`` an example's gradient is :math:`\sum_t g_t a_t^\top`, and
 K-FAC's factors are second moments of the columns.
 
-Long: every kind of layer with such a form, side by side.
+Long: all kinds of such layers, side by side.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ _OF_WEIGHT: list[Callable[..., Tensor]] = [
 
 @dataclass(frozen=True)
 class KroneckerLayer(ABC):
-    """A layer with a Kronecker form, and the model's names of its trained parameters.
+    """A layer with a Kronecker form, and its trained parameters' names in the model.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class KroneckerLayer(ABC):
 
     @staticmethod
     def of(name: str, layer: nn.Module, *, bias: bool) -> "KroneckerLayer | None":
-        """Return a model's layer by its name, or None if it has no such form.
+        """Return the layer of this name, or None if it has no Kronecker form.
 
         Parameters
         ----------
@@ -72,7 +72,7 @@ class KroneckerLayer(ABC):
         elif is_packed(layer):
             kind = PackedProjection
         elif is_transposed(layer):
-            # Its bias is no column of the matrix that has the weight's rows.
+            # Here the bias cannot be the last column of the weight's matrix.
             kind, bias = TransposedLinear, False
         else:
             return None
@@ -81,7 +81,7 @@ class KroneckerLayer(ABC):
 
     @abstractmethod
     def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
-        """Return what the layer multiplies its weight with.
+        """Return the columns that the layer multiplies by its weight.
 
         Parameters
         ----------
@@ -111,11 +111,11 @@ class KroneckerLayer(ABC):
 
     @abstractmethod
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether these are the shapes of one plain call."""
+        """Return whether these shapes are those of one plain call of the layer."""
 
     @property
     def groups(self) -> int:
-        """How many parts of the outputs have factors of their own."""
+        """The number of groups of outputs; each group has its own factors."""
         return 1
 
     def parameters(self) -> list[Tensor]:
@@ -134,7 +134,7 @@ class KroneckerLayer(ABC):
         return torch.promote_types(self.kernel.dtype, torch.float32)
 
     def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
-        """Return the parameters' gradients, given that of the output."""
+        """Return the parameters' gradients for a given gradient of the output."""
         g, a = self.output_columns(output), self.input_columns(inputs)
         product = torch.einsum("ngot,ngit->goi", g, a)
         return list(self.as_params(product).values())
@@ -145,7 +145,7 @@ class KroneckerLayer(ABC):
         return to_matrices(weight, bias[0] if bias else None, self.groups).detach()
 
     def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
-        """Cut what :meth:`matrices` returns back into weight and bias."""
+        """Return the weight and bias of such matrices: the inverse of `matrices`."""
         return from_matrices(matrices, self.weight, self.kernel.shape, self.bias)
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -154,7 +154,7 @@ class KroneckerLayer(ABC):
 
 
 class LinearLayer(KroneckerLayer):
-    """A linear layer, of examples or of their tokens."""
+    """A linear layer, applied to examples or to their tokens."""
 
     def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
         """Return the tokens as columns."""
@@ -181,7 +181,7 @@ class LinearLayer(KroneckerLayer):
         return [inputs[1:-1].numel()]
 
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether features are last, and there are outputs for each."""
+        """Return whether features are last, and each row of inputs has outputs."""
         rows, columns = self.kernel.shape
         plain = len(inputs) > 1 and inputs[-1] == columns
         return plain and output == torch.Size([*inputs[:-1], rows])
@@ -195,24 +195,24 @@ class TransposedLinear(LinearLayer):
         return self.kernel.mT.unsqueeze(0)
 
     def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
-        """Turn what :meth:`matrices` returns back into the weight."""
+        """Return the weight of such matrices: the inverse of `matrices`."""
         return {self.weight: matrices.squeeze(0).mT}
 
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether features are last, and there are outputs for each."""
+        """Return whether features are last, and each row of inputs has outputs."""
         columns, rows = self.kernel.shape
         plain = len(inputs) > 1 and inputs[-1] == columns
         return plain and output == torch.Size([*inputs[:-1], rows])
 
 
 class PackedProjection(LinearLayer):
-    """The queries', keys' and values' projection of self-attention, packed in one."""
+    """The packed projection to queries, keys and values of self-attention."""
 
     own = ("in_proj_weight", "in_proj_bias")
 
     @property
     def groups(self) -> int:
-        """Queries, keys and values."""
+        """Three groups: queries, keys and values."""
         return 3
 
     def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
@@ -226,18 +226,18 @@ class PackedProjection(LinearLayer):
 
 
 class ConvolutionLayer(KroneckerLayer):
-    """A convolution, whose inputs are its patches."""
+    """A convolution; its input columns are the patches."""
 
     layer: nn.Conv1d | nn.Conv2d | nn.Conv3d
 
     @property
     def groups(self) -> int:
-        """The convolution's own."""
+        """The convolution's groups."""
         return self.layer.groups
 
     @property
     def is_grouped(self) -> bool:
-        """Whether it has several groups, each of a few inputs."""
+        """Whether the convolution has several groups, each with few inputs."""
         return self.groups > 1 and self.kernel.shape[1] <= _FEW
 
     def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
@@ -279,7 +279,7 @@ class ConvolutionLayer(KroneckerLayer):
         return torch.cat([rows, ones], 3)
 
     def _by_convolution(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """Return the gradients as that of a convolution with every example's groups."""
+        """Compute the gradients by one convolution that has all examples' groups."""
         n = len(inputs)
         return _OF_WEIGHT[inputs.dim() - 3](
             inputs.reshape(1, -1, *inputs.shape[2:]),
@@ -291,7 +291,7 @@ class ConvolutionLayer(KroneckerLayer):
         )
 
     def _by_offset(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """Return the same of one channel a group, for each of the kernel's entries.
+        """Compute them for one channel a group, by each entry of the kernel in turn.
 
         All examples' channels are next to each other in memory, so that small images
         make long products.
@@ -325,7 +325,7 @@ class ConvolutionLayer(KroneckerLayer):
         return sizes
 
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether channels are second, and there is an output a position."""
+        """Return whether channels are second, and each position has an output."""
         layer, axes = self.layer, len(self.layer.kernel_size)
         if len(inputs) != 2 + axes or inputs[1] != layer.in_channels:
             return False
@@ -376,7 +376,7 @@ class ConvolutionLayer(KroneckerLayer):
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module is linear by its rows, as transformers' ``Conv1D`` is."""
+    """Return whether a module is a linear layer with weight ``[in, out]``."""
     own = dict(module.named_parameters(recurse=False))
     sizes = getattr(module, "nx", None), getattr(module, "nf", None)
     named = type(module).__name__ == "Conv1D" and "weight" in own
@@ -386,7 +386,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def prepares_inputs(module: nn.Module) -> bool:
-    """Return whether a convolution's class has a ``forward`` of its own.
+    """Return whether a convolution's class overrides ``forward``.
 
     It pads its inputs, for instance, as TensorFlow's "same" does.
     """
@@ -399,7 +399,7 @@ def prepares_inputs(module: nn.Module) -> bool:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Return whether a module is attention with one parameter for its projections."""
+    """Return whether a module is self-attention with a packed projection."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward

@@ -1,11 +1,11 @@
-r"""What a model's outputs mean: the curvature of the loss with respect to them.
+r"""Likelihoods: how a model's outputs define a distribution over labels.
 
-A likelihood says how the Fisher with respect to one example's outputs falls into
-rank-one pieces, :math:`\sum_k v_k v_k^\top`; each piece costs one backward pass.
+A likelihood splits the Fisher with respect to one example's outputs into rank-one
+pieces, :math:`\sum_k v_k v_k^\top`. Each piece costs one backward pass.
 Outputs are seen as ``[n, T, C]``: C numbers at each of T independent positions, with
 T = 1 for an ordinary classifier.
 
-Long: what a likelihood of one's own must know stands beside the three that are given.
+Long: the base class for users' own likelihoods, beside the three built-in ones.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ from flwr_fisher.errors import DataError, StructureError, check_known
 
 
 class Likelihood(ABC):
-    """How a model's outputs turn into a distribution over labels.
+    """A distribution over labels, given a model's outputs; base of users' own.
 
     Derive from it for a loss that has no name here, and pass an instance as the
     `likelihood` of :func:`~flwr_fisher.curvature.fisher` or of a ``FisherClient``.
@@ -108,11 +108,11 @@ class Likelihood(ABC):
         return len(labels)
 
     def ignored(self, labels: object) -> Tensor | None:
-        """Return which entries of the labels are none; None where all are."""
+        """Return a mask of entries that are no labels, or None if all are labels."""
         return None
 
     def check_order(self, outputs: Tensor, labels: object) -> None:
-        """Raise where a batch's labels show that outputs are not as read here."""
+        """Raise an error if the labels show that the outputs have another meaning."""
         return
 
     def pieces(
@@ -146,13 +146,13 @@ class Likelihood(ABC):
     def vectors(
         self, outputs: Tensor, most: int | None, generator: torch.Generator | None
     ) -> OutputVectors:
-        """Return :meth:`columns`, or fewer vectors that estimate them."""
+        """Return the vectors of :meth:`columns`, or fewer that estimate their sum."""
         values = self.columns(outputs)
         fits = values.dim() == 4 and values[0].numel() == outputs.numel()
         if not fits or values.shape[1] != len(outputs):
             raise StructureError(
-                f"{type(self).__name__}.columns gave {tuple(values.shape)} for outputs "
-                f"of shape {tuple(outputs.shape)}: return [k, n, T, C]"
+                f"{type(self).__name__}.columns returned shape {tuple(values.shape)} "
+                f"for outputs of shape {tuple(outputs.shape)}: return [k, n, T, C]"
             )
         return GivenVectors(values)
 
@@ -163,7 +163,7 @@ class Categorical(Likelihood):
     labels_are_classes = True
 
     def columns(self, outputs: Tensor) -> Tensor:
-        """Return C - 1 pieces a position; see :class:`SoftmaxVectors`."""
+        """Return C - 1 pieces for each position; see :class:`SoftmaxVectors`."""
         vectors = self.vectors(outputs, None, None)
         index = torch.zeros(len(outputs), dtype=torch.long, device=outputs.device)
         return torch.stack([vectors.at(index + i) for i in range(vectors.count)])
@@ -171,7 +171,7 @@ class Categorical(Likelihood):
     def vectors(
         self, outputs: Tensor, most: int | None, generator: torch.Generator | None
     ) -> OutputVectors:
-        """Return the same, each made when it is asked for; or the likeliest and a draw.
+        """Return the same lazily, or the most likely class's piece and a drawn one.
 
         At most `most`, of which the last is a label drawn from all other labels.
         """
@@ -198,20 +198,21 @@ class Categorical(Likelihood):
         if labels.shape != p.shape[:-1] or labels.is_floating_point():
             raise DataError(
                 f"labels of shape {tuple(labels.shape)} and dtype {labels.dtype} do "
-                f"not fit logits of shape {tuple(p.shape)}: give class indices"
+                f"not fit logits of shape {tuple(p.shape)}: labels must be class "
+                "indices"
             )
         labels, classes = labels.long(), p.shape[-1]
         ignored = labels == IGNORED
         if len(wrong := labels[~ignored & ((labels < 0) | (labels >= classes))]):
             raise DataError(
-                f"label {int(wrong[0])} is outside [0, {classes}): give class indices, "
-                f"and {IGNORED}, PyTorch's ignore_index, where there is no label"
+                f"label {int(wrong[0])} is outside [0, {classes}): labels must be "
+                f"class indices, or {IGNORED} (PyTorch's ignore_index) for no label"
             )
         scores = _from_probabilities(labels.clamp_min(0), p)
         return scores.masked_fill(ignored.unsqueeze(-1), 0)
 
     def num_labels(self, labels: Tensor) -> int:
-        """Count the labels, of which an example may have several, without -100."""
+        """Return the number of labels other than -100."""
         if labels.is_floating_point():  # probabilities, of every class
             return max(1, labels[..., 0].numel())
         return max(1, count_labels(labels))
@@ -223,7 +224,7 @@ class Categorical(Likelihood):
         return labels == IGNORED
 
     def check_order(self, outputs: Tensor, labels: object) -> None:
-        """Raise where labels show that the last dimension is none of classes.
+        """Raise an error if labels show that the last dimension is not the classes.
 
         They fit classes in PyTorch's place, second; or there is one for each output.
         """
@@ -234,29 +235,30 @@ class Categorical(Likelihood):
             if _are_probabilities(labels):
                 return
             raise StructureError(
-                f"there is a label for each output, {tuple(outputs.shape)}, and they "
-                "are no probabilities of classes: say likelihood='bernoulli' for "
-                "sigmoids, 'gaussian' for numbers; classes go last, which "
-                "outputs.movedim(1, -1) does where they are second"
+                f"labels have the outputs' shape, {tuple(outputs.shape)}, and are not "
+                "probabilities of classes: pass likelihood='bernoulli' for sigmoids, "
+                "or 'gaussian' for numbers. If the second dimension is the classes, "
+                "make it the last, by outputs.movedim(1, -1)"
             )
         if shape in (places, (1, *places)) and shape != outputs.shape[1:-1] and places:
             raise StructureError(
-                f"by the labels, outputs of shape {tuple(outputs.shape)} have classes "
-                "second: put them last, by outputs.movedim(1, -1)"
+                "the labels show that the second dimension of the outputs, of shape "
+                f"{tuple(outputs.shape)}, is the classes: make it the last, by "
+                "outputs.movedim(1, -1)"
             )
 
 
 def _are_probabilities(labels: Tensor) -> bool:
-    """Return whether they are of classes, which add up to 1 in the last dimension."""
+    """Return whether labels are probabilities, whose sum in the last dimension is 1."""
     total = labels.sum(-1, dtype=torch.float32)
     return bool((labels >= 0).all() and ((total - 1).abs() < 1e-2).all())
 
 
 class Bernoulli(Likelihood):
-    """Independent sigmoids: logits ``[n]`` or ``[n, …]``, labels 0 or 1."""
+    """Independent sigmoids, with logits ``[n]`` or ``[n, …]`` and labels 0 or 1."""
 
     def columns(self, outputs: Tensor) -> Tensor:
-        """Return one piece an output, the square root of p (1 - p)."""
+        """Return one piece for each output, the square root of p (1 - p)."""
         flat = outputs.detach().reshape(len(outputs), -1, 1)
         return (flat.sigmoid() * (-flat).sigmoid()).sqrt().unsqueeze(0)
 
@@ -274,7 +276,7 @@ class Gaussian(Likelihood):
     """Regression with unit variance: the loss is half the squared error."""
 
     def columns(self, outputs: Tensor) -> Tensor:
-        """Return one piece an output, a one."""
+        """Return one piece for each output, with the entry 1."""
         return torch.ones_like(outputs.detach().reshape(1, len(outputs), -1, 1))
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
@@ -287,11 +289,11 @@ class Gaussian(Likelihood):
 
 
 def check_labels(labels: object) -> Tensor:
-    """Return a batch's labels; raise :class:`DataError` where there are none."""
+    """Return a batch's labels; raise :class:`DataError` if it has none."""
     if not isinstance(labels, Tensor):
         raise DataError(
-            "labels are needed, and a batch has none, or no tensor of them: batches "
-            "must be (inputs, labels), or name them, as in an entry 'label'"
+            "a batch has no tensor of labels: batches must be (inputs, labels), or "
+            "mappings with the labels under a key such as 'label'"
         )
     return labels
 
@@ -304,7 +306,7 @@ LIKELIHOODS: dict[str, Likelihood] = {
 
 
 def likelihood_of(likelihood: str | Likelihood) -> Likelihood:
-    """Return a likelihood by its name, or the user's own as it is.
+    """Return the likelihood of a name, or a user's own object unchanged.
 
     Raises
     ------
@@ -322,7 +324,7 @@ def _at_least_2d(outputs: Tensor) -> Tensor:
         raise StructureError(
             "the model's output must be logits of shape [batch, classes], or [batch, "
             f"time, classes], with at least 2 classes, got {tuple(outputs.shape)}: "
-            "say likelihood='bernoulli' for one logit, 'gaussian' for numbers"
+            "pass likelihood='bernoulli' for one logit, or 'gaussian' for numbers"
         )
     return outputs.detach()
 

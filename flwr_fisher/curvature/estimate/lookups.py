@@ -1,4 +1,4 @@
-"""Telling a model that looks anything up by whole numbers, before it does."""
+"""A guard that stops a model before it looks anything up by integers."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LookupRefusedError(Exception):
-    """An operation was about to use whole numbers on others."""
+    """An operation was about to index a tensor by integers."""
 
 
 class NoLookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, an operation that has whole numbers and others as inputs is refused.
+    """A context that refuses every operation with integers and floats as inputs.
 
     All that look something up are such. Out of range, they end a process with a GPU.
 
@@ -29,7 +29,7 @@ class NoLookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Do what was to be done, or raise."""
+        """Run the operation, or raise the error."""
         leaves = tree_leaves((args, kwargs or {}))
         dtypes = {x.dtype for x in leaves if isinstance(x, Tensor)} - {torch.bool}
         others = {x for x in dtypes if x.is_floating_point or x.is_complex}
@@ -39,7 +39,7 @@ class NoLookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a part of a model is compiled, whose operations are not seen."""
+    """Return whether a part of the model is compiled; this guard cannot see inside."""
     return any(
         hasattr(module, "_orig_mod")
         or getattr(module, "_compiled_call_impl", None) is not None

@@ -1,4 +1,4 @@
-"""The same Fisher through nngeometry: an alternative engine, and an oracle for ours.
+"""The Fisher by nngeometry: an alternative engine, against which ours is tested.
 
 The only file that imports nngeometry.
 """
@@ -36,7 +36,7 @@ _REPRESENTATIONS = {
 def nngeometry_fisher(
     model: nn.Module, batches: list[Inputs], structure: str
 ) -> Curvature:
-    """Compute any of nngeometry 0.4's representations.
+    """Compute a Fisher in one of nngeometry 0.4's representations.
 
     Parameters
     ----------
@@ -55,9 +55,11 @@ def nngeometry_fisher(
         convolutions, and padding other than zeros given as numbers.
     """
     if not batches:
-        raise DataError("the loader has no examples, so there is no Fisher to take")
+        raise DataError("the loader has no examples, so it has no Fisher")
     if any(len(each.args) != 1 or each.kwargs for each in batches):
-        raise StructureError("engine='nngeometry' takes models of one input: leave it")
+        raise StructureError(
+            "engine='nngeometry' takes models of one input only: leave engine out"
+        )
     tensors = [each.args[0] for each in batches]
     layers = list(_layers(model))
     # It wants a DataLoader, whose sampler tells it the number of examples; with its own

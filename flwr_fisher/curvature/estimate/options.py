@@ -1,4 +1,4 @@
-"""How a Fisher is taken: the options that a server sends, and which go together."""
+"""The options of a Fisher, which a server sends, and the checks of combinations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +22,7 @@ LARGEST_FACTOR = 2**14  # rows, which take a GiB in float32: a vocabulary has mo
 
 @dataclass(frozen=True, kw_only=True)
 class FisherOptions:
-    """How a client takes its Fisher: what a server asks for.
+    """The options with which a server asks clients for a Fisher.
 
     By default a client takes it of few examples, in few passes and at few positions: as
     accurate on real images as all of them, at a fraction of the cost
@@ -82,7 +82,7 @@ class FisherOptions:
                 check_whole(name, count, 1)
 
     def for_client(self, count: int | None) -> dict[str, Any]:
-        """Return the options as :func:`~flwr_fisher.curvature.fisher` takes them.
+        """Return the keyword arguments of :func:`~flwr_fisher.curvature.fisher`.
 
         ``examples="auto"`` becomes at most 1000 examples, and the bound on passes that
         the class describes.
@@ -99,7 +99,7 @@ class FisherOptions:
         return options
 
     def for_structure(self, structure: str) -> "FisherOptions":
-        """Return them without the bounds that a structure has nothing to bound of.
+        """Return the options without the bounds that do not apply to a structure.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class FisherOptions:
         return own
 
     def check(self, structures: Sequence[str], engine: str = "auto") -> None:
-        """Refuse what does nothing for the structures that are wanted.
+        """Raise an error for options that have no effect on these structures.
 
         Raises
         ------
@@ -153,13 +153,13 @@ class FisherOptions:
             )
 
     def to_options(self) -> dict[str, str | int | float]:
-        """Return what travels: names with hyphens, and nothing that is None."""
+        """Return the options as the server sends them: hyphenated names, no None."""
         fields = asdict(self).items()
         return {name.replace("_", "-"): v for name, v in fields if v is not None}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "FisherOptions":
-        """Read what :meth:`to_options` returned; a count that is not there is None.
+        """Return the options that :meth:`to_options` wrote; missing counts are None.
 
         Raises
         ------
@@ -176,5 +176,5 @@ class FisherOptions:
 
 
 def _passes_for(count: int) -> int:
-    """Return how many passes a client of so many examples takes by default."""
+    """Return the default bound on passes of a client with so many examples."""
     return max(count - _PACKING, count // 2, _FEWEST)

@@ -1,10 +1,10 @@
 r"""The Fisher with respect to a model's outputs, in rank-one pieces.
 
 Outputs are seen as ``[n, T, C]``: C numbers at each of T positions that are independent
-given the outputs. At a position the Fisher is :math:`\sum_i v_i v_i^\top`; each piece
-costs a backward pass, and those that are worth one are planned here.
+given the outputs. At a position the Fisher is :math:`\sum_i v_i v_i^\top`. Each piece
+costs a backward pass; this file chooses the pieces that are worth it.
 
-Long: two kinds of vectors, the pieces made of them, and the choice among these.
+Long: the kinds of vectors, the pieces made of them, and the choice of pieces.
 """
 
 import copy
@@ -49,7 +49,7 @@ class OutputVectors(ABC):
 
 
 class GivenVectors(OutputVectors):
-    """Vectors that are all there.
+    """Vectors that are held as one tensor.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ class SoftmaxVectors(OutputVectors):
         return self.norms.permute(2, 0, 1)
 
     def at(self, index: Tensor) -> Tensor:
-        """Return a column at each position, the classes in the logits' order."""
+        """Return one column at each position, with classes in the logits' order."""
         index = index.view(-1, 1, 1).expand(*self.p.shape[:2], 1)
         below = -self.p / self.after.gather(-1, index)
         ranks = torch.arange(self.top.shape[-1], device=index.device)
@@ -170,7 +170,7 @@ class SoftmaxVectors(OutputVectors):
 
 
 class MaskedVectors(OutputVectors):
-    """The vectors of another, but zero where a mask is False.
+    """Other vectors, set to zero where a mask is False.
 
     Parameters
     ----------
@@ -198,7 +198,7 @@ class MaskedVectors(OutputVectors):
 
 
 class Pieces:
-    """The rank-one pieces of a batch, each of which costs a backward pass.
+    """The rank-one pieces of a batch; each costs a backward pass.
 
     A piece is one vector at one position and zero elsewhere. With a generator it is one
     at every position, with random signs that keep the positions' cross terms from
@@ -281,7 +281,7 @@ def _tails(values: Tensor) -> Tensor:
 
 
 def worth_keeping(weights: Tensor, tolerance: float) -> Tensor:
-    r"""Return which pieces to keep so that at most `tolerance` of the trace is lost.
+    r"""Return a mask of pieces to keep, which loses at most `tolerance` of the trace.
 
     The trace of the batch's Fisher with respect to its outputs is
     :math:`\sum_{n,c} p_c (1 - p_c)` for a softmax, known after the forward pass; the
@@ -338,7 +338,7 @@ class Group:
     counts: Tensor
 
     def piece(self, index: int) -> Tensor:
-        """Return a pass's ``[len(rows), *outputs]``; 0 where an example has no more."""
+        """Return a pass's pieces, ``[len(rows), *outputs]``, 0 for examples without."""
         chosen = self.order[min(index, len(self.order) - 1)]
         picked = self.pieces.pick(chosen)
         needed = index < self.counts
@@ -350,7 +350,7 @@ class Group:
 
 
 def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
-    """Group a batch's examples by how many pieces they keep; drop those without any.
+    """Group a batch's examples by their number of pieces, without those that have none.
 
     They are one group if that takes no more passes: apart, each group has a forward
     pass of its own; one of the whole batch needs none beyond what `pieces` took.

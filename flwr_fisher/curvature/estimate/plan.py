@@ -1,4 +1,4 @@
-"""Which form each parameter's curvature will have, as a first batch shows."""
+"""The plan of a Fisher: the form of each parameter's curvature, from a first batch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from flwr_fisher.errors import check_known, check_range
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The form that some parameters' curvature has.
+    """The form of the curvature of one layer's or some parameters.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class FisherPlan:
-    """What :func:`fisher_plan` returns; as a string it is a table.
+    """The plan that :func:`fisher_plan` returns; printed, it is a table.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def fisher_plan(
     structure: str = "kfac",
     max_batch_bytes: int | None = None,
 ) -> FisherPlan:
-    """Tell what :func:`~flwr_fisher.curvature.fisher` will do, layer by layer.
+    """Return what :func:`~flwr_fisher.curvature.fisher` will compute for each layer.
 
     Which parameters have which form is found by trial on a few examples, so it can be
     asked before anything is trained.

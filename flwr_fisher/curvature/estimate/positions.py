@@ -1,4 +1,4 @@
-"""At which of a layer's positions K-FAC's factors are taken."""
+"""The choice of a layer's positions from which K-FAC's factors are computed."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ Grid = tuple[slice, ...]  # along each axis of positions
 
 
 class Positions:
-    """Draws positions, each of a layer's with the same chance.
+    """Draws positions of a layer, each with the same probability.
 
     They lie on a grid with a random origin, so that none are next to each other: a
     convolution's neighbours see nearly the same.
@@ -27,7 +27,7 @@ class Positions:
         self.most, self._draw = most, random_stream(seed, "positions")
 
     def of_inputs(self, sizes: Sequence[int]) -> tuple[Grid, int]:
-        """Return a grid, and how many positions each of its points stands for.
+        """Return a grid of positions, and how many positions each point stands for.
 
         Parameters
         ----------
@@ -37,7 +37,7 @@ class Positions:
         return self._grid(sizes, self.most)
 
     def of_gradients(self, sizes: Sequence[int]) -> tuple[Grid, int]:
-        """Return the same of the outputs' gradients."""
+        """Return the same for the gradients of the outputs."""
         return self._grid(sizes, None if self.most is None else 2 * self.most)
 
     def _grid(self, sizes: Sequence[int], most: int | None) -> tuple[Grid, int]:
@@ -50,7 +50,7 @@ class Positions:
 
 
 def _steps(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the smallest steps that leave at most so many, about square."""
+    """Return the smallest steps that leave at most `most` points, about square."""
     steps = [1] * len(sizes)
 
     def left(axis: int) -> int:

@@ -1,4 +1,4 @@
-"""Recording the calls of layers during one forward pass: inputs and outputs."""
+"""A record of the layers' calls in one forward pass: their inputs and outputs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -55,7 +55,7 @@ def layer_by_layer(
 def _convolutions(
     modules: Mapping[str, nn.Module], calls: dict[str, list[tuple[Tensor, Tensor]]]
 ) -> Iterator[None]:
-    """Note what is convolved inside of modules that prepare their inputs first.
+    """Record convolutions inside modules that change their inputs first.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class _Convolutions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Do what was to be done."""
+        """Run the operation, and record a convolution."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if func in _CONVOLUTIONS:
@@ -114,7 +114,7 @@ def _forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do what the module's own ``forward`` does, by its layers where it is plain."""
+    """Compute the module's ``forward`` layer by layer if it is plain self-attention."""
     if not (query is key is value and query.dim() == 3):
         return nn.MultiheadAttention.forward(
             module,
@@ -148,7 +148,7 @@ def _forward(
 def _mask(
     attention: Tensor | None, padding: Tensor | None, like: Tensor
 ) -> Tensor | None:
-    """Return what is added to the scores ``[n, heads, T, T]``."""
+    """Return the mask to add to the scores ``[n, heads, T, T]``."""
     n, heads, count, _ = like.shape
     masks = []
     if attention is not None:
@@ -160,7 +160,7 @@ def _mask(
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask as what is added: minus infinity where it is true."""
+    """Return a mask in its additive form: minus infinity where it is true."""
     if mask.dtype != torch.bool:
         return mask.to(like)
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)
@@ -168,7 +168,7 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tap:
-    """One call of one layer: its input, and where its output sits in the graph."""
+    """One call of one layer: its input, and the graph edge of its output."""
 
     inputs: Tensor
     # An edge, not the tensor: it stays right when a later ReLU works in place. There is
@@ -176,7 +176,7 @@ class Tap:
     output: GradientEdge | None
 
     def edge(self) -> GradientEdge:
-        """Return where the layer's output sits in the graph."""
+        """Return the graph edge of the layer's output."""
         assert self.output is not None
         return self.output
 
@@ -254,12 +254,13 @@ def single_calls(taps: Mapping[str, list[Tap]], num_examples: int) -> dict[str, 
     for name, calls in taps.items():
         if len(calls) != 1:
             raise StructureError(
-                f"layer '{name}' was called {len(calls)} times in one batch and "
-                "once in the first; its calls must not depend on the data"
+                f"layer '{name}' was called once in the first batch and {len(calls)} "
+                "times in another: a layer's calls must not depend on the data"
             )
         if (rows := calls[0].inputs.shape[0]) != num_examples:
             raise StructureError(
-                f"layer '{name}' was called with {rows} rows for a batch of "
-                f"{num_examples}, and with one row an example in the first batch"
+                f"layer '{name}' had one row for each example in the first batch, and "
+                f"{rows} rows for {num_examples} examples in another: a layer's calls "
+                "must not depend on the data"
             )
     return {name: calls[0] for name, calls in taps.items()}

@@ -1,8 +1,8 @@
-"""A weight that an embedding and a linear head share, as language models have it.
+"""A weight that an embedding and a linear head share, as in language models.
 
-An example's gradient is the sum of two: that of the rows which it looks up, and that of
-the head. Each follows from the call's input and its output's gradient, so that both
-come from the backward pass that serves all layers.
+An example's gradient is the sum of two gradients: one of the rows that it looks up, and
+one of the head. Each follows from the call's input and its output's gradient, so the
+backward pass for all layers gives both.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _AT_ONCE = 2**24  # entries of examples' gradients that are held: 64 MiB in floa
 
 
 class TiedEmbedding(EmbeddingRows):
-    """The embedding's call; its gradients are told by example, too."""
+    """The embedding's call, with its gradients by example, too."""
 
     def prepared(self, inputs: Tensor) -> Any:
         """Return the indices themselves."""
@@ -31,7 +31,7 @@ class TiedEmbedding(EmbeddingRows):
     def reduced(
         self, prepared: Any, output: Tensor, function: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """Return the sum, of a tensor like the weight."""
+        """Return the sum, in the weight's shape."""
         return super().reduced(super().prepared(prepared), output, function)
 
     def add_rows(self, inputs: Tensor, output: Tensor, rows: Tensor) -> None:
@@ -48,15 +48,15 @@ class TiedEmbedding(EmbeddingRows):
 
 
 class TiedHead(DirectLayer):
-    """The head's call, a linear layer's of examples or of positions."""
+    """The head's call: a linear layer's, for examples or positions."""
 
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether there is an output for each row of the weight."""
+        """Return whether the output has one entry for each row of the weight."""
         rows, width = self.parameters()[0].shape
         return inputs == (*output[:-1], width) and output[-1] == rows
 
     def entries(self, inputs: Tensor) -> int:
-        """Return an example's outputs."""
+        """Return the number of an example's outputs."""
         return inputs[:1, ..., 0].numel() * len(self.parameters()[0])
 
     def prepared(self, inputs: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class TiedHead(DirectLayer):
     def reduced(
         self, prepared: Any, output: Tensor, function: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """Return the sum, of a tensor like the weight."""
+        """Return the sum, in the weight's shape."""
         return [function(self.rows(prepared, output)).sum(0)]
 
     def rows(self, inputs: Tensor, output: Tensor) -> Tensor:
@@ -96,11 +96,11 @@ class TiedSquares:
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
 
     def parts(self) -> list[SquaredGradients]:
-        """Return what takes each call's gradients; the first has the sums."""
+        """Return a pair of accumulators, one for each call; the first has the sums."""
         return [_Part(self, i) for i in range(2)]
 
     def take(self, index: int, inputs: Tensor, output: Tensor) -> None:
-        """Take a call's gradients; add the squares when both are there."""
+        """Keep a call's gradients; add the squares once both calls' are there."""
         self._waiting[index] = inputs, output
         if len(self._waiting) < 2:
             return
@@ -125,7 +125,7 @@ class _Part(SquaredGradients):
 
 
 def tied_pairs(model: nn.Module) -> dict[tuple[str, str], Pair]:
-    """Return embeddings and linear heads of one trained weight, by modules' names."""
+    """Return the names of embeddings and heads that share one trained weight."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for own in module.parameters(recurse=False):

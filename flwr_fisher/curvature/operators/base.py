@@ -1,4 +1,4 @@
-"""What every curvature can do: the algebra of operators on named tensors."""
+"""The base class of curvatures: operators on named tensors, and their algebra."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -77,19 +77,19 @@ class Curvature(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the tensors of this curvature."""
+        """The size in bytes of this curvature's tensors."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def made(self) -> "Curvature":
-        """Return the curvature itself; what is deferred is made."""
+        """Return the curvature itself, or what a deferred one computes."""
         return self
 
     def non_negative(self) -> list[Tensor]:
-        """Return numbers that are negative only if :math:`F` is no curvature."""
+        """Return numbers that are >= 0 if :math:`F` is positive semi-definite."""
         return list(self.diagonal().values())
 
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Curvature":
-        """Return a copy that trusts its sample's correlations less.
+        """Return a copy with correlations shrunk, since they come from a sample.
 
         :class:`Kronecker`, :class:`EigenKronecker` and :class:`Dense` say what they
         do; a diagonal has no correlations and returns itself.
@@ -112,7 +112,7 @@ class Curvature(ABC):
         return float(self.queued_trace())
 
     def queued_trace(self) -> Tensor:
-        """Return the trace as a scalar tensor in float64: no device is waited for."""
+        """Return the trace as a scalar tensor in float64; it waits for no device."""
         first, *others = (d.double().sum() for d in self.diagonal().values())
         return sum(others, first)
 
@@ -139,7 +139,7 @@ class Curvature(ABC):
         Diagonal(5 parameters, 40 B)
         """
         if dtype is not None and not dtype.is_floating_point:
-            raise ConfigurationError(f"dtype must be one of floats, got {dtype}")
+            raise ConfigurationError(f"dtype must be a float dtype, got {dtype}")
         return self.mapped(lambda tensor: tensor.to(device=device, dtype=dtype))
 
     def solve(self, rhs: Params, damping: float = 0.0) -> dict[str, Tensor]:
@@ -189,7 +189,7 @@ class Curvature(ABC):
         return Inverse(self, damping)
 
     def solver(self, damping: float) -> Solver:
-        """Return what solves with one of :meth:`blocks`, for float64."""
+        """Return a solver for one of :meth:`blocks`, in float64."""
         wide = self.to(dtype=torch.float64)
 
         def solve(rhs: Params) -> dict[str, Tensor]:
@@ -201,8 +201,8 @@ class Curvature(ABC):
             ).read()
             if not norms[-1] <= _TOLERANCE * norms[0]:  # NaN is not, either
                 raise StructureError(
-                    f"{self}: after {len(norms) - 1} conjugate gradients "
-                    f"{norms[-1] / norms[0]:.0e} of the right-hand side are left: "
+                    f"{self}: {len(norms) - 1} steps of conjugate gradients leave a "
+                    f"residual of {norms[-1] / norms[0]:.0e} of the right-hand side: "
                     "pass more damping"
                 )
             return solution
@@ -227,7 +227,7 @@ class Curvature(ABC):
         return f"{type(self).__name__}({self.summary()}, {_in_bytes(self.nbytes)})"
 
     def summary(self) -> str:
-        """Return what is in it, in words."""
+        """Return a description of its parts."""
         return f"{self.numel()} parameters"
 
     def check(self, vector: Params) -> None:

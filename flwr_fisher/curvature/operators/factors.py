@@ -1,6 +1,6 @@
-"""The symmetric matrices that a layer's curvature is a product of.
+"""The symmetric factors of a layer's curvature.
 
-Long: two kinds of one interface, each with all of its algebra.
+Long: two kinds of factors with one interface, each with all of its algebra.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ class SymmetricFactor(ABC):
 
     @staticmethod
     def of(value: "Tensor | SymmetricFactor") -> "SymmetricFactor":
-        """Return a factor as it is, and a tensor ``[groups, n, n]`` as a factor."""
+        """Return a factor unchanged, and a tensor ``[groups, n, n]`` as a factor."""
         return value if isinstance(value, SymmetricFactor) else DenseFactor(value)
 
     @property
@@ -84,7 +84,7 @@ class SymmetricFactor(ABC):
         return self.plus_diagonal(share * self.diagonal(), 1 - share)
 
     def towards_identity(self, share: float) -> "SymmetricFactor":
-        """Return the matrices drawn to the multiple of the identity of equal trace."""
+        """Return the matrices shrunk towards the identity, with the same traces."""
         if not share:
             return self
         mean = self.diagonal().mean(-1, keepdim=True).expand(self.shape[:2])
@@ -126,12 +126,12 @@ class DenseFactor(SymmetricFactor):
         return self.matrix.shape
 
     def tensors(self) -> list[Tensor]:
-        """Return the matrices, and what they are scaled by and added to."""
+        """Return the matrices, with the scale and the diagonal if they are given."""
         every = (self.matrix, self.scale, self.rest)
         return [tensor for tensor in every if isinstance(tensor, Tensor)]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "DenseFactor":
-        """Return a function of the matrices, and of the other tensors."""
+        """Return the factor with a function applied to each tensor."""
         scale = function(self.scale) if isinstance(self.scale, Tensor) else self.scale
         rest = None if self.rest is None else function(self.rest)
         return DenseFactor(function(self.matrix), scale, rest)
@@ -192,7 +192,7 @@ class DenseFactor(SymmetricFactor):
 
 @dataclass(frozen=True, eq=False)
 class LowRankFactor(SymmetricFactor):
-    r"""A factor by its directions: :math:`V V^\top + \operatorname{diag}(d)`.
+    r"""A factor of low rank plus a diagonal: :math:`V V^\top + \operatorname{diag}(d)`.
 
     Of few directions, nothing of the size ``n x n`` is formed but by :meth:`to_dense`.
     They are held apart from their lengths, so that they stay the small integers that
@@ -239,17 +239,17 @@ class LowRankFactor(SymmetricFactor):
         return self.directions.shape[-1]
 
     def vectors(self) -> Tensor:
-        """Return :math:`V`; the directions are copied."""
+        """Return :math:`V`, as a copy of the directions."""
         vectors = self.directions * self.lengths.unsqueeze(-2)
         return vectors if self.rows is None else vectors.mul_(self.rows.unsqueeze(-1))
 
     def tensors(self) -> list[Tensor]:
-        """Return the directions, and what they are scaled by and added to."""
+        """Return the directions, with the scale and the diagonal if they are given."""
         every = (self.directions, self.lengths, self.rest, self.rows)
         return [tensor for tensor in every if tensor is not None]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "LowRankFactor":
-        """Return a function of the directions, and of the other tensors."""
+        """Return the factor with a function applied to each tensor."""
         return LowRankFactor(*(function(tensor) for tensor in self.tensors()))
 
     def to_dense(self) -> Tensor:
@@ -265,7 +265,7 @@ class LowRankFactor(SymmetricFactor):
         total.diagonal(dim1=-2, dim2=-1).add_(self.rest)
 
     def diagonal(self) -> Tensor:
-        """Return the diagonals; what is made for it is as small as they are."""
+        """Return the diagonals, without making a matrix."""
         total = torch.zeros_like(self.rest)
         directions = torch.split(self.directions, _AT_ONCE, -1)
         lengths = torch.split(self.lengths, _AT_ONCE, -1)
@@ -282,7 +282,7 @@ class LowRankFactor(SymmetricFactor):
         return LowRankFactor(self.directions, lengths, rest, self.rows)
 
     def plus_diagonal(self, entries: Tensor, factor: float = 1) -> "LowRankFactor":
-        """Return it times a factor, with entries added to the rest."""
+        """Return it times a factor, with entries added to the diagonals."""
         rest = self.rest * factor + entries
         lengths = self.lengths * factor**0.5
         return LowRankFactor(self.directions, lengths, rest, self.rows)
@@ -309,7 +309,7 @@ def gram(vectors: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _by_group(factor: float | Tensor, dim: int) -> float | Tensor:
-    """Return a number as it is, and numbers ``[groups]`` with trailing dimensions."""
+    """Return a number unchanged, and numbers ``[groups]`` with trailing dimensions."""
     if not isinstance(factor, Tensor):
         return factor
     return factor.reshape(-1, *[1] * (dim - 1))

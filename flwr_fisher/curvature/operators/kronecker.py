@@ -1,4 +1,4 @@
-"""The curvature of one layer, Kronecker-factored: K-FAC, and E-KFAC in its basis."""
+"""Kronecker-factored curvatures of one layer: K-FAC and E-KFAC."""
 
 from collections.abc import Callable
 
@@ -57,17 +57,17 @@ class Kronecker(LayerCurvature):
 
     @property
     def A(self) -> Tensor:  # noqa: N802
-        """The inputs' factor as a tensor ``[groups, n, n]``, made if it is not one."""
+        """The inputs' factor as a dense tensor ``[groups, n, n]``."""
         return self.of_inputs.to_dense()
 
     @property
     def G(self) -> Tensor:  # noqa: N802
-        """The output gradients' factor as a tensor."""
+        """The factor of the output gradients as a dense tensor."""
         return self.of_outputs.to_dense()
 
     def product(self, matrices: Tensor) -> Tensor:
         r"""Return :math:`G W A`."""
-        # For `@` a tensor first tries to take the factor as a tensor, which takes long.
+        # `tensor @ factor` would first try to convert the factor, which is slow.
         return self.of_inputs.__rmatmul__(self.of_outputs @ matrices)
 
     def diagonal(self) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ class Kronecker(LayerCurvature):
         return self.with_factors(self.of_inputs, self.of_outputs.scaled(factor))
 
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Kronecker":
-        r"""Return the layer with its factors drawn towards simpler ones.
+        r"""Return the layer with its factors shrunk towards simpler ones.
 
         :math:`A \leftarrow (1 - s) A + s \operatorname{diag} A`, as in RegMean (Jin et
         al. 2023), and :math:`G \leftarrow (1 - t) G + t\,(\operatorname{tr} G/m)\,I`
@@ -96,7 +96,7 @@ class Kronecker(LayerCurvature):
         )
 
     def partial_traces(self) -> tuple[ScaledFactor, ScaledFactor]:
-        """Return each factor with the other's trace."""
+        """Return each factor times the other's trace."""
         A, G = self.of_inputs, self.of_outputs
         return (A, G.trace()), (G, A.trace())
 
@@ -122,18 +122,18 @@ class Kronecker(LayerCurvature):
         return [*self.of_inputs.tensors(), *self.of_outputs.tensors()]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Kronecker":
-        """Return a function of both factors' tensors."""
+        """Return the curvature with a function applied to both factors' tensors."""
         return self.with_factors(
             self.of_inputs.mapped(function), self.of_outputs.mapped(function)
         )
 
     def solver(self, damping: float) -> Solver:
-        """Solve by the eigenvalues of both factors."""
+        """Return a solver by the eigenvalues of both factors."""
         (a, U_A), (g, U_G) = (eigen(factor, damping) for factor in (self.A, self.G))
         return self.solver_in(U_A, U_G, g.unsqueeze(-1) * a.unsqueeze(-2), damping)
 
     def non_negative(self) -> list[Tensor]:
-        """Return both factors' diagonals, whose products may hide their signs."""
+        """Return both factors' diagonals: in their products, two signs can cancel."""
         return [self.of_inputs.diagonal(), self.of_outputs.diagonal()]
 
 
@@ -175,12 +175,12 @@ class EigenKronecker(LayerCurvature):
         self.basis_A, self.basis_G, self.moments = basis_A, basis_G, moments
 
     def product(self, matrices: Tensor) -> Tensor:
-        """Return the product, through the eigenbasis and back."""
+        """Return the product, computed in the eigenbasis."""
         rotated = self.basis_G.mT @ matrices @ self.basis_A
         return self.basis_G @ (self.moments * rotated) @ self.basis_A.mT
 
     def diagonal(self) -> dict[str, Tensor]:
-        """Return the diagonal: the moments seen through the squared bases."""
+        """Return the diagonal: the moments times the squared bases."""
         squares = self.basis_G.square() @ self.moments @ self.basis_A.square().mT
         return self.as_params(squares)
 
@@ -189,7 +189,7 @@ class EigenKronecker(LayerCurvature):
         return self.with_factors(self.basis_A, self.basis_G, self.moments * factor)
 
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> Curvature:
-        r"""Return what :meth:`Kronecker.regularised` is to K-FAC.
+        r"""Return the layer with its moments shrunk, as :meth:`Kronecker.regularised`.
 
         `damping` draws the moments to their mean over outputs. `shrink` mixes in the
         curvature without correlations between inputs, which has the moments
@@ -249,11 +249,14 @@ class EigenKronecker(LayerCurvature):
         return [self.basis_A, self.basis_G, self.moments]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "EigenKronecker":
-        """Return a function of the bases and moments."""
+        """Return the curvature with a function applied to the bases and moments."""
         return self.with_factors(*(function(tensor) for tensor in self.tensors()))
 
     def solver(self, damping: float) -> Solver:
-        """Solve by the moments; by conjugate gradients if a codec bent the bases."""
+        """Return a solver: by the moments, or by conjugate gradients.
+
+        A codec may have rounded the bases, so that they are no longer orthonormal.
+        """
         (U_A, R_A), (U_G, R_G) = map(_orthonormal, (self.basis_A, self.basis_G))
         if R_A is None or R_G is None:
             return super().solver(damping)
@@ -270,7 +273,7 @@ def _in_basis(basis: Tensor, values: Tensor) -> LowRankFactor:
 
 
 def _orthonormal(basis: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a basis with columns of 0 filled in, and a 1 for each that was there.
+    """Return a basis with its zero columns filled in, and a 1 for each other column.
 
     None in their place if columns are not orthonormal.
     """

@@ -1,4 +1,4 @@
-"""What curvatures of one layer share, and the layer as a matrix, the bias last."""
+"""The base of curvatures of one layer, seen as a matrix with the bias last."""
 
 from abc import abstractmethod
 
@@ -26,7 +26,7 @@ def to_matrices(weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
 def from_matrices(
     matrices: Tensor, weight: str, shape: torch.Size, bias: str | None
 ) -> dict[str, Tensor]:
-    """Cut what :func:`to_matrices` returns back, under the two names."""
+    """Return the weight and bias of such matrices: the inverse of `to_matrices`."""
     if bias is None:
         return {weight: matrices.reshape(shape)}
     return {
@@ -39,7 +39,7 @@ ScaledFactor = tuple[SymmetricFactor, Tensor]
 
 
 class LayerCurvature(Curvature):
-    """A curvature over a layer's weight, as a matrix with the bias as last column.
+    """A curvature over one layer: its weight as a matrix, with the bias as last column.
 
     `a` and `g` are the shapes of what acts on its inputs and on its outputs.
     """
@@ -83,7 +83,7 @@ class LayerCurvature(Curvature):
 
     @abstractmethod
     def partial_traces(self) -> tuple[ScaledFactor, ScaledFactor]:
-        r"""Return what is left of it for inputs alone, and for outputs alone.
+        r"""Return the partial traces: over the outputs, and over the inputs.
 
         For :math:`G \otimes A` they are :math:`\operatorname{tr}(G) A` and
         :math:`\operatorname{tr}(A) G`; both have the trace of the whole. Each is a
@@ -93,7 +93,7 @@ class LayerCurvature(Curvature):
     def renumbered(
         self, outputs: Tensor | None, inputs: Tensor | None
     ) -> "LayerCurvature":
-        """Return the curvature of the layer with its units in another order.
+        """Return the curvature for the layer's units in another order.
 
         Parameters
         ----------
@@ -103,7 +103,7 @@ class LayerCurvature(Curvature):
         """
         _, rows, columns = self.matrix_shape
         left = torch.arange(rows) if outputs is None else outputs
-        right = torch.arange(columns)  # the bias's stays the last
+        right = torch.arange(columns)  # the bias stays last
         if inputs is not None:
             kernel = self.weight_shape[2:].numel()
             moved = inputs.unsqueeze(1) * kernel + torch.arange(kernel)
@@ -120,11 +120,11 @@ class LayerCurvature(Curvature):
         return to_matrices(vector[self.weight], bias, self.groups)
 
     def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
-        """Cut ``[groups, out / groups, n]`` back into the weight and the bias."""
+        """Return ``[groups, out / groups, n]`` as the weight and the bias."""
         return from_matrices(matrices, self.weight, self.weight_shape, self.bias)
 
     def solver_in(self, A: Tensor, G: Tensor, values: Tensor, damping: float) -> Solver:
-        """Solve by eigenvalues, outputs by inputs, in bases of both."""
+        """Return a solver by eigenvalues, in bases of the outputs and inputs."""
 
         def solve(rhs: Params) -> dict[str, Tensor]:
             rotated = G.mT @ self.as_matrices(rhs) @ A
@@ -133,7 +133,7 @@ class LayerCurvature(Curvature):
         return solve
 
     def summary(self) -> str:
-        """Return the weight's name, and outputs by inputs."""
+        """Return the weight's name and its numbers of outputs and inputs."""
         groups, outputs, inputs = self.matrix_shape
         of_groups = f"{groups} groups of " if groups > 1 else ""
         return f"'{self.weight}', {of_groups}{outputs} x {inputs}"

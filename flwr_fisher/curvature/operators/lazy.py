@@ -1,4 +1,4 @@
-"""Lazy curvatures: the weighted sum of several, and one that is made at each use."""
+"""Lazy curvatures: a weighted sum of several, and one that is computed at each use."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -15,7 +15,7 @@ from flwr_fisher.params import Params, flatten, select, unflatten
 
 
 class Deferred(Curvature):
-    """A curvature that is made each time it is used, and not kept.
+    """A curvature that is computed each time it is used, and not kept.
 
     Many clients' uploads stay packed by it, or on disk, until a merge comes to a layer.
     Every use makes it again; :meth:`made` and :meth:`regularised` return it as it is.
@@ -50,60 +50,62 @@ class Deferred(Curvature):
 
     @property
     def kind(self) -> str:
-        """The name of the kind of curvature that is made."""
+        """The name of the kind of curvature that is computed."""
         return self._kind
 
     def made(self) -> Curvature:
-        """Make it."""
+        """Compute it."""
         return self._make()
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
-        """Make it, and return the product."""
+        """Compute it, and return its product."""
         return self.made().matvec(vector)
 
     def diagonal(self) -> dict[str, Tensor]:
-        """Make it, and return the diagonal."""
+        """Compute it, and return its diagonal."""
         return self.made().diagonal()
 
     def trace(self) -> float:
-        """Return the trace; make it for that if need be."""
+        """Return the trace; compute the curvature only if the trace is not known."""
         return self.made().trace() if self._trace is None else self._trace
 
     def scaled(self, factor: float) -> "Deferred":
-        """Return what is made and scaled when it is used."""
+        """Return a deferred curvature that is scaled when it is computed."""
         return Deferred(self, lambda: self.made().scaled(factor))
 
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> Curvature:
-        """Make it, and return it regularised."""
+        """Compute it, and return it regularised."""
         return self.made().regularised(shrink=shrink, damping=damping)
 
     def to_dense(self) -> Tensor:
-        """Make it, and return its dense matrix."""
+        """Compute it, and return its dense matrix."""
         return self.made().to_dense()
 
     def tensors(self) -> list[Tensor]:
-        """Return none, as nothing is held."""
+        """Return nothing: it holds no tensors."""
         return []
 
     def non_negative(self) -> list[Tensor]:
-        """Return none, as nothing is held."""
+        """Return nothing: it holds no tensors."""
         return []
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Deferred":
-        """Return what is made and mapped when it is used."""
+        """Return a deferred curvature that is mapped when it is computed."""
         return Deferred(self, lambda: self.made().mapped(function))
 
     def solver(self, damping: float) -> Solver:
-        """Make it, and return its solver."""
+        """Compute it, and return its solver."""
         return self.made().solver(damping)
 
     def summary(self) -> str:
-        """Return what it will be, in words."""
+        """Return a description of the curvature that is computed."""
         return f"{self.kind}, {super().summary()}"
 
 
 class WeightedSum(Curvature):
-    r"""The lazy sum :math:`\sum_i w_i F_i`: a sum of Kronecker products is not one.
+    r"""The lazy sum :math:`\sum_i w_i F_i` of curvatures.
+
+    It is lazy because a sum of Kronecker products is no Kronecker product.
 
     Parameters
     ----------
@@ -120,7 +122,10 @@ class WeightedSum(Curvature):
 
     def __init__(self, terms: Sequence[Curvature], weights: Sequence[float]) -> None:
         if not terms or len(terms) != len(weights):
-            raise StructureError(f"{len(terms)} curvatures for {len(weights)} weights")
+            raise StructureError(
+                f"there are {len(terms)} curvatures and {len(weights)} weights: pass "
+                "one weight for each"
+            )
         self.terms, self.weights = tuple(terms), tuple(float(w) for w in weights)
         self.shapes = self.terms[0].shapes
         for index, term in enumerate(self.terms):
@@ -136,14 +141,14 @@ class WeightedSum(Curvature):
         return iter(zip(self.weights, self.terms, strict=True))
 
     def flat(self) -> Iterator[tuple[float, Curvature]]:
-        """Iterate over the pairs (weight, term); over those of terms that are sums."""
+        """Iterate over the pairs (weight, term), inside of terms that are sums, too."""
         return _pairs(self)
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' products."""
         if (layer := self._layer) is None:
             return self._sum(term.matvec(vector) for term in self.terms)
-        # Of one layer's many terms, the vector is laid out once.
+        # All terms of one layer share one layout of the vector.
         layer.check(vector)
         matrices = layer.as_matrices(vector)
         products = ({"": term.product(matrices)} for term in self._of_layers())
@@ -151,7 +156,7 @@ class WeightedSum(Curvature):
 
     @cached_property
     def _layer(self) -> LayerCurvature | None:
-        """A term that lays vectors out as all of them do, if there is one."""
+        """A term with the layout of vectors that all terms share, if there is one."""
         first = self.terms[0]
         same = isinstance(first, LayerCurvature) and all(
             isinstance(term, LayerCurvature)
@@ -180,7 +185,7 @@ class WeightedSum(Curvature):
         return sum(w * t for w, t in zip(self.weights, self.traces, strict=True))
 
     def queued_trace(self) -> Tensor:
-        """Return the same as a scalar tensor."""
+        """Return the trace as a scalar tensor."""
         first, *others = (weight * term.queued_trace() for weight, term in self)
         return sum(others, first)
 
@@ -194,7 +199,7 @@ class WeightedSum(Curvature):
         return self.reweighted([factor] * len(self.weights))
 
     def reweighted(self, factors: Sequence[float]) -> "WeightedSum":
-        """Return the sum with each weight times a factor of its own."""
+        """Return the sum with each weight times its own factor."""
         weights = [w * factor for w, factor in zip(self.weights, factors, strict=True)]
         product = WeightedSum(self.terms, weights)
         if "traces" in vars(self):
@@ -218,11 +223,11 @@ class WeightedSum(Curvature):
         return [tensor for term in self.terms for tensor in term.tensors()]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "WeightedSum":
-        """Return the terms with a function of their tensors."""
+        """Return the sum with a function applied to the terms' tensors."""
         return WeightedSum([term.mapped(function) for term in self.terms], self.weights)
 
     def solver(self, damping: float) -> Solver:
-        """Solve by conjugate gradients, but where it is a diagonal or one term."""
+        """Return a solver: conjugate gradients, except for diagonals or one term."""
         if all(isinstance(term, Diagonal) for term in self.terms):
             wide = self.to(dtype=torch.float64)
             return Diagonal(wide.diagonal()).solver(damping)
@@ -236,7 +241,7 @@ class WeightedSum(Curvature):
         return f"{len(self.terms)} terms, {blocks} blocks, {super().summary()}"
 
     def non_negative(self) -> list[Tensor]:
-        """Return what must not be negative in any term."""
+        """Return every term's numbers that must not be negative."""
         return [numbers for term in self.terms for numbers in term.non_negative()]
 
     def blocks(self) -> list["WeightedSum"]:
@@ -245,7 +250,7 @@ class WeightedSum(Curvature):
 
 
 def _summed(left: Curvature, right: Curvature) -> WeightedSum:
-    """Return the lazy sum; sums of sums are one sum."""
+    """Return the lazy sum, with sums of sums flattened into one."""
     pairs = [*_pairs(left), *_pairs(right)]
     return WeightedSum([term for _, term in pairs], [weight for weight, _ in pairs])
 

@@ -1,4 +1,4 @@
-"""Plain matrices: one number a parameter, blocks, and all entries."""
+"""Plain curvatures: a diagonal, a dense matrix, and blocks of other curvatures."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,7 +30,9 @@ class Diagonal(Curvature):
     def __init__(self, entries: Params) -> None:
         for name, tensor in entries.items():
             if not tensor.is_floating_point():
-                raise StructureError(f"'{name}' has dtype {tensor.dtype}, not a float")
+                raise StructureError(
+                    f"'{name}' has dtype {tensor.dtype}, but a diagonal needs floats"
+                )
         self.entries = dict(entries)
         self.shapes = {name: entry.shape for name, entry in entries.items()}
 
@@ -48,7 +50,7 @@ class Diagonal(Curvature):
         return Diagonal({name: entry * factor for name, entry in self.entries.items()})
 
     def blocks(self) -> list["Diagonal"]:
-        """Return one block a parameter."""
+        """Return one block for each parameter."""
         return [Diagonal({name: entry}) for name, entry in self.entries.items()]
 
     def to_dense(self) -> Tensor:
@@ -60,11 +62,11 @@ class Diagonal(Curvature):
         return list(self.entries.values())
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Diagonal":
-        """Return a function of the entries."""
+        """Return the diagonal with a function applied to its entries."""
         return Diagonal({name: function(entry) for name, entry in self.entries.items()})
 
     def solver(self, damping: float) -> Solver:
-        """Divide."""
+        """Return a solver, which divides."""
         entries = {name: entry.double() for name, entry in self.entries.items()}
         return lambda rhs: {k: divided(rhs[k], e, damping) for k, e in entries.items()}
 
@@ -104,7 +106,7 @@ class Dense(Curvature):
         return Dense(self.shapes, self.matrix * factor)
 
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Dense":
-        r"""Return the matrix drawn towards simpler ones; its trace stays as it is.
+        r"""Return the matrix shrunk towards simpler ones; its trace does not change.
 
         Off-diagonal entries are scaled by ``1 - shrink``. Then `damping` mixes in a
         matrix without correlations between outputs, in which each layer (a
@@ -138,11 +140,11 @@ class Dense(Curvature):
         return [self.matrix]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Dense":
-        """Return a function of the matrix."""
+        """Return the curvature with a function applied to the matrix."""
         return Dense(self.shapes, function(self.matrix))
 
     def solver(self, damping: float) -> Solver:
-        """Solve by the matrix's eigenvalues."""
+        """Return a solver by the matrix's eigenvalues."""
         values, vectors = eigen(self.matrix, damping)
 
         def solve(rhs: Params) -> dict[str, Tensor]:
@@ -194,7 +196,7 @@ class BlockDiagonal(Curvature):
         )
 
     def to_dense(self) -> Tensor:
-        """Return the children's dense matrices along the diagonal of one."""
+        """Return one matrix with the children's dense matrices on its diagonal."""
         dense = [c.to_dense() for c in self.children]
         matrix: Tensor = torch.block_diag(*dense)  # type: ignore[no-untyped-call]
         return matrix
@@ -204,11 +206,11 @@ class BlockDiagonal(Curvature):
         return [tensor for c in self.children for tensor in c.tensors()]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "BlockDiagonal":
-        """Return the children with a function of their tensors."""
+        """Return the curvature with a function applied to the children's tensors."""
         return BlockDiagonal([child.mapped(function) for child in self.children])
 
     def made(self) -> "BlockDiagonal":
-        """Return the curvature with each child made that is deferred."""
+        """Return the curvature with its deferred children computed."""
         return BlockDiagonal([child.made() for child in self.children])
 
     def summary(self) -> str:

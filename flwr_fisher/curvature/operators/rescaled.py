@@ -1,9 +1,9 @@
-r"""Curvatures of any scale, as a power of two times one whose products a float holds.
+r"""Curvatures of any scale, rescaled by a power of two so that products stay in range.
 
-float32 ends at 1e38. Factors :math:`A = G = 10^{30} I` are finite, and the entries of
-:math:`G \otimes A` are not; of two factors at 1e-20, the product is 0. So a curvature
-goes into a merge as :math:`2^{-e} F` and its exponent e, a number that no dtype limits.
-A power of two changes no digit. What is within range has e = 0, and is not touched.
+float32 ends at 1e38. Factors :math:`A = G = 10^{30} I` are finite, but the entries of
+:math:`G \otimes A` are not. The product of two factors at 1e-20 is 0. So a merge takes
+a curvature as :math:`2^{-e} F` and its exponent e, which no dtype limits. A power of
+two changes no digit. A curvature within range has e = 0, and stays as it is.
 """
 
 import math
@@ -27,17 +27,17 @@ _ROOMS = 5  # the rise of a loss is two factors, two steps, and a sum over all e
 
 
 def widest_exponent(dtype: torch.dtype) -> int:
-    """Return up to which exponent a factor, or a step, may go: 25 for float32."""
+    """Return the largest exponent of a factor, or of a step: 25 for float32."""
     return int(math.log2(torch.finfo(dtype).max)) // _ROOMS
 
 
 def exponent_of(number: float) -> int:
-    """Return e of a number in [2**e, 2**(e + 1)); 0 for zero, infinity and NaN."""
+    """Return e for a number in [2**e, 2**(e + 1)); 0 for zero, infinity and NaN."""
     return math.frexp(number)[1] - 1 if number and math.isfinite(number) else 0
 
 
 def largest_entry(tensor: Tensor) -> float:
-    """Return the largest absolute value, 0 of no entry; no copy is made."""
+    """Return the largest absolute value, or 0 without entries; makes no copy."""
     if not tensor.numel():
         return 0.0
     low, high = torch.aminmax(tensor)
@@ -45,12 +45,12 @@ def largest_entry(tensor: Tensor) -> float:
 
 
 def power_of_two(exponent: int) -> float:
-    """Return ``2**exponent``, or the nearest that a float holds."""
+    """Return ``2**exponent``, or the nearest float."""
     return math.ldexp(1.0, max(-1022, min(exponent, 1022)))
 
 
 def shifted(params: Params, exponent: int) -> dict[str, Tensor]:
-    """Return ``2**exponent`` times tensors, where it is no float of theirs, too."""
+    """Return tensors times ``2**exponent``, even if that is no float of their dtype."""
     return {name: _shifted(tensor, exponent) for name, tensor in params.items()}
 
 
@@ -99,7 +99,7 @@ def _(curvature: Kronecker) -> tuple[Curvature, int]:
 
 @rescaled.register
 def _(curvature: EigenKronecker) -> tuple[Curvature, int]:
-    # A basis counts twice, and is of unit vectors where it is honest.
+    # A basis counts twice; an honest one has unit vectors.
     basis_A, e_A = _within(curvature.basis_A, rooms=1)
     basis_G, e_G = _within(curvature.basis_G, rooms=1)
     moments, e_moments = _within(curvature.moments)
@@ -160,7 +160,7 @@ def _rescaled_dense(factor: DenseFactor) -> tuple[SymmetricFactor, int]:
 
 
 def _rescaled_low_rank(factor: LowRankFactor) -> tuple[SymmetricFactor, int]:
-    """Scale the rows, or the lengths: directions may be integers, as they travel."""
+    """Scale the rows or the lengths, because directions may be integers on the wire."""
     vectors = [factor.directions, factor.lengths]
     vectors += [] if factor.rows is None else [factor.rows]
     sizes = [largest_entry(tensor) for tensor in vectors]
@@ -179,13 +179,13 @@ def _rescaled_low_rank(factor: LowRankFactor) -> tuple[SymmetricFactor, int]:
 
 
 def _within(tensor: Tensor, rooms: int = 2) -> tuple[Tensor, int]:
-    """Return a tensor as ``2**-e`` times it, within range, and e."""
+    """Return ``2**-e`` times a tensor, within range, and e."""
     exponent = _beyond(tensor, rooms=rooms)
     return (_shifted(tensor, -exponent), exponent) if exponent else (tensor, 0)
 
 
 def _beyond(*tensors: Tensor, rooms: int = 2) -> int:
-    """Return the exponent of the largest entry, and 0 where it is within range."""
+    """Return the exponent of the largest entry, or 0 if that is within range."""
     exponent = exponent_of(max(map(largest_entry, tensors), default=0.0))
     within = rooms * min(widest_exponent(tensor.dtype) for tensor in tensors)
     return exponent if abs(exponent) > within else 0

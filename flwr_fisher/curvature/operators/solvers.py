@@ -1,4 +1,4 @@
-"""Solving with a curvature: by its eigenvalues, or by conjugate gradients."""
+"""Solvers for a curvature: by its eigenvalues, or by conjugate gradients."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,14 +11,14 @@ from flwr_fisher.params import Params, add, dot, norm
 
 
 def divided(rhs: Tensor, eigenvalues: Tensor, damping: float) -> Tensor:
-    """Return ``rhs / (eigenvalues + damping)``, and 0 where that is nothing."""
+    """Return ``rhs / (eigenvalues + damping)``, and 0 where the divisor is 0."""
     divisor = eigenvalues + damping
     known = divisor > 0
     return torch.where(known, rhs / torch.where(known, divisor, 1), 0)
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors in the matrices' dtype, or float32 for less.
+    """Return eigenvalues and eigenvectors in the matrices' dtype, at least float32.
 
     LAPACK does not converge on some finite matrices in float32, which it tells or gives
     NaN for; float64 does.
@@ -28,7 +28,6 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     matrices : Tensor
         ``[..., n, n]``, symmetric.
     """
-    # It has no decompositions of smaller floats.
     wide = matrices if matrices.itemsize >= 4 else matrices.float()
     with suppress(RuntimeError):  # torch.linalg.LinAlgError
         values, vectors = torch.linalg.eigh(wide)
@@ -39,7 +38,7 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eigen(matrices: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, none negative, and vectors in float64.
+    """Return eigenvalues, clamped at 0, and eigenvectors, in float64.
 
     Parameters
     ----------
@@ -60,7 +59,7 @@ Matvec = Callable[[Params], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Solution:
-    """Where an iteration ended, as tensors of which none has been read.
+    """The end of an iteration, as tensors that are still on their device.
 
     Parameters
     ----------
@@ -79,7 +78,7 @@ class Solution:
     steps: Tensor
 
     def read(self) -> tuple[dict[str, Tensor], list[float]]:
-        """Return the solution, and the norms up to the last step."""
+        """Return the solution, and the norms up to the last step, from the device."""
         *norms, steps = torch.cat([self.norms, self.steps.reshape(1)]).tolist()
         return self.values, norms[: 1 + int(steps)]
 
@@ -88,7 +87,7 @@ _LOOK = 128  # more iterations than a merge's conjugate gradients have by defaul
 
 
 class Iteration:
-    """Steps towards a solution, which end as soon as there is nothing left to do.
+    """The state of an iteration, which ends as soon as the residual is small enough.
 
     An accelerator is not waited for: whether an iteration goes on is decided there, and
     what is still done after its end changes nothing.
@@ -125,32 +124,32 @@ class Iteration:
             yield index
 
     def require(self, condition: Tensor) -> None:
-        """Take no step from now on unless this, a scalar, is true."""
+        """Stop the iteration if this scalar tensor is false."""
         self._live = self._live & condition
 
     def is_over(self, *, at_once: bool = False) -> bool:
-        """Return whether it has ended, as far as that is known without a wait."""
+        """Return whether it is known to have ended, without waiting for the device."""
         return (at_once or not self._waits) and not self._live
 
     def step(self, direction: Params, length: Tensor) -> None:
-        """Go along a direction; the caller says what is left then."""
+        """Move the solution along a direction; the caller then calls :meth:`left`."""
         self.values = self.moved(self.values, direction, length)
         self._steps = self._steps + self._live
 
     def moved(self, start: Params, along: Params, length: Tensor) -> dict[str, Tensor]:
-        """Return tensors, moved unless the iteration has ended."""
+        """Return tensors plus a change, or unchanged if the iteration has ended."""
         if not self._waits:
             return add(start, along, float(length))
         moved = {k: v + length.to(v) * along[k] for k, v in start.items()}
         return {k: torch.where(self._live, moved[k], v) for k, v in start.items()}
 
     def left(self, residual: Params) -> None:
-        """Note what a step has left."""
+        """Note the residual after a step."""
         self.residual = dict(residual)
         self._norms.append(norm(residual).double())
 
     def solution(self) -> Solution:
-        """Return where it ended."""
+        """Return the end of the iteration."""
         norms = torch.stack(self._norms)
         return Solution(self.values, self.residual, norms, self._steps)
 
@@ -205,7 +204,7 @@ def conjugate_gradient(
             direction = iteration.moved(steepest, direction, decrease / previous)
         product = matvec(direction)
         curvature = dot(direction, product)
-        # Rounding, once the range is exhausted, or no number at all.
+        # rounding once the range is exhausted, or NaN
         iteration.require((curvature > 0) & curvature.isfinite())
         if iteration.is_over():
             break
