@@ -87,9 +87,9 @@ class CurvatureStrategy(FedAvg):
     """Base of this library's strategies: FedAvg's sampling with other exchanges.
 
     A subclass says what a round asks of clients, and what it makes of their uploads
-    (:meth:`exchanges`). The server samples clients, checks every reply (a bad one is
-    left out by name; the round fails only below `min_train_nodes`), and keeps finished
-    rounds and admitted uploads on disk.
+    (:meth:`exchanges`). The server samples clients and checks every reply. It skips a
+    bad one and logs its client's name; the round fails only below `min_train_nodes`.
+    It keeps finished rounds and admitted uploads on disk.
 
     Clients are sampled, and uploads ordered, by partition id, a function of (`seed`,
     round): node ids are random in every run. The same seed and thread count give the
@@ -270,13 +270,14 @@ class CurvatureStrategy(FedAvg):
             **self.settings(),
         }
 
-    def told(self) -> dict[str, Any]:
+    def used_settings(self) -> dict[str, Any]:
         """Return the settings for the log: those that affect the run."""
         return self.settings()
 
     def summary(self) -> None:
         """Log the strategy's configuration."""
-        text = ", ".join(f"{name}={value}" for name, value in self.told().items())
+        settings = self.used_settings().items()
+        text = ", ".join(f"{name}={value}" for name, value in settings)
         for line in textwrap.wrap(text, width() - _INDENT, break_on_hyphens=False):
             logger.info("\t├──> %s", line)
         super().summary()

@@ -63,14 +63,15 @@ class FedFisherOneShot(CurvatureStrategy):
     from the merged model (the paper's Fig. 2). It starts from whatever arrays it is
     given, so a pre-trained model is merged in the same way.
 
-    What deviates: the default solver is preconditioned conjugate gradients with a
-    relative anchor, which need no data on the server; the paper's is ``solver="adam"``
-    with `score`. A client's weight is its number of examples, divided by the root of
-    its Fisher's size (`balance`), so that a large Fisher counts for less than by its
-    size; it is lower still where that Fisher expects an unusual rise of the client's
-    loss at the mean (`robust`). From the second round on, a layer's step from the mean
-    is shortened where it is longer than is usual between the clients (`trust`). In a
-    regression the solver takes one iteration: layers' steps to the end add up too far.
+    Differences from the paper: the default solver is preconditioned conjugate gradients
+    with a relative anchor, which need no data on the server; the paper's is
+    ``solver="adam"`` with `score`. A client's weight is its number of examples, divided
+    by the root of its Fisher's size (`balance`), so that a large Fisher counts for less
+    than by its size. It is lower still if that Fisher expects an unusual rise of the
+    client's loss at the mean (`robust`). From the second round on, the merge shortens a
+    layer's step from the mean if it is longer than is usual between the clients
+    (`trust`). In a regression the solver takes one iteration: layers' steps to the end
+    add up too far.
 
     Parameters
     ----------
@@ -347,7 +348,7 @@ class FedFisherOneShot(CurvatureStrategy):
         """Return this strategy's own settings."""
         return self._settings(asdict(self.merge))
 
-    def told(self) -> dict[str, Any]:
+    def used_settings(self) -> dict[str, Any]:
         """Return the settings without those that the solver does not use."""
         return self._settings(self.merge.used())
 

@@ -41,7 +41,7 @@ def chosen_device(
     if here is None or not has_float64(here):
         return CPU
     if here.type != found.type:
-        told = f"the model stays on {here}, for your own loop; for {found}, pass "
-        told += f"FisherClient(device='{found}'), and move batches to the `device` that"
-        log_once([f"{told} the loop is called with"])
+        hint = f"the model stays on {here}, for your own loop; for {found}, pass "
+        hint += f"FisherClient(device='{found}'), and move batches to the `device` that"
+        log_once([f"{hint} the loop is called with"])
     return here

@@ -53,8 +53,9 @@ def fisher_arrays(
     training, nothing fails here.
 
     What the model freezes, and the server does not send, must be the same on every
-    client: a digest of it travels along, and who has another than most is left out by
-    name. With ``identify(message, context, model)`` it is before it trains.
+    client. The upload has a digest of it, and the server skips clients whose digest
+    differs from that of most, and logs their names. With ``identify(message, context,
+    model)`` it does so before they train.
 
     Parameters
     ----------

@@ -278,9 +278,9 @@ def upload_summary(
 def log_once(lines: Iterable[str]) -> None:
     """Log lines, unless this process has logged them with any upload size."""
     text = "\n".join(lines)
-    told = " ".join(text.split()).partition("; upload ")[0]
-    if told not in _logged:
-        _logged.add(told)
+    known = " ".join(text.split()).partition("; upload ")[0]
+    if known not in _logged:
+        _logged.add(known)
         for line in text.splitlines():
             logger.info("%s", line)
 

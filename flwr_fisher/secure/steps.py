@@ -300,8 +300,8 @@ def open_values(
     metrics, members = MetricRecord(), list(known.present)
     summed = Upload(0, name, weight, payload, metrics, num_bytes=0, members=members)
     step = exchange.take(without(state), [summed])
-    told = {**step.metrics, "num-summed": len(members)}
-    step = replace(step, metrics=told, summed=summed)
+    counted = {**step.metrics, "num-summed": len(members)}
+    step = replace(step, metrics=counted, summed=summed)
     if last:
         return step
     new = known.after(uploads, words=known.words[:0])

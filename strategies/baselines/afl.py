@@ -23,8 +23,8 @@ class AFL(CurvatureStrategy):
     backbone: it is the right tool where that is good, such as one pre-trained on
     public images. One round; a second would do the same again.
 
-    What deviates: clients send sums where the paper has them send their own solutions,
-    of which it makes the same; that is also what `secure` takes.
+    Difference from the paper: its clients send their own solutions, from which its
+    server computes the same head. Ours send the sums, which `secure` can take.
 
     Parameters
     ----------

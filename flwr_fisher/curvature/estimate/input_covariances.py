@@ -127,7 +127,7 @@ class _Sums:
     """The sums over examples; a trial on the first examples chooses the layers."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, max_batch_bytes: int) -> None:
-        check_examples_are_independent(model, "layers' inputs hang on the batch")
+        check_examples_are_independent(model, "layers' inputs depend on the batch")
         self.model, self.count = model, 0
         # A transposed one `matrices` does not know.
         explained = explained_layers(model, inputs, TransposedLinear)

@@ -1,0 +1,73 @@
+"""Pages and sources keep out what had to be read twice, and names that say nothing."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Say who does what in their place.
+SENTENCES = (
+    "a single client's say",
+    "client may say",
+    "larger say",
+    "at no one's cost",
+    "had not been tried",
+    "hang on",
+    "left out by name",
+    "is named and left out",
+    "nobody to ask",
+    "a Fisher is made of",
+    "For all of five",
+    "What deviates",
+    "[More](",
+    "[more](",
+)
+# In their place the field's word: `reply`, `config`, `request`, `norms`, …
+NAMES = {
+    *("by_hand", "undisturbed", "tell_once", "summand", "turn_away", "miss"),
+    *("masses", "in_range", "alike", "told", "heard", "settled"),
+    *("KeptExchange", "Late", "Gathering"),
+}
+
+
+@cache
+def texts() -> dict[str, str]:
+    """What people read: pages, and the sources of what they install or copy."""
+    pages = ("*.md", "docs/*.md", "apps/*/*.md", "federation/*.md", "examples/*.rst")
+    sources = ("flwr_fisher", "strategies", "apps", "examples", "federation")
+    found = [path for pattern in pages for path in ROOT.glob(pattern)]
+    found += [path for folder in sources for path in (ROOT / folder).rglob("*.py")]
+    return {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for path in sorted(found)
+        if path.name != "CHANGELOG.md"
+    }
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_nothing_has_a_sentence_that_must_be_read_twice(sentence):
+    words = re.compile(r"\s+".join(map(re.escape, sentence.split())))
+    assert not [path for path, text in texts().items() if words.search(text)]
+
+
+def test_no_name_says_nothing():
+    there = set()
+    for path, text in texts().items():
+        if path.endswith(".py") and any(name in text for name in NAMES):
+            for node in ast.walk(ast.parse(text)):
+                name = getattr(node, "arg", None) or getattr(node, "name", None)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    name = node.id
+                if name in NAMES:
+                    there.add(f"{path}: {name}")
+    assert not there
+
+
+def test_every_page_says_on_its_first_screen_for_whom_it_is():
+    first = re.compile(r"# .+\n+(For |This page is for you|flwr-fisher )")
+    pages = [text for path, text in texts().items() if path.startswith("docs/")]
+    assert len(pages) > 30
+    assert not [text[:80] for text in pages if not first.match(text)]
