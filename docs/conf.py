@@ -87,8 +87,9 @@ _item = re.compile(r"^- \[([^\]]+)\]\((\S+)\.\w+\)", re.MULTILINE)
 
 def _take_in(app: Sphinx) -> None:
     """Take in the pages that stand elsewhere, and the pictures of results."""
-    for stale in (_here / "more").glob("*.md"):  # of an earlier version
-        stale.unlink()
+    for folder in ("more", "benchmarks"):  # pages of an earlier version
+        for stale in (_here / folder).glob("*.md"):
+            stale.unlink()
     for path in (*_elsewhere.values(), *_pictures):
         here = _here / _names[path]
         here.parent.mkdir(exist_ok=True)
