@@ -93,6 +93,14 @@ def test_no_page_quotes_a_figure_that_the_results_have_not():
         assert made == path.read_text(), f"{path.name} is stale: run `make results`"
 
 
+def test_the_page_of_hostile_clients_names_tests_that_there_are():
+    page = (BENCHMARKS / "results" / "hostile.md").read_text()
+    tests = "".join(p.read_text() for p in Path(__file__).parent.glob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert named
+    assert {name for name in named if f"def {name}(" not in tests} == set()
+
+
 def test_the_one_shot_table_and_five_figures_of_the_papers_are_quoted():
     root = BENCHMARKS.parent
     pages = [root / "README.md", root / "docs" / "results.md"]
