@@ -56,9 +56,23 @@ def beside() -> Beside:
 
 
 @pytest.fixture(autouse=True)
-def home(monkeypatch: pytest.MonkeyPatch) -> None:
+def home() -> Iterator[None]:
     """Give a test a home of its own: it leaves nothing, and finds nothing."""
-    monkeypatch.setenv("HOME", f"{os.environ[_FOLDER]}/homes/{next(_HOMES)}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", f"{os.environ[_FOLDER]}/homes/{next(_HOMES)}")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def spoiled_answers_are_nobodys(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that patches what clients run takes and leaves no remembered answers."""
+    virtual = sys.modules.get("virtual")  # None: nothing is remembered
+    if virtual is None or "monkeypatch" not in request.fixturenames:
+        yield
+        return
+    remembered, virtual._ANSWERS = virtual._ANSWERS, {}
+    yield
+    virtual._ANSWERS = remembered
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -414,6 +414,7 @@ def test_a_train_fn_without_the_keyword_starts_anew(tmp_path):
 def test_the_process_that_is_left_over_is_waited_for(tmp_path):
     """Two lives of a client at the same request: one trains, the other hands over."""
     config, replies = {"run": RUN, "server-round": 1}, list[Any]()
+    arrays = tiny_arrays()  # not in the threads: all draw from one generator
 
     def slow(model, loader, device, config):
         SEEN.trainings += 1
@@ -422,7 +423,8 @@ def test_the_process_that_is_left_over_is_waited_for(tmp_path):
         return {"mine": 1.0}
 
     def work():
-        replies.append(ask(client(tmp_path, train_fn=slow), config=config))
+        own = client(tmp_path, train_fn=slow)
+        replies.append(ask(own, config=config, arrays=arrays))
 
     first, second = threading.Thread(target=work), threading.Thread(target=work)
     first.start()

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -94,10 +94,12 @@ class Outbox:
         """
         with ExitStack() as stack:
             if self.disk is not None:
-                with suppress(OSError):  # train all the same, without keeping the reply
+                try:
                     lock = self.disk.lock()
                     stack.callback(lock.release)
                     _acquire(lock, timeout)
+                except OSError as error:
+                    logger.warning("Training without a lock on this request: %s", error)
             yield
 
     def reply(self) -> Reply | None:
