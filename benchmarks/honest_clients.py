@@ -10,19 +10,33 @@ not in ``--data-dir``.
 
 First FedAvg for five rounds, by this library and by Flower. Then methods, by their
 defaults and with all limits lifted (``Policy(max_weight=inf, max_distance=inf)``).
+
+The two FedAvgs add in other orders, so they round differently, and training makes such
+differences grow: at α = 1 a hundredfold in the third round. MNIST was not run to its
+end, since TCT takes long there: without TCT no upload was limited, and the models of
+the other methods were the same bit for bit.
 """
 
-import logging
 import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.serverapp import strategy as flowers
-from harness.page import blocks, command_line, opening, write_page
+from harness.jobs import kept, quiet
+from harness.page import (
+    CACHE,
+    blocks,
+    command_line,
+    opening,
+    with_workers,
+    write_page,
+)
 from harness.tables import head, row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -94,15 +108,18 @@ def of_methods(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def main() -> None:
     """Run all, and write the page."""
-    options = command_line(__doc__).parse_args()
+    options = with_workers(command_line(__doc__)).parse_args()
     warnings.simplefilter("ignore")
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    found = {
-        f"{name}, α = {alpha:g}": measure(name, alpha, options.data_dir)
-        for name in datasets(options)
-        for alpha in ALPHAS
-    }
+    asked = list(product(datasets(options), ALPHAS))
+    folder = CACHE / "honest_clients"
+    jobs = [
+        (folder / f"{name}-a{a}.json", partial(measure, name, a, options.data_dir))
+        for name, a in asked
+    ]
+    with get_context("fork").Pool(options.workers, quiet) as pool:
+        every = pool.starmap(kept, jobs, chunksize=1)
+    titles = [f"{name}, α = {alpha:g}" for name, alpha in asked]
+    found = dict(zip(titles, every, strict=True))
     lines = blocks(
         opening("Honest clients of very unlike sizes", __doc__),
         "## FedAvg, less Flower's",
