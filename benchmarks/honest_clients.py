@@ -23,12 +23,11 @@ from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from flwr.serverapp import strategy as flowers
-from harness.jobs import kept, quiet
+from harness.jobs import all_kept
 from harness.page import (
     CACHE,
     blocks,
@@ -116,10 +115,8 @@ def main() -> None:
         (folder / f"{name}-a{a}.json", partial(measure, name, a, options.data_dir))
         for name, a in asked
     ]
-    with get_context("fork").Pool(options.workers, quiet) as pool:
-        every = pool.starmap(kept, jobs, chunksize=1)
     titles = [f"{name}, α = {alpha:g}" for name, alpha in asked]
-    found = dict(zip(titles, every, strict=True))
+    found = dict(zip(titles, all_kept(jobs, options.workers), strict=True))
     lines = blocks(
         opening("Honest clients of very unlike sizes", __doc__),
         "## FedAvg, less Flower's",

@@ -20,11 +20,10 @@ client has, and tuned by the clients on the other 10 000 for 10 epochs at rate 0
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, product
-from multiprocessing import get_context
+from itertools import chain
 from typing import Any
 
-from harness.jobs import kept, quiet
+from harness.jobs import kept_by_seed
 from harness.page import CACHE, Page, opening
 from harness.splits import on_splits
 from harness.stats import paired, spread, with_error
@@ -62,15 +61,8 @@ def merges_of(columns: Mapping[str, dict[str, Any]], options: Namespace) -> Colu
 def in_processes(
     run: Callable[..., Any], names: Sequence[str], options: Namespace
 ) -> dict[str, list[Any]]:
-    """Return what runs give for each name and seed, by name; finished ones are kept."""
-    folder = CACHE / "one_shot" / run.__name__
-    jobs = [
-        (folder / f"{name}-s{seed}.json", partial(run, name, seed, options.data_dir))
-        for name, seed in product(names, SEEDS)
-    ]
-    with get_context("fork").Pool(options.workers, quiet) as pool:
-        found = iter(pool.starmap(kept, jobs, chunksize=1))
-    return {name: [next(found) for _ in SEEDS] for name in names}
+    """Return what runs give for each name and seed, by name."""
+    return kept_by_seed(CACHE / "one_shot" / run.__name__, run, names, SEEDS, options)
 
 
 def table(title: str, columns: Columns) -> list[str]:

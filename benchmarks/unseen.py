@@ -27,14 +27,11 @@ factors and tempered likelihoods gain nothing.
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from harness.jobs import kept, quiet
+from harness.jobs import kept_by_seed
 from harness.page import CACHE, Page, opening
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
@@ -198,16 +195,9 @@ PAGE = Page(
 
 
 def run(part: str, options: Namespace) -> dict[str, list[Scores]]:
-    """Return what a part finds on each data set's splits; finished ones are kept."""
+    """Return what a part finds on each data set's splits."""
     find, names, seeds = PARTS[part]
-    folder = CACHE / "unseen" / part
-    jobs = [
-        (folder / f"{name}-s{seed}.json", partial(find, name, seed, options.data_dir))
-        for name, seed in product(names, seeds)
-    ]
-    with get_context("fork").Pool(options.workers, quiet) as pool:
-        found = iter(pool.starmap(kept, jobs, chunksize=1))
-    return {name: [next(found) for _ in seeds] for name in names}
+    return kept_by_seed(CACHE / "unseen" / part, find, names, seeds, options)
 
 
 def main() -> None:

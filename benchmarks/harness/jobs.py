@@ -4,9 +4,11 @@ import json
 import logging
 import multiprocessing
 import time
+from argparse import Namespace
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,6 +65,29 @@ def kept(path: Path, find: Callable[[], Any]) -> Any:
         aside.rename(path)
         print(f"{path.stem} {time.perf_counter() - began:.0f} s", flush=True)
     return json.loads(path.read_text())
+
+
+def all_kept(jobs: Iterable[tuple[Path, Callable[[], Any]]], workers: int) -> list[Any]:
+    """Return what each file has of numbers; find those that are in none, at once."""
+    with multiprocessing.get_context("fork").Pool(workers, quiet) as pool:
+        return pool.starmap(kept, jobs, chunksize=1)
+
+
+def kept_by_seed(
+    folder: Path,
+    find: Callable[[str, int, Path], Any],
+    names: Iterable[str],
+    seeds: Sequence[int],
+    options: Namespace,
+) -> dict[str, list[Any]]:
+    """Return what is found for each name and seed, by name; finished ones are kept."""
+    names = list(names)
+    jobs = [
+        (folder / f"{name}-s{seed}.json", partial(find, name, seed, options.data_dir))
+        for name, seed in product(names, seeds)
+    ]
+    found = iter(all_kept(jobs, options.workers))
+    return {name: [next(found) for _ in seeds] for name in names}
 
 
 def _measured(

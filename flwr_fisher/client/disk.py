@@ -290,10 +290,8 @@ class ClientDisk:
                 self._make_folder()
                 aside.touch()
                 return
-            except (
-                FileNotFoundError,
-                FileExistsError,
-            ):  # another process is deleting it
+            except (FileNotFoundError, FileExistsError):
+                # Another process is deleting it.
                 if not tries_left:
                     raise
 

@@ -32,15 +32,13 @@ def load(name: str, data_dir: Path, seed: int) -> Parts:
     mean 0 and the variance 1 on the clients' examples. A text has ten times the tf-idf
     of its 1000 most frequent words that are no stop words.
     """
-    if (data_dir / TABLES / f"{name}.dat").exists():
-        x, y = _table(data_dir / TABLES / f"{name}.dat")
-    else:
-        x, y = _text(data_dir / TEXTS, name)
+    table = data_dir / TABLES / f"{name}.dat"
+    x, y = _table(table) if table.exists() else _text(data_dir / TEXTS, name)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
     test, validation, clients = order.tensor_split(
         [len(y) // 5, len(y) // 5 + len(y) // 8]
     )
-    if (data_dir / TABLES / f"{name}.dat").exists():
+    if table.exists():
         own = x[clients]
         x = (x - own.mean(0)) / own.std(0).clamp_min(1e-6)
     parts = [(x[chosen], y[chosen]) for chosen in (clients, validation, test)]
