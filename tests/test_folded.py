@@ -1,7 +1,7 @@
 """Uploads that are added up as they come: a server holds a few, however many come."""
 
 import torch
-from virtual import LIFTED, Replayed, tiny_app, tiny_arrays
+from virtual import LIFTED, quick_app, tiny_arrays
 
 from flwr_fisher.strategies import FedFisherOneShot, MergeOptions
 from flwr_fisher.testing import LocalGrid
@@ -33,7 +33,7 @@ def merged(grid):
 
 
 def test_no_more_than_a_few_uploads_are_held():
-    app = Replayed(tiny_app([0] * 8))
+    app = quick_app([0] * 8)
     grid = Punctual(app, 8)
     many = merged(grid)
     assert 1 < grid.most <= 4

@@ -5,7 +5,7 @@ from math import inf
 import pytest
 from clocked import Behaviour, ClockedGrid, clock, options_of
 from flwr.app import ConfigRecord, Error, Message
-from virtual import LIFTED, Node, Replayed, Watched, same_bits, tiny_arrays
+from virtual import LIFTED, Node, Watched, quick_app, same_bits, tiny_arrays
 
 from flwr_fisher.errors import RoundError
 from flwr_fisher.flower_internals import ErrorCode, nodes_of
@@ -14,7 +14,7 @@ from flwr_fisher.testing import LocalGrid
 
 __all__ = ["clock"]
 
-CLIENTS = Replayed()
+CLIENTS = quick_app()
 
 
 def start(grid, waiting=None, **options):

@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from virtual import (
     FEATURES,
     Node,
-    Replayed,
     Watched,
     ask,
     close,
     fail,
     metrics_of,
     node_of,
+    quick_app,
     same_bits,
     set_metric,
     tensors_of,
@@ -78,7 +78,7 @@ def scores(arrays, data):
     return float(F.cross_entropy(output, y)), float(right)
 
 
-CLIENTS = Replayed()
+CLIENTS = quick_app()
 
 
 class Remembers(Watched):

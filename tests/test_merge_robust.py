@@ -8,11 +8,11 @@ import torch
 from oracles import CLIENT_CURVATURES, flat, posteriors, randn
 from virtual import (
     LIFTED,
-    Replayed,
     Watched,
     change_array,
     close,
     fedfisher_with,
+    quick_app,
     same_bits,
     tiny_arrays,
 )
@@ -244,7 +244,7 @@ def test_who_alone_is_sure_of_anything_moves_nothing():
 
 
 def test_the_strategy_leaves_out_an_outlier_and_logs_who(caplog):
-    clients = Replayed()
+    clients = quick_app()
 
     def run(tamper, **options):
         caplog.clear()

@@ -21,10 +21,10 @@ from flwr.serverapp.strategy import FedAvg
 from harness.repeatable import Repeatable
 from torch import nn
 from virtual import (
-    Replayed,
     close,
     fedfisher_with,
     node_of,
+    quick_app,
     tiny_app,
     tiny_arrays,
     tiny_client,
@@ -59,7 +59,7 @@ except ImportError:  # Flower before 1.32
 
 __all__ = ["clock"]
 
-OURS = Replayed()
+OURS = quick_app()
 
 
 class Plain(ClientApp):

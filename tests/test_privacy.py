@@ -8,7 +8,7 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from test_secure_sums import merged, secure_app
-from virtual import LIFTED, Replayed, fedfisher_with, tiny_arrays
+from virtual import LIFTED, Remembering, fedfisher_with, tiny_arrays
 
 from flwr_fisher.client import identify
 from flwr_fisher.errors import (
@@ -134,7 +134,7 @@ def test_clients_noise_adds_up_to_the_noise_that_was_asked_for(tmp_path):
 def test_the_servers_noise_is_that_of_the_sum(tmp_path):
     loud = Privacy(noise_multiplier=50.0, clipping_norm=0.01)
     start, spread = tiny_arrays().to_torch_state_dict(), []
-    app = Replayed(secure_app(tmp_path))
+    app = Remembering(secure_app(tmp_path), lambda partition: tmp_path)
     for _ in range(8):
         new = merged(fisher(privacy=loud, policy=LIFTED, anchor=1e9), app)
         moved = [new[k] - v for k, v in start.items() if "running" not in k]

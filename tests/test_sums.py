@@ -17,7 +17,6 @@ from torch import nn
 from virtual import (
     FEATURES,
     LIFTED,
-    Replayed,
     Watched,
     ask,
     change_array,
@@ -27,6 +26,7 @@ from virtual import (
     fedfisher_with,
     node_of,
     opened,
+    quick_app,
     same_bits,
     set_array,
     tensors_of,
@@ -496,7 +496,7 @@ BAD = {
 }
 
 
-CLIENTS = Replayed()
+CLIENTS = quick_app()
 
 
 def sums(**options):

@@ -15,7 +15,6 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp import ClientApp
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -203,29 +202,6 @@ class Watched(ClientApp):
         if kind == "train" and partition in self.tamper:
             self.tamper[partition](reply.content)
         return reply
-
-
-class Replayed(ClientApp):
-    """An app that answers what a partition was asked before as it was answered then.
-
-    For tests of servers: clients train once for all of a file's runs.
-    """
-
-    def __init__(self, app=None):
-        super().__init__()
-        self.app, self.replies = tiny_app() if app is None else app, {}
-
-    def __call__(self, message, context):
-        content = recorddict_to_proto(message.content)
-        key = (
-            message.metadata.message_type,
-            int(context.node_config["partition-id"]),
-            content.SerializeToString(deterministic=True),
-        )
-        if key not in self.replies:
-            reply = self.app(message, context)
-            self.replies[key] = recorddict_to_proto(reply.content)
-        return Message(recorddict_from_proto(self.replies[key]), reply_to=message)
 
 
 class Node(NamedTuple):
