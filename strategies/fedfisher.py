@@ -20,10 +20,10 @@ from flwr_fisher.merge import (
     DiagonalSums,
     MergeOptions,
     MergeSettings,
+    fedfisher,
+    fedfisher_from_sums,
     matched,
-    merge_posteriors,
     merge_settings,
-    merge_sums,
     sums_settings,
 )
 from flwr_fisher.merge.matching import RENUMBERED, check_matching
@@ -311,12 +311,12 @@ class FedFisherOneShot(CurvatureStrategy):
         posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
         if self.matching:
             posteriors = matched(posteriors)
-        merged = merge_posteriors(
+        merged = fedfisher(
             posteriors,
-            merge,
             score=self.score,
             progress=progress_of_merge(),
             device=self.device,
+            **asdict(merge),
         )
         for place, distance in merged.outliers.items():
             logger.warning(
@@ -332,15 +332,15 @@ class FedFisherOneShot(CurvatureStrategy):
         """Return the step to the merge of the uploads' means."""
         (upload,) = uploads
         parts = [dict(upload.payload.part(name)) for name in SUMS]
-        return self._merge_sums(state, DiagonalSums(1.0, *parts))
+        return self._merge_sums(state, DiagonalSums(*parts))
 
     def _merge_sums(self, state: ServerState, sums: DiagonalSums) -> Step:
-        merged = merge_sums(
+        merged = fedfisher_from_sums(
             sums,
-            self.merge,
             like=state.params,
             score=self.score,
             progress=progress_of_merge(),
+            **asdict(self.merge),
         )
         return step_of(merged)
 

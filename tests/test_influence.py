@@ -11,7 +11,6 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.merge import (
     DiagonalSums,
     LocalPosterior,
-    add_sums,
     fedfisher,
     fedfisher_from_sums,
     influence,
@@ -58,9 +57,9 @@ def test_what_has_no_influence_to_measure():
     with pytest.raises(ConfigurationError, match="at least 2 clients"):
         influence([one], fedfisher([one]))
     params = {"w": torch.ones(1)}
-    sums = [DiagonalSums.of(LocalPosterior(params, one.curvature, 1))] * 2
+    sums = DiagonalSums.of([LocalPosterior(params, one.curvature, 1)] * 2)
     with pytest.raises(ConfigurationError, match="does not know the clients' parts"):
-        influence([one, one], fedfisher_from_sums(add_sums(sums)))
+        influence([one, one], fedfisher_from_sums(sums))
 
 
 def digits():

@@ -51,7 +51,6 @@ from flwr_fisher.merge import (
     SOLVERS,
     DiagonalSums,
     LocalPosterior,
-    add_sums,
     fedavg,
     fedfisher,
     fedfisher_from_sums,
@@ -90,10 +89,6 @@ def assert_within(got, want, tolerance=1e-5):
 # The algebra
 
 
-def sums_of(clients):
-    return add_sums([DiagonalSums.of(client) for client in clients])
-
-
 def by_hand(theta, f, n, count):
     params = {
         "w": torch.tensor([theta]),
@@ -104,12 +99,11 @@ def by_hand(theta, f, n, count):
 
 
 def test_two_clients_by_hand():
-    sums = sums_of([by_hand(1.0, 2.0, 3, 5), by_hand(5.0, 4.0, 1, 8)])
-    assert sums.num_examples == 4
-    assert sums.params["w"].tolist() == [3 * 1 + 1 * 5]
-    assert sums.fisher["w"].tolist() == [3 * 2 + 1 * 4]
-    assert sums.fisher_params["w"].tolist() == [3 * 2 * 1 + 1 * 4 * 5]
-    assert (int(sums.params["count"]), sums.params["count"].dtype) == (23, torch.int64)
+    sums = DiagonalSums.of([by_hand(1.0, 2.0, 3, 5), by_hand(5.0, 4.0, 1, 8)])
+    assert sums.params["w"].tolist() == [(3 * 1 + 1 * 5) / 4]
+    assert sums.fisher["w"].tolist() == [(3 * 2 + 1 * 4) / 4]
+    assert sums.fisher_params["w"].tolist() == [(3 * 2 * 1 + 1 * 4 * 5) / 4]
+    assert (int(sums.params["count"]), sums.params["count"].dtype) == (6, torch.int64)
     merged = fedfisher_from_sums(sums, solver="closed-form").params
     assert merged["w"].tolist() == pytest.approx([26 / 10])
     assert merged["mean"].tolist() == [2.0]  # what has no Fisher is averaged: 8 / 4
@@ -234,7 +228,9 @@ OPTIONS = [
 def test_sums_give_the_model_of_the_parts(case, options):
     clients = CASES[case]()
     parts = fedfisher(clients, balance=0.0, robust=0.0, max_share=1.0, **options)
-    sums = fedfisher_from_sums(sums_of(clients), like=clients[0].params, **options)
+    sums = fedfisher_from_sums(
+        DiagonalSums.of(clients), like=clients[0].params, **options
+    )
     assert_within(sums.params, parts.params)
     assert len(sums.residuals) == sums.iterations + 1
 
@@ -247,7 +243,7 @@ def test_adam_magnifies_the_rounding_of_sums_no_more_than_that_of_parts():
     ]
     adam = {"solver": "adam", "iterations": 2000}
     first, second = (fedfisher(c, **adam).params for c in (clients, nudged))
-    sums = fedfisher_from_sums(sums_of(clients), **adam).params
+    sums = fedfisher_from_sums(DiagonalSums.of(clients), **adam).params
 
     def apart(other):
         return max(float((other[k] - v).abs().max()) for k, v in first.items())
@@ -259,25 +255,16 @@ def test_adam_magnifies_the_rounding_of_sums_no_more_than_that_of_parts():
 @pytest.mark.parametrize("case", CASES)
 def test_the_mean_of_the_sums_is_fedavgs(case):
     clients = CASES[case]()
-    mean = sums_of(clients).mean(clients[0].params)
+    mean = DiagonalSums.of(clients).mean(clients[0].params)
     assert_within(mean, fedavg(clients), 1e-6)
 
 
 def test_cg_does_not_depend_on_its_iterations_where_it_divides():
-    sums = sums_of(drawn())
+    sums = DiagonalSums.of(drawn())
     few, many = (fedfisher_from_sums(sums, iterations=i) for i in (1, 500))
     assert all(torch.equal(few.params[k], v) for k, v in many.params.items())
     assert few.iterations == 1
     assert few.residuals[-1] < 1e-6
-
-
-def test_sums_of_sums_are_sums():
-    parts = [DiagonalSums.of(client) for client in drawn(5)]
-    whole = add_sums(parts)
-    nested = add_sums([add_sums(parts[:2]), add_sums(parts[2:])])
-    assert nested.num_examples == whole.num_examples
-    for field in ("params", "fisher", "fisher_params"):
-        assert_within(getattr(nested, field), getattr(whole, field), 1e-6)
 
 
 def test_a_score_chooses_among_adams_steps():
@@ -288,10 +275,10 @@ def test_a_score_chooses_among_adams_steps():
         return -len(seen)
 
     merged = fedfisher_from_sums(
-        sums_of(clients), solver="adam", iterations=300, score=score
+        DiagonalSums.of(clients), solver="adam", iterations=300, score=score
     )
     assert len(seen) == 3
-    early = fedfisher_from_sums(sums_of(clients), solver="adam", iterations=100)
+    early = fedfisher_from_sums(DiagonalSums.of(clients), solver="adam", iterations=100)
     assert_within(merged.params, early.params, 0.0)
 
 
@@ -307,7 +294,7 @@ def test_a_score_chooses_among_adams_steps():
 )
 def test_only_diagonals_can_be_summed(make):
     with pytest.raises(StructureError, match="only diagonals can be summed"):
-        DiagonalSums.of(make())
+        DiagonalSums.of([make()])
 
 
 @pytest.mark.parametrize(
@@ -320,16 +307,17 @@ def test_only_diagonals_can_be_summed(make):
 )
 def test_what_sums_do_not_tell_is_refused_by_name(name, value):
     with pytest.raises(ConfigurationError, match=rf"^{name} "):
-        fedfisher_from_sums(sums_of(drawn()), **{name: value})
+        fedfisher_from_sums(DiagonalSums.of(drawn()), **{name: value})
 
 
 def test_what_does_not_fit_is_refused():
-    one, two = (DiagonalSums.of(client) for client in drawn(2))
-    nothing, w = {"fisher": {}, "fisher_params": {}}, {"w": one.params["w"]}
+    clients = drawn(2)
+    one, w = DiagonalSums.of(clients[:1]), {"w": clients[1].params["w"]}
     odd = one.fisher | {"b": one.fisher["b"] * NAN}
+    clients[1] = LocalPosterior(w, Diagonal({"w": torch.ones(8, 5)}), 1)
     for culprit, make in (
-        ("no sums", lambda: add_sums([])),
-        ("client 1 .*'b'", lambda: add_sums([one, replace(two, params=w, **nothing)])),
+        ("no posterior", lambda: DiagonalSums.of([])),
+        ("posterior 1 .*'b'", lambda: DiagonalSums.of(clients)),
         ("fisher_params", lambda: replace(one, fisher_params={})),
         ("params", lambda: replace(one, params=w)),
         ("'b'", lambda: fedfisher_from_sums(replace(one, fisher=odd))),
@@ -337,8 +325,6 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ParamsError, match=culprit):
             make()
-    with pytest.raises(ConfigurationError, match="num_examples"):
-        replace(one, num_examples=0)
 
 
 # What travels
@@ -348,7 +334,7 @@ READ = Additive.reader(*SUMMED)
 
 
 def tiny_upload():
-    sums = DiagonalSums.of(replace(each_trained(tiny_model)[0], num_examples=1))
+    sums = DiagonalSums.of(each_trained(tiny_model)[:1])
     parts = sums.params, sums.fisher, sums.fisher_params
     return Additive(dict(zip(SUMMED, parts, strict=True)))
 

@@ -1,6 +1,6 @@
 """One-shot merging of the clients' posteriors into one model, without Flower."""
 
-from flwr_fisher.merge.fedfisher import fedfisher, fisher_merge, merge_posteriors
+from flwr_fisher.merge.fedfisher import fedfisher, fisher_merge
 from flwr_fisher.merge.influence import Influence, influence
 from flwr_fisher.merge.layer_sums import balanced, partial_traces
 from flwr_fisher.merge.matching import matched
@@ -17,9 +17,7 @@ from flwr_fisher.merge.regmean import regmean
 from flwr_fisher.merge.solve import MergeResult
 from flwr_fisher.merge.sums import (
     DiagonalSums,
-    add_sums,
     fedfisher_from_sums,
-    merge_sums,
     sums_settings,
 )
 
@@ -31,7 +29,6 @@ __all__ = [
     "MergeOptions",
     "MergeResult",
     "MergeSettings",
-    "add_sums",
     "balanced",
     "contribution",
     "fedavg",
@@ -40,9 +37,7 @@ __all__ = [
     "fisher_merge",
     "influence",
     "matched",
-    "merge_posteriors",
     "merge_settings",
-    "merge_sums",
     "partial_traces",
     "private_sums",
     "refresh_norms",

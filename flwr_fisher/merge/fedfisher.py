@@ -183,20 +183,6 @@ def fedfisher(
     {'w': tensor([0.2000])}
     """
     settings = merge_settings(**options)
-    return merge_posteriors(
-        posteriors, settings, score=score, progress=progress, device=device
-    )
-
-
-def merge_posteriors(
-    posteriors: Sequence[LocalPosterior],
-    settings: MergeSettings,
-    *,
-    score: Score | None = None,
-    progress: Report | None = None,
-    device: Device = None,
-) -> MergeResult:
-    """Merge as :func:`fedfisher` does, with the options in one object."""
     check_score(score, settings.solver)
     if posteriors:
         settings = settings.of_model(posteriors[0].params)

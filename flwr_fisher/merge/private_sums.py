@@ -60,7 +60,7 @@ def contribution(
 
 
 def private_sums(mean: Params, start: Params, clipping_norm: float) -> DiagonalSums:
-    """Return the sums for one example that the mean of the contributions stands for.
+    """Return the sums that the mean of the contributions stands for.
 
     Parameters
     ----------
@@ -95,4 +95,4 @@ def private_sums(mean: Params, start: Params, clipping_norm: float) -> DiagonalS
         name: entry * start[name].double() + unit * product[name]
         for name, entry in entries.items()
     }
-    return DiagonalSums(1.0, params, entries, products)
+    return DiagonalSums(params, entries, products)

@@ -3,8 +3,6 @@ r"""FedFisher's merge of diagonal Fishers from sums over the clients.
 With diagonals, the merge needs only sums over the clients: :math:`\sum n_i`,
 :math:`\sum n_i \theta_i`, :math:`\sum n_i F_i` and :math:`\sum n_i F_i \theta_i`. A
 secure sum reveals nothing else.
-
-Long: the sums, their merge and its options.
 """
 
 import math
@@ -13,22 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal, WeightedSum
-from flwr_fisher.curvature.operators.rescaled import (
-    exponent_of,
-    largest_entry,
-    widest_exponent,
-)
 from flwr_fisher.devices import Reads
-from flwr_fisher.errors import (
-    ConfigurationError,
-    ParamsError,
-    StructureError,
-    check_positive,
-)
+from flwr_fisher.errors import ConfigurationError, StructureError
 from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.options import (
     MergeSettings,
@@ -43,9 +30,11 @@ from flwr_fisher.params import (
     Params,
     check_finite,
     check_same_layout,
+    double,
     rounded,
     select,
     sum_dtype,
+    weighted_mean,
 )
 
 _BALANCE = 1.0  # for K-FAC, where neither `robust` nor `max_share` is possible
@@ -61,78 +50,79 @@ _OF_CLIENTS = {
 
 @dataclass(frozen=True)
 class DiagonalSums:
-    r"""One client's contribution to the sums, or the sums over several clients.
+    r"""The sums over the clients, divided by :math:`N = \sum n_i`.
 
-    Floats are float32, or float64 for a float64 model; integers are int64. float32 is
-    enough: no :math:`F_i` is negative, so that in
-    :math:`\sum n_i F_i \theta_i / \sum n_i F_i` rounding costs some 1e-7 of the largest
-    :math:`|\theta_i|`.
+    One client's contribution is that of a federation in which it is alone.
 
     Parameters
     ----------
-    num_examples : float
-        :math:`n_i`.
     params : dict[str, Tensor]
-        :math:`n_i \theta_i`, parameters and buffers.
+        :math:`\sum n_i \theta_i / N`, parameters and buffers.
     fisher : dict[str, Tensor]
-        :math:`n_i F_i`, over the parameters to merge by curvature.
+        :math:`\sum n_i F_i / N`, over the parameters to merge by curvature.
     fisher_params : dict[str, Tensor]
-        :math:`n_i F_i \theta_i`, over the same.
+        :math:`\sum n_i F_i \theta_i / N`, over the same.
 
     Raises
     ------
-    ConfigurationError
-        If `num_examples` is not positive.
     ParamsError
         If keys or shapes do not fit each other.
     """
 
-    num_examples: float
     params: dict[str, Tensor]
     fisher: dict[str, Tensor]
     fisher_params: dict[str, Tensor]
 
     def __post_init__(self) -> None:
-        check_positive("num_examples", self.num_examples)
         check_same_layout(self.fisher, self.fisher_params, "fisher_params")
         covered = select(self.params, self.fisher)
         check_same_layout(covered, self.fisher, "fisher")
 
     @classmethod
-    def of(cls, posterior: LocalPosterior) -> "DiagonalSums":
-        """Return a client's contribution.
+    def of(cls, posteriors: Sequence[LocalPosterior]) -> "DiagonalSums":
+        r"""Return them of clients whose posteriors are known.
+
+        Floats are float32, or float64 for a float64 model; integers are int64. float32
+        is enough: no :math:`F_i` is negative, so that in
+        :math:`\sum n_i F_i \theta_i / \sum n_i F_i` rounding costs some 1e-7 of the
+        largest :math:`|\theta_i|`.
 
         Raises
         ------
         ParamsError
-            If it is not finite, of several dtypes, or its curvature is negative; or if
-            a sum is more than its dtype holds.
+            If there is none, their layouts differ, one is not finite, of several
+            dtypes, or its curvature is negative; or if a sum is more than its dtype
+            holds.
         StructureError
-            If its curvature is not diagonal.
+            If a curvature is not diagonal.
 
         Examples
         --------
+        >>> import torch
         >>> F = Diagonal({"w": torch.tensor([0.5])})
-        >>> DiagonalSums.of(LocalPosterior({"w": torch.tensor([3.0])}, F, 4))
-        DiagonalSums(num_examples=4.0, params={'w': tensor([12.])}, fisher={'w': \
-tensor([2.])}, fisher_params={'w': tensor([6.])})
+        >>> one = LocalPosterior({"w": torch.tensor([3.0])}, F, num_examples=4)
+        >>> DiagonalSums.of([one]).fisher_params
+        {'w': tensor([1.5000])}
         """
-        check_posteriors([posterior])
-        n, entries = float(posterior.num_examples), _diagonal(posterior)
-        weighted = {k: n * F.double() for k, F in entries.items()}
-        products = {k: nF * posterior.params[k] for k, nF in weighted.items()}
-        sums = cls(
-            n,
-            {k: _stored(n * v.double(), v.dtype) for k, v in posterior.params.items()},
-            {k: _stored(nF, entries[k].dtype) for k, nF in weighted.items()},
-            {k: _stored(nFt, entries[k].dtype) for k, nFt in products.items()},
-        )
-        for part in (sums.params, sums.fisher, sums.fisher_params):
-            check_finite(part, f"the sums of a client's {n:g} examples")
-        return sums
+        check_posteriors(posteriors)
+        fishers = [double(_diagonal(each)) for each in posteriors]
+        products = [
+            {k: F * each.params[k] for k, F in fisher.items()}
+            for each, fisher in zip(posteriors, fishers, strict=True)
+        ]
+        weights = [each.num_examples for each in posteriors]
+        params = [double(each.params) for each in posteriors]
+        dtypes = {k: sum_dtype(v.dtype) for k, v in posteriors[0].params.items()}
+        parts = [
+            {k: rounded(v, dtypes[k]) for k, v in weighted_mean(each, weights).items()}
+            for each in (params, fishers, products)
+        ]
+        for part in parts:
+            check_finite(part, "the clients' sums")
+        return cls(*parts)
 
     def mean(self, like: Params | None = None) -> dict[str, Tensor]:
-        r"""Return FedAvg's mean :math:`\sum n_i \theta_i / \sum n_i`.
+        """Return FedAvg's mean.
 
         Parameters
         ----------
@@ -141,30 +131,7 @@ tensor([2.])}, fisher_params={'w': tensor([6.])})
         """
         like = self.params if like is None else like
         check_same_layout(like, self.params, "sums")
-        return {
-            k: rounded(total.double() / self.num_examples, like[k].dtype)
-            for k, total in self.params.items()
-        }
-
-
-def add_sums(parts: Sequence[DiagonalSums]) -> DiagonalSums:
-    """Return the sums over all clients, in float64.
-
-    A sum that its own dtype cannot hold stays in it.
-
-    Raises
-    ------
-    ParamsError
-        If there is none, or their layouts differ.
-    """
-    if not parts:
-        raise ParamsError("there are no sums to add: pass those of at least one client")
-    return DiagonalSums(
-        sum(part.num_examples for part in parts),
-        _added([part.params for part in parts]),
-        _added([part.fisher for part in parts]),
-        _added([part.fisher_params for part in parts]),
-    )
+        return {k: rounded(v.double(), like[k].dtype) for k, v in self.params.items()}
 
 
 def fedfisher_from_sums(
@@ -208,26 +175,15 @@ def fedfisher_from_sums(
 
     Examples
     --------
+    >>> import torch
     >>> sure = LocalPosterior({"w": torch.zeros(1)}, Diagonal({"w": torch.ones(1)}), 5)
     >>> flat = Diagonal({"w": torch.full((1,), 0.25)})
     >>> unsure = LocalPosterior({"w": torch.ones(1)}, flat, 5)
-    >>> sums = add_sums([DiagonalSums.of(sure), DiagonalSums.of(unsure)])
+    >>> sums = DiagonalSums.of([sure, unsure])
     >>> fedfisher_from_sums(sums, solver="closed-form").params
     {'w': tensor([0.2000])}
     """
     settings = sums_settings(**options)
-    return merge_sums(sums, settings, like=like, score=score, progress=progress)
-
-
-def merge_sums(
-    sums: DiagonalSums,
-    settings: MergeSettings,
-    *,
-    like: Params | None = None,
-    score: Score | None = None,
-    progress: Report | None = None,
-) -> MergeResult:
-    """Merge as :func:`fedfisher_from_sums` does, with the options in one object."""
     check_score(score, settings.solver)
     for part in (sums.params, sums.fisher, sums.fisher_params):
         check_finite(part, "the sums")
@@ -279,19 +235,10 @@ def _tensor_system(
 
     As for :func:`fedfisher_from_sums`; :math:`\lambda` is `anchor` times F's mean.
     """
-    entry = sums.fisher[name].double() / sums.num_examples
-    pull = sums.fisher_params[name].double() / sums.num_examples
+    entry, pull = sums.fisher[name].double(), sums.fisher_params[name].double()
     rhs = pull - entry * mean.double()
-    dtype = _dtype_for(entry, rhs, sums.fisher[name].dtype)
-    curvature = WeightedSum([Diagonal({name: entry.to(dtype)})], [1.0])
-    return LinearSystem.anchored(curvature, {name: rhs.to(dtype)}, anchor)
-
-
-def _dtype_for(entry: Tensor, rhs: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return float64 if a solver's products may overflow the sums' dtype."""
-    widest = 2 * widest_exponent(dtype)
-    far = abs(exponent_of(largest_entry(entry))) > widest
-    return torch.float64 if far or largest_entry(rhs) >= 2.0**widest else dtype
+    curvature = WeightedSum([Diagonal({name: entry})], [1.0])
+    return LinearSystem.anchored(curvature, {name: rhs}, anchor)
 
 
 def _diagonal(posterior: LocalPosterior) -> dict[str, Tensor]:
@@ -304,21 +251,3 @@ def _diagonal(posterior: LocalPosterior) -> dict[str, Tensor]:
             )
         entries |= block.entries
     return entries
-
-
-def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return rounded(value, sum_dtype(dtype))
-
-
-def _added(parts: Sequence[Params]) -> dict[str, Tensor]:
-    for index, other in enumerate(parts[1:], start=1):
-        check_same_layout(parts[0], other, f"client {index}")
-    totals = {}
-    for key, first in parts[0].items():
-        wide = torch.float64 if first.is_floating_point() else first.dtype
-        total = torch.zeros_like(first, dtype=wide)
-        for part in parts:
-            total.add_(part[key])
-        stored = total.to(first.dtype)
-        totals[key] = stored if stored.isfinite().all() else total
-    return totals

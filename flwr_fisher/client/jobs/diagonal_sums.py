@@ -47,7 +47,7 @@ class DiagonalSumsJob(TrainingJob):
         """Return this client's contribution."""
         start, params, curvature = trained.start, trained.params, trained.curvature
         if self.clipping_norm is None:
-            sums = DiagonalSums.of(LocalPosterior(params, curvature, 1))
+            sums = DiagonalSums.of([LocalPosterior(params, curvature, 1)])
             parts = params, sums.fisher, sums.fisher_params
             return Additive(dict(zip(SUMS, parts, strict=True))).to_arrays()
         diagonal = curvature.diagonal()
