@@ -19,6 +19,9 @@ from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.operators.plain import Dense, Diagonal
 from flwr_fisher.params import flatten
 
+Columns = Sequence[Tensor]  # of some examples, one tensor for each backward pass
+Share = Tensor | None  # [n], of each example's positions; None: all of them
+
 _BLOCK = 128  # rows; below, a product of matrices is no faster for being half of one
 _MOST = 16  # blocks of rows
 
@@ -72,11 +75,11 @@ class LayerAccumulator(ABC):
     """Base class: what one structure sums of a layer's inputs and output gradients."""
 
     observes = False  # whether `observe` wants every example's input columns
-    # Whether `add_gradients` takes input columns, too, and all positions of both; else
-    # the gradients, and what `observe` takes, may be of a few positions.
+    # Whether it takes gradients beside inputs, at all positions of both (`add_pairs`);
+    # else the gradients, and what `observe` takes, may be of a few positions.
     takes_inputs = True
     forms_gradients = False  # whether it makes each example's gradient of the weight
-    takes_calls = False  # whether `add_call` stands in for `add_gradients`
+    takes_calls = False  # whether `add_call` stands in for both of these
 
     def __init__(self, layer: KroneckerLayer) -> None:
         self.layer = layer
@@ -93,7 +96,7 @@ class LayerAccumulator(ABC):
         tensors = [v.total if isinstance(v, SecondMoment) else v for v in held]
         return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
 
-    def observe(self, columns: Tensor, weight: float, share: Tensor | None) -> None:
+    def observe(self, columns: Tensor, weight: float, share: Share) -> None:
         """Add every example's input columns ``[n, groups, in, T]``, once each.
 
         Each column stands for so many as `weight` says. `share` ``[n]`` says which
@@ -101,20 +104,17 @@ class LayerAccumulator(ABC):
         """
         raise AssertionError("only accumulators that observe are shown inputs")
 
-    @abstractmethod
-    def add_gradients(
-        self,
-        inputs: Tensor,
-        gradients: Sequence[Tensor],
-        weight: float,
-        share: Tensor | None = None,
-    ) -> None:
+    def add_gradients(self, gradients: Columns, weight: float, share: Share) -> None:
         """Add some examples' gradient columns, one tensor for each backward pass.
 
-        `inputs` are the same examples' input columns, with `takes_inputs`; else
-        each gradient column counts for `weight` in a mean over positions, of which
-        `share` count.
+        Each column counts for `weight` in a mean over positions, of which `share`
+        count.
         """
+        raise AssertionError("only accumulators without inputs get gradients alone")
+
+    def add_pairs(self, inputs: Tensor, gradients: Columns) -> None:
+        """Add some examples' gradient columns, beside the same examples' inputs'."""
+        raise AssertionError("only accumulators that take inputs get pairs")
 
     def add_call(self, inputs: Tensor, output: Tensor) -> None:
         """Add some examples' layer inputs, with the gradients of the layer's output."""
@@ -149,17 +149,11 @@ class KroneckerAccumulator(LayerAccumulator):
         m = self.G.total.shape[-1]
         return f"{each}Kronecker: A {n}x{n}, G {m}x{m}"
 
-    def observe(self, columns: Tensor, weight: float, share: Tensor | None) -> None:
+    def observe(self, columns: Tensor, weight: float, share: Share) -> None:
         """Add the inputs' second moment."""
         self.A.add(side_by_side(columns), weight)
 
-    def add_gradients(
-        self,
-        inputs: Tensor,
-        gradients: Sequence[Tensor],
-        weight: float,
-        share: Tensor | None = None,
-    ) -> None:
+    def add_gradients(self, gradients: Columns, weight: float, share: Share) -> None:
         """Add the gradients' second moment."""
         if gradients[0].shape[3] == 1:
             self.G.add(side_by_side(torch.cat(list(gradients))), weight)
@@ -185,22 +179,16 @@ class KroneckerAccumulator(LayerAccumulator):
 class ReducedKroneckerAccumulator(KroneckerAccumulator):
     """K-FAC-reduce's factors, from each example's mean input and summed gradient."""
 
-    def observe(self, columns: Tensor, weight: float, share: Tensor | None) -> None:
+    def observe(self, columns: Tensor, weight: float, share: Share) -> None:
         """Add the mean inputs' second moment."""
         means = columns.mean(3, keepdim=True)
         if share is not None:
             means = means / _rows(share, means)
         super().observe(means, 1, None)
 
-    def add_gradients(
-        self,
-        inputs: Tensor,
-        gradients: Sequence[Tensor],
-        weight: float,
-        share: Tensor | None = None,
-    ) -> None:
+    def add_gradients(self, gradients: Columns, weight: float, share: Share) -> None:
         """Add the summed gradients' second moment."""
-        super().add_gradients(inputs, [g.sum(3, keepdim=True) for g in gradients], 1)
+        super().add_gradients([g.sum(3, keepdim=True) for g in gradients], 1, None)
 
 
 class DiagonalAccumulator(LayerAccumulator):
@@ -215,13 +203,7 @@ class DiagonalAccumulator(LayerAccumulator):
         """An exact diagonal."""
         return "diagonal"
 
-    def add_gradients(
-        self,
-        inputs: Tensor,
-        gradients: Sequence[Tensor],
-        weight: float,
-        share: Tensor | None = None,
-    ) -> None:
+    def add_pairs(self, inputs: Tensor, gradients: Columns) -> None:
         """Add the squares of the gradients ``sum_t g_t a_t^T``, example by example."""
         if inputs.shape[3] > 1:
             for g in gradients:
@@ -291,18 +273,12 @@ class EigenAccumulator(DiagonalAccumulator):
         self.basis_G = _eigenvectors(G, layer.dtype)
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def add_gradients(
-        self,
-        inputs: Tensor,
-        gradients: Sequence[Tensor],
-        weight: float,
-        share: Tensor | None = None,
-    ) -> None:
+    def add_pairs(self, inputs: Tensor, gradients: Columns) -> None:
         """Add the squares of the gradients' coordinates in the eigenbasis."""
         if self._last is None or self._last[0] is not inputs:  # the same every pass
             self._last = inputs, self.basis_A.mT @ inputs
         turned = [self.basis_G.mT @ g for g in gradients]
-        super().add_gradients(self._last[1], turned, weight)
+        super().add_pairs(self._last[1], turned)
 
     def mean(self, num_examples: int) -> EigenKronecker:
         """Return the layer's curvature in the eigenbasis."""
@@ -335,13 +311,7 @@ class BlockAccumulator(LayerAccumulator):
         size = len(self.total)
         return f"dense: {size}x{size}"
 
-    def add_gradients(
-        self,
-        inputs: Tensor,
-        gradients: Sequence[Tensor],
-        weight: float,
-        share: Tensor | None = None,
-    ) -> None:
+    def add_pairs(self, inputs: Tensor, gradients: Columns) -> None:
         """Add the outer products of the flattened gradients."""
         for g in gradients:
             rows = (g @ inputs.mT).flatten(1)

@@ -395,9 +395,10 @@ class Engine:
                 chosen = None if paired else grid
                 g = [layer.output_columns(each, chosen) for each in gradients]
                 for taker in takers:
-                    taker.add_gradients(
-                        columns.get(name, g[0]), g, weight / every, share
-                    )
+                    if paired:
+                        taker.add_pairs(columns[name], g)
+                    else:
+                        taker.add_gradients(g, weight / every, share)
 
 
 def _finite_rows(tensors: Sequence[Tensor], count: int) -> Tensor:
