@@ -19,9 +19,9 @@ _FACTOR, _MARGIN = 1.5, 0.5  # of losses, in nats if they are of classes
 def catch_up_norms(problem: LocalProblem) -> None:
     """Recompute the norms' statistics if the model is far worse in eval mode.
 
-    With a small ``momentum``, or few batches, running statistics are of weights that
-    the training has long left: the model that is uploaded, and whose Fisher is taken,
-    would not be the one that was trained.
+    With a small ``momentum``, or few batches, the running statistics belong to weights
+    from early in the training. With them, the model that is uploaded would not be the
+    model that was trained, and its Fisher would be wrong, too.
 
     Parameters
     ----------

@@ -50,7 +50,7 @@ def described(value: object, name: str) -> str:
     Raises
     ------
     UndescribedError
-        If it holds a lock, a file, a generator or so, or too much.
+        If it holds a lock, a file, a generator or something similar, or too much.
 
     Examples
     --------

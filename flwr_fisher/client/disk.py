@@ -52,35 +52,35 @@ class Kept(NamedTuple):
 class ClientDisk:
     """One entry on a client's disk: tensors by name and step.
 
-    They are files ``<root>/<namespace>/partition-<client>/<key>/<name>-<step>``, which
-    this user alone can read. A crash leaves whole files. One whose checksum fails is
-    named in the log, and as good as not there. What is read is mapped into memory, not
-    copied.
+    Its files are ``<root>/<namespace>/partition-<client>/<key>/<name>-<step>``. Only
+    this user can read them. A crash leaves whole files. If a file's checksum is wrong,
+    the log names the file, and it counts as missing. A file that is read is mapped into
+    memory, not copied.
 
-    Nothing tells that a run has ended, and a server can name as many as it likes: where
-    the entries of a namespace take more than `limit` together, or are more than 1000,
-    those that were not used for longest go first, and never the one just written, nor
-    one whose lock is held.
+    A client does not learn that a run has ended, and a server can name any number of
+    runs. So if the entries of a namespace take more than `limit` bytes together, or are
+    more than 1000, those that were not used for the longest time are deleted. An entry
+    that was just written is never deleted, nor one whose lock is held.
 
     Parameters
     ----------
     root : Path
         Made if it does not exist.
     namespace : str
-        What kind of thing it is: small letters and hyphens.
+        The kind of entry, in small letters and hyphens.
     client : int
-        Whose it is.
+        The client's partition.
     key : str
-        Of what it is, a run or a digest, as 1 to 32 hexadecimal digits.
+        The run or the digest to which the entry belongs, as 1 to 32 hexadecimal digits.
     limit : int, default 4 GiB
         How many bytes this client's entries of this namespace may take.
     owner : str, default "FisherClient"
-        Who has the keywords ``state_dir`` and ``state_bytes``, for errors.
+        The class that has the keywords ``state_dir`` and ``state_bytes``, for errors.
 
     Raises
     ------
     ConfigurationError
-        If one of them is of another form.
+        If one of them has another form.
 
     Examples
     --------
@@ -129,16 +129,16 @@ class ClientDisk:
         Parameters
         ----------
         num_bytes : int
-            How much it takes.
+            How much space they take.
         what : str
-            What it is, for the error.
+            What the tensors are, for the error.
         instead : str
             Other ways out than a higher limit.
 
         Raises
         ------
         ClientError
-            Saying how much it is, and what can be done.
+            It says how much space they take, and what to do.
         """
         if num_bytes > self.limit:
             raise ClientError(
@@ -155,9 +155,10 @@ class ClientDisk:
         name : str
             What it is.
         step : int
-            In which step it was made.
+            The step in which it was made.
         keys : Collection[str]
-            The names of tensors without which it is of no use: another version's.
+            The names of the tensors that it must have. A file of another version may
+            lack them.
         """
         path = self._file(name, step)
         try:
@@ -185,21 +186,22 @@ class ClientDisk:
     ) -> None:
         """Write tensors, and delete those of other steps with the same name.
 
-        A step may be asked for twice, when a round failed or its server was stopped: so
-        what it began with must stay in place, by `keep`.
+        The server may request a step twice, when a round failed or the server was
+        stopped. So the tensors with which the step began must stay: name their step in
+        `keep`.
 
         Parameters
         ----------
         name : str
-            What they are.
+            The tensors' common name.
         tensors : Mapping[str, Tensor]
             The tensors, on any device.
         step : int
-            In which step they were made.
+            The step in which they were made.
         keep : Collection[int]
             The steps whose tensors stay, too.
         note : str
-            What is to be known beside them.
+            A text that is saved with them.
         durable : bool, default True
             Whether they must survive a loss of power.
 
@@ -259,7 +261,7 @@ class ClientDisk:
     def lock(self) -> FileLock:
         """Return a lock on the entry, for a ``with``.
 
-        A process that holds it may have been left over by another life of the server.
+        The process that holds it may be left over from before a restart.
 
         Raises
         ------

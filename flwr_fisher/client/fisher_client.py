@@ -45,17 +45,18 @@ _MOST_GROUPS, _MOST_ARRAYS = 8, 1000
 class FisherClient:
     """A client that trains a model, and uploads its Fisher if the server requests it.
 
-    In the server's ``ConfigRecord``, keys that begin with ``fisher.`` are for it, and
-    all others for `train_fn`. ``fisher.job`` says what is asked for, by default to
-    train; a job's file in ``client/jobs/`` says which options it has.
-    ``fisher.structure`` and what else :func:`flwr_fisher.curvature.fisher` takes say
-    which Fisher information is added, and ``fisher.codec`` how the reply is packed;
-    without a structure it is an ordinary one, as Flower's FedAvg and FedProx want it.
-    ``fisher.report-local`` asks for ``local-loss`` and ``local-accuracy``: the trained
-    model on its own training data, which :mod:`flwr_fisher.measures` compares with the
-    server's. ``fisher.check`` names a job that is done first, for its errors alone.
-    Whatever is random depends on ``fisher.seed``, ``server-round`` and the node's
-    ``partition-id`` alone.
+    In the server's ``ConfigRecord``, keys that begin with ``fisher.`` are for this
+    class, and all others are for `train_fn`. ``fisher.job`` is the requested job, by
+    default the training; a job's file in ``client/jobs/`` has its options.
+    ``fisher.structure`` and the other options of :func:`flwr_fisher.curvature.fisher`
+    say which Fisher information the client adds, and ``fisher.codec`` says how it packs
+    the reply. Without a structure the reply is an ordinary one, as Flower's FedAvg and
+    FedProx expect it. With ``fisher.report-local`` the client also reports
+    ``local-loss`` and ``local-accuracy``, the scores of the trained model on the
+    client's own training data; :mod:`flwr_fisher.measures` compares them with those of
+    the server's model. ``fisher.check`` names a job that the client does first, only to
+    see whether it raises an error. All random numbers depend only on ``fisher.seed``,
+    ``server-round`` and the node's ``partition-id``.
 
     Parameters
     ----------
@@ -63,49 +64,54 @@ class FisherClient:
         Maps a batch to logits. Its trainable parameters are merged; frozen ones stay.
     trainloader : Iterable
         Batches ``(inputs, labels)``, mappings such as ``{"img": ..., "label": ...}``,
-        or of another form that :class:`~flwr_fisher.curvature.Pairs` reads. The weight
-        of this client is the number of examples in an epoch; with a batch sampler of
-        your own that has no length, that in the data set.
+        or batches of another form that :class:`~flwr_fisher.curvature.Pairs` reads. The
+        weight of this client is the number of examples in an epoch. With a batch
+        sampler of your own that has no length, it is the number of examples in the data
+        set.
     valloader : Iterable, optional
         Held-out batches for :meth:`evaluate`.
     train_fn : Callable, optional
         Trains in place: ``train_fn(model, trainloader, device, config)`` returns
-        metrics. Default ``LocalSGD()``: one epoch. With a keyword ``checkpoint`` it is
-        given a :class:`TrainingCheckpoint`, by which it can go on after a crash. A
-        metric ``num-examples`` is this client's weight, in place of the data's number.
+        metrics. Default ``LocalSGD()``: one epoch. If it has a keyword ``checkpoint``,
+        it receives a :class:`TrainingCheckpoint`, with which it can continue after a
+        crash. If it returns a metric ``num-examples``, this is the client's weight, in
+        place of the number of its examples.
     evaluate_fn : Callable, optional
         Scores in place of the built-in loop: ``evaluate_fn(model, valloader, device,
         config)`` returns metrics, ``num-examples`` among them.
     loss_fn : Callable, optional
-        The mean loss of a batch, for :meth:`evaluate`, and what FAGH, GIANT, DONE and
-        FedGA differentiate. Default: the `train_fn`'s own ``loss_fn``, to score by else
-        the likelihood's: :func:`cross_entropy`, or its like.
+        The mean loss of a batch. :meth:`evaluate` reports it, and FAGH, GIANT, DONE and
+        FedGA differentiate it. Default: the `train_fn`'s own ``loss_fn``. If it has
+        none, :meth:`evaluate` uses the loss of the likelihood, such as
+        :func:`cross_entropy`.
     likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
         What the model's outputs mean to the Fisher, by default ``categorical``, or a
         :class:`~flwr_fisher.curvature.Likelihood` of your own; the loss is to be its
         negative logarithm.
     device : torch.device | str, optional
-        Where the model is trained, and moved to. Default: where a loop of your own is
-        given, `train_fn` or `evaluate_fn`, the device of the model as it is; else the
-        accelerator that PyTorch finds (CUDA, XPU, …), or the CPU.
+        The device to which the model is moved, and where it is trained. Default: if you
+        pass a loop of your own, `train_fn` or `evaluate_fn`, the device where the model
+        is. Otherwise the accelerator that PyTorch finds (CUDA, XPU, …), or the CPU.
     state_dir : Path | str, default "~/.cache/flwr-fisher/state"
         Where this client keeps what it needs from one round to the next (control
         variates, TCT's features), and, for a server with checkpoints, its last upload
         and the last epoch of a training under way.
     limits : ClientLimits, optional
-        How much work the server may ask for in one request.
+        How much work the server may request at once.
     state_bytes : int, default 4 GiB
-        How much each of these may take in `state_dir`, of all runs of this client, of
-        which it keeps at most 1000: control variates and other states of methods; TCT's
-        features; uploads, and trainings under way, that a crash would lose. What was
-        not used for longest goes first: nothing tells that a run has ended.
+        How much space each of these kinds may take in `state_dir`: control variates and
+        other states of methods; TCT's features; uploads and unfinished trainings, which
+        a crash would lose. All runs of this client count, and of each kind it keeps at
+        most 1000 runs. A client does not learn that a run has ended, so it first
+        deletes what was not used for the longest time.
     batch_fn : Callable, optional
-        Makes ``(inputs, labels)`` of a batch, inputs being a tensor, a tuple or a
-        mapping of tensors, for all that this library reads, a ``LocalSGD`` within your
-        own `train_fn` among it; that is given the loader as it is.
+        Makes ``(inputs, labels)`` from a batch; the inputs are a tensor, a tuple or a
+        mapping of tensors. This library calls it for every batch that it reads, also in
+        a ``LocalSGD`` within your own `train_fn`. Your own `train_fn` receives the
+        loader as it is.
     output_fn : Callable, optional
-        Takes the one tensor of outputs of whatever the model returns; by default the
-        tensor itself, what is named ``logits``, or the only tensor.
+        Returns the one tensor of outputs from what the model returns. Default: the
+        model's tensor itself, or the entry named ``logits``, or the only tensor.
 
     Examples
     --------
@@ -161,8 +167,8 @@ class FisherClient:
         DataError
             If this client has no training examples.
         ClientError
-            If the arrays do not fit the model, the job is none for this client, or the
-            server asks for more than the client's `limits` or `state_bytes`.
+            If the arrays do not fit the model, this client does not know the job, or
+            the server requests more than the client's `limits` or `state_bytes` allow.
         """
         request = self._read(message, context)
         name = str(request.options.get("job", "train"))
@@ -190,17 +196,17 @@ class FisherClient:
     def evaluate(self, message: Message, context: Context) -> Message:
         """Evaluate the server's arrays on `valloader`: ``loss`` and ``accuracy``.
 
-        The config may ask for the training data instead (``fisher.evaluate-on`` =
-        "train"), or for a model fine-tuned on a part of it, scored on the rest
-        (``fisher.personalise-fraction`` and ``-epochs``): see
-        :mod:`flwr_fisher.measures`. Without a `valloader` the reply is that no example
-        was scored, where the server knows what that means.
+        The config may request the training data instead (``fisher.evaluate-on`` =
+        "train"). Or it may request that the client fine-tunes the model on a part of
+        its training data and scores it on the rest (``fisher.personalise-fraction`` and
+        ``-epochs``): see :mod:`flwr_fisher.measures`. Without a `valloader` the reply
+        says that no example was scored, if the server understands such a reply.
 
         Raises
         ------
         ClientError
             If there is no such data, the arrays do not fit the model, or the server
-            asks for more than the client's `limits`.
+            requests more than the client's `limits` allow.
         """
         request = self._read(message, context)
         job = get_job(str(request.options.get("job", "evaluate")), "evaluate")
@@ -225,16 +231,16 @@ ClientFn = Callable[[Context], FisherClient]
 def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> ClientApp:
     """Return a ``ClientApp`` that builds its client from the node's context.
 
-    An exception is answered with an error reply; its traceback is logged once.
+    After an exception the client sends an error reply, and logs the traceback once.
 
     Parameters
     ----------
     client_fn : Callable[[Context], FisherClient]
-        Called for every message; ``context.node_config["partition-id"]`` says which
-        part of the data is the node's.
+        Called for every message; ``context.node_config["partition-id"]`` is the number
+        of the node's part of the data.
     mods : list[Mod], optional
-        Flower's client mods, for training only. Those of clients that are to take part
-        in secure sums have a :class:`~flwr_fisher.secure.SecureSumsMod`.
+        Flower's client mods, for training only. Clients that take part in secure sums
+        need a :class:`~flwr_fisher.secure.SecureSumsMod`.
 
     Examples
     --------

@@ -12,16 +12,17 @@ from flwr_fisher.wire.options import OPTION
 class ClientLimits:
     """The limits on a client's work for one request.
 
-    What else costs time is bounded by the client's data and `train_fn`'s own epochs.
+    All other work is limited by the client's data and by the epochs of its own
+    `train_fn`.
 
     Parameters
     ----------
     max_examples : int, optional
-        How many of its examples a client takes a Fisher of. Default: what the server
-        asks for.
+        From how many examples a client computes a Fisher. Default: as many as the
+        server requests.
     max_steps : int, default 1000
-        Steps: TCT's (500 in its paper), or GIANT's and DONE's iterations, each of which
-        is a pass over the client's data.
+        Steps of TCT (500 in its paper), or iterations of GIANT and DONE, each of which
+        takes a pass over the client's data.
     max_epochs : int, default 100
         Epochs of fine-tuning in an evaluation.
 

@@ -16,9 +16,10 @@ def cross_entropy(
     """Return the mean cross-entropy over the labels of examples or positions.
 
     Classes are the last dimension of the outputs, as for the Fisher's "categorical"
-    likelihood; ``F.cross_entropy``, which this is for ``[n, C]``, wants them second.
-    Outputs ``[n, C, T]`` train as they do there, where labels ``[n, T]`` fit no other
-    order, but have no accuracy, and the Fisher refuses them. A label of -100 is none.
+    likelihood. For outputs ``[n, C]`` this is ``F.cross_entropy``, which expects the
+    classes as the second dimension. Outputs ``[n, C, T]`` can be trained as in
+    ``F.cross_entropy`` if labels ``[n, T]`` fit no other order. They have no accuracy,
+    and the Fisher refuses them. A label of -100 does not count.
 
     Parameters
     ----------
@@ -27,7 +28,8 @@ def cross_entropy(
     labels : Tensor
         Class indices ``[n]`` or ``[n, T]``.
     label_smoothing : float, default 0
-        As in ``F.cross_entropy``: the share of a label that goes to all classes alike.
+        As in ``F.cross_entropy``: the share of a label that is spread equally over all
+        classes.
 
     Examples
     --------

@@ -45,14 +45,14 @@ _ARRAYS = ("fitins.parameters", "evaluateins.parameters")
 class ClientApp(FlowerApp):
     """Flower's ``ClientApp``, with this library's answers to queries.
 
-    To the server's questions before training it answers as :func:`identify` does,
-    unless it has a query function of your own. Strategies of Flower's older API are
-    refused, by a text that says so.
+    It answers the server's queries before training as :func:`identify` does, unless it
+    has a query function of your own. It refuses strategies of Flower's older API with
+    an error that says so.
 
     Parameters
     ----------
     mods : list[Mod], optional
-        Flower's, around each of the app's functions.
+        Flower's mods, around each of the app's functions.
 
     Examples
     --------
@@ -102,23 +102,26 @@ def identify(
 ) -> Message:
     """Answer the questions that this library's strategies ask before they train.
 
-    The answer is the node's ``partition-id``, if it has one, by which a strategy knows
-    it again in every run, and this library's version, by which it knows that the client
-    can do what it will ask for. :func:`make_client_app` and this library's
-    :class:`ClientApp` answer so by themselves; Flower's says it in a line.
+    The answer has the node's ``partition-id``, if there is one, so that a strategy
+    recognises the node in every run. It also has this library's version, so that the
+    strategy knows what the client can do. :func:`make_client_app` and this library's
+    :class:`ClientApp` answer in this way by themselves; Flower's ``ClientApp`` needs
+    one line.
 
-    Some strategies ask, too, what is trained. With a `model` the answer is the names of
-    its trainable parameters, and a digest of each frozen one: a client whose frozen
-    parameters are not those of most is then left out before it trains.
+    Some strategies also query what is trained. With a `model` the answer has the names
+    of its trainable parameters, and a digest of each frozen one. The server then skips,
+    before the training, a client whose frozen parameters differ from those of most
+    clients.
 
     Parameters
     ----------
     message : Message
-        The question.
+        The query.
     context : Context
         The node's.
     model : nn.Module, optional
-        With what is frozen in place; the arrays that the server sends are not needed.
+        The model, with its frozen parameters loaded. It does not need the arrays that
+        the server sends.
 
     Examples
     --------
@@ -168,7 +171,7 @@ def with_digest_of_frozen(
 ) -> ArrayRecord:
     """Return an upload with a digest of the frozen parameters that the server lacks.
 
-    Where nothing is, or no digest can be taken, the upload is as it was.
+    If nothing is frozen, or no digest can be computed, the upload stays as it is.
     """
     frozen = {k: v for k, v in _frozen(model).items() if k not in sent}
     with suppress(Exception):  # as above
@@ -207,7 +210,7 @@ def answered(
 ) -> Message:
     """Turn an exception into an error reply.
 
-    One that reaches Flower is printed with its traceback, each time.
+    Flower would print an exception with its traceback, every time.
     """
     try:
         return call_next(message, context)
@@ -222,8 +225,9 @@ def addressed(
 ) -> Message:
     """Turn a mod's exception into an error reply to the request.
 
-    Flower's own privacy mods answer the reply that they refuse, and the server would
-    wait for the request's answer until its timeout.
+    Flower's own privacy mods send an error that answers the client's reply, not the
+    server's request. The server would wait for a reply to its request until the
+    timeout.
     """
     reply = call_next(message, context)
     if reply.has_error() and reply.metadata.dst_node_id != message.metadata.src_node_id:

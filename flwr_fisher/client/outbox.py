@@ -38,11 +38,11 @@ class Outbox:
     Parameters
     ----------
     disk : ClientDisk | None
-        Where; None if the run is not kept.
+        Where the reply is kept; None if the run is not kept.
     step : int
         The round.
     digest : str
-        Of all that the reply depends on and that is known here.
+        A digest of everything that is known here and that determines the reply.
     """
 
     disk: ClientDisk | None
@@ -53,13 +53,13 @@ class Outbox:
     def of(cls, problem: LocalProblem, request: Request) -> "Outbox":
         """Return the outbox of a request.
 
-        Nothing is where the client cannot tell its training from others, which a
-        warning says.
+        If the client cannot compute a digest of its training, nothing is kept, and the
+        log has a warning.
 
         Raises
         ------
         ClientError
-            If the server's name for the run is none.
+            If the server's name for the run is not valid.
         """
         run = request.options.get("run")
         if run is None:
@@ -80,7 +80,8 @@ class Outbox:
     def locked(self, timeout: float) -> Iterator[None]:
         """Lock the request, against other processes of this client.
 
-        One may be left over that still trains for it: what it finishes is handed over.
+        A process from before a restart may still train for this request. This process
+        waits for it, and takes its result.
 
         Parameters
         ----------
@@ -90,7 +91,7 @@ class Outbox:
         Raises
         ------
         ClientError
-            If it is then still at work.
+            If that process is still at work then.
         """
         with ExitStack() as stack:
             if self.disk is not None:
@@ -121,7 +122,7 @@ class Outbox:
     def keep(self, reply: Reply) -> None:
         """Keep a reply, and delete the one before it.
 
-        A disk that refuses, or is too small, costs a warning.
+        If the disk refuses, or is too small, the log has a warning.
         """
         if self.disk is None:
             return

@@ -17,13 +17,14 @@ def chosen_device(
 ) -> torch.device:
     """Return the given device, or the default one for this client.
 
-    ``LocalSGD`` moves batches to the model, which goes to the accelerator. A loop of
-    the user's own may not, and finds the model where it was; the log says so.
+    ``LocalSGD`` moves batches to the model's device, so the model goes to the
+    accelerator. The user's own loop may not move batches, so its model stays where it
+    was, and the log says so.
 
     Raises
     ------
     ConfigurationError
-        If a device is given that has no float64.
+        If the given device has no float64.
     """
     if device is not None:
         chosen = torch.device(device)

@@ -43,26 +43,26 @@ def fisher_arrays(
 ) -> ArrayRecord:
     """Return the arrays of a reply, in place of ``ArrayRecord(model.state_dict())``.
 
-    For a ``ClientApp`` whose train function stays as it is: it trains the model, and
-    this adds the curvature that the server's config asks for, or nothing where it asks
-    for none, as Flower's FedAvg. The rest of the reply is your own: one
-    ``MetricRecord``, with ``num-examples``. With this library's ``ClientApp``, or
-    ``app.query()(identify)`` beside it, the app works with ``FedFisherOneShot`` and
-    ``FedFish``; strategies that ask for more than training, such as ``FAGH`` or
-    ``TCT``, need a :class:`FisherClient`. With :func:`check_fisher` before the
-    training, nothing fails here.
+    Use it in a ``ClientApp`` with a train function of your own. Your function trains
+    the model, and this function adds the curvature that the server's config requests.
+    If the config requests none, as that of Flower's FedAvg, it adds nothing. The rest
+    of the reply is your own: one ``MetricRecord``, with ``num-examples``. With this
+    library's ``ClientApp``, or with Flower's and ``app.query()(identify)``, the app
+    works with ``FedFisherOneShot`` and ``FedFish``. Strategies that request more than
+    training, such as ``FAGH`` or ``TCT``, need a :class:`FisherClient`. With
+    :func:`check_fisher` before the training, nothing fails here.
 
-    What the model freezes, and the server does not send, must be the same on every
-    client. The upload has a digest of it, and the server skips clients whose digest
-    differs from that of most, and logs their names. With ``identify(message, context,
-    model)`` it does so before they train.
+    Parameters that are frozen, and that the server does not send, must be the same on
+    every client. The upload has a digest of it, and the server skips clients whose
+    digest differs from that of most, and logs their names. With
+    ``identify(message, context, model)`` it does so before they train.
 
     Parameters
     ----------
     message, context : Message, Context
-        What the train function was called with.
+        The arguments of the train function.
     model : nn.Module
-        Trained, from the arrays of the message.
+        The model, trained from the arrays of the message.
     trainloader : Iterable
         The data that it was trained on; as for :class:`FisherClient`.
     likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
@@ -70,16 +70,16 @@ def fisher_arrays(
     num_examples : int, optional
         The reply's ``num-examples``. Default: the number in ``trainloader.dataset``.
     max_examples : int, optional
-        How many examples the Fisher may take, whatever the server asks for.
+        The largest number of examples for the Fisher, whatever the server requests.
     batch_fn : Callable, optional
         Makes ``(inputs, labels)`` of a batch of any other form.
     output_fn : Callable, optional
-        Takes the one tensor of outputs of whatever the model returns.
+        Returns the one tensor of outputs from what the model returns.
 
     Raises
     ------
     ClientError
-        If the arrays of the message do not fit the model, or the server asks for
+        If the arrays of the message do not fit the model, or the server requests
         something else than training.
 
     Examples
@@ -126,10 +126,10 @@ def check_fisher(
 ) -> None:
     """Load a message's arrays; raise errors of :func:`fisher_arrays` before training.
 
-    In place of ``model.load_state_dict(...)``: all that is trained must be there, and
-    nothing else than the model has. Then it takes the Fisher of a few examples with a
-    copy of the model, and packs it; the loader is not iterated. A
-    :class:`FisherClient` does so by itself.
+    Use it in place of ``model.load_state_dict(...)``. The message must have all trained
+    parameters, and nothing that the model lacks. The function then computes the Fisher
+    of a few examples with a copy of the model, and packs it; it does not iterate the
+    loader. A :class:`FisherClient` does all this by itself.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """``LocalProblem``: a client's model, data, loss, training loop, device and disk.
 
-A job computes on it what a request says.
+A job uses it to compute what a request says.
 
 Long: the documentation of all of a client's arguments, and their checks.
 """
@@ -51,7 +51,7 @@ class LocalProblem:
     Parameters
     ----------
     model : nn.Module
-        Maps a batch to outputs; a job finds the server's parameters in it.
+        Maps a batch to outputs. When a job runs, it holds the server's parameters.
     trainloader : Iterable
         Batches of any form that :class:`~flwr_fisher.curvature.Pairs` reads.
     valloader : Iterable, optional
@@ -66,28 +66,29 @@ class LocalProblem:
     device : torch.device
         Where the model is.
     state_dir : Path
-        What is kept from one round to the next.
+        The folder for what is kept from one round to the next.
     limits : ClientLimits
-        How much work the server may ask for.
+        How much work the server may request.
     state_bytes : int
-        How much each kind of that may take, of all runs: states of methods, features,
-        and uploads that the server may not have yet.
+        How much space each kind of data may take there, over all runs. The kinds are
+        states of methods, features, and uploads that the server may not have yet.
     checkpoint : TrainingCheckpoint
-        Where a training under way is kept, for loops that have a keyword of this name;
-        each call of :meth:`train` has its own.
+        Where an unfinished training is kept, for loops with a keyword of this name.
+        Each call of :meth:`train` has its own.
     batch_fn : Callable, optional
         Makes ``(inputs, labels)`` of a batch of any other form.
     output_fn : Callable, optional
-        Takes the one tensor of outputs of what the model returns, if it is no tensor
-        and has no ``logits``.
+        Returns the one tensor of outputs from what the model returns, if this is no
+        tensor and has no ``logits``.
     evaluate_fn : Callable, optional
         Scores in place of the built-in loop.
 
     Attributes
     ----------
     on_first_batch : list[Callable[[Batch], object]]
-        What the next loop calls once, with the first batch that it reads through this
-        library, before its first step: what could not be tried before the training.
+        Checks that could not be made before the training. The next loop calls them
+        once, before its first step, with the first batch that it reads through this
+        library.
 
     Raises
     ------
@@ -138,11 +139,11 @@ class LocalProblem:
         Parameters
         ----------
         namespace : str
-            What kind of thing it is; each may take ``state_bytes``.
+            The kind of entry; each kind may take ``state_bytes``.
         client : int
             The request's.
         key : str
-            Of which run, or of what, as hexadecimal digits.
+            The run, or whatever the entry belongs to, as hexadecimal digits.
         """
         return ClientDisk(self.state_dir, namespace, client, key, self.state_bytes)
 
@@ -187,7 +188,7 @@ class LocalProblem:
         Raises
         ------
         ClientError
-            If it is the default, and outputs are no logits of classes.
+            If it is the default loss, and the outputs are not logits of classes.
         """
         if not self.has_classes and self._given_loss is cross_entropy:
             raise ClientError(
@@ -210,8 +211,8 @@ class LocalProblem:
         Raises
         ------
         ClientError
-            If the loop lacks a keyword that is given, or would train by the
-            cross-entropy of classes where the likelihood has none.
+            If the loop lacks one of the keywords, or if it would train with the
+            cross-entropy of classes although the likelihood has no classes.
         """
         loop: Any = self.train_fn
         if getattr(loop, "loss_fn", None) is cross_entropy and not self.has_classes:
@@ -284,7 +285,7 @@ class LocalProblem:
     def state_like(self, like: Params) -> dict[str, Tensor]:
         """Return the model's parameters and buffers with the names and order of `like`.
 
-        They are where those of `like` are, wherever a loop has left the model.
+        They are on the device of those of `like`, even if a loop has moved the model.
         """
         state = select(self.model.state_dict(), like)
         return {name: value.to(like[name].device) for name, value in state.items()}
@@ -292,7 +293,8 @@ class LocalProblem:
     def count_examples(self, partition: int) -> int:
         """Return the number of training examples of an epoch.
 
-        Of a data set, those count that the loader's sampler and ``drop_last`` leave.
+        The loader's sampler and ``drop_last`` decide which examples of a data set
+        count.
 
         Raises
         ------
@@ -314,8 +316,8 @@ class LocalProblem:
     def may_count_late(self) -> bool:
         """Whether examples may be counted after training if the loop did not.
 
-        Only reading counts them, and a loop of the user's own may take as many of an
-        endless stream as it likes.
+        Some loaders must be read to count their examples, and a user's own loop may
+        take any number of examples from an endless stream.
         """
         own = not isinstance(self.train_fn, LocalSGD)
         return own and count_of(self.trainloader) is None
@@ -328,12 +330,13 @@ class LocalProblem:
         Parameters
         ----------
         metrics : Mapping[str, Any]
-            The loop's; with ``num-examples``, if the stream has no end.
+            The loop's metrics. If the stream has no end, they must have
+            ``num-examples``.
 
         Raises
         ------
         DataError
-            As of :meth:`read_to_count`.
+            As from :meth:`read_to_count`.
         """
         batches = self.train_batches
         if isinstance(self.train_fn, LocalSGD) or length_of(batches) is not None:
@@ -383,12 +386,13 @@ class LocalProblem:
     def check_dtypes(self, params: Params) -> None:
         """Raise :class:`ClientError` for parameters in another precision.
 
-        A Flower strategy of another kind takes any; this library's, what they sent.
+        Other strategies of Flower take any precision. This library's expect the
+        precision that they sent.
 
         Raises
         ------
         ClientError
-            Naming the first.
+            It names the first of them.
         """
         own = self.model.state_dict()
         for name, tensor in params.items():
@@ -406,7 +410,7 @@ class LocalProblem:
         Raises
         ------
         ClientError
-            Naming the first that does not fit.
+            It names the first that does not fit.
         """
         own = self.model.state_dict()
         for name, tensor in params.items():
@@ -442,15 +446,16 @@ class LocalProblem:
 def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
     """Return metrics that Flower's records can hold: numbers and lists of numbers.
 
-    NumPy's and torch's numbers and arrays of one axis are such, and None is no metrics.
-    What is none is left out with a warning: what was trained is not lost for it.
+    Numbers and arrays with one axis from NumPy and torch are converted, and None counts
+    as no metrics. Anything else is left out with a warning, so that the training is not
+    lost.
 
     Parameters
     ----------
     returned : object
-        What came.
+        What the loop returned.
     loop : str
-        What returned it, for the warning.
+        The loop's name, for the warning.
 
     Examples
     --------

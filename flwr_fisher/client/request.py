@@ -22,19 +22,22 @@ class Request:
     Parameters
     ----------
     params : dict[str, Tensor]
-        The parameters and buffers, where the model is.
+        The parameters and buffers, on the model's device.
     groups : dict[str, dict[str, Tensor]]
-        What else the server sent, by the name of its group.
+        Other tensors that the server sent, by the name of their group.
     options : Mapping[str, Any]
-        What the server wants, without the ``fisher.`` of its keys.
+        The server's options; the prefix ``fisher.`` is removed from their keys.
     config : Mapping[str, Any]
-        All else in the message's ``ConfigRecord``: the user's, for the training loop.
+        The other entries of the message's ``ConfigRecord``: the user's, for the
+        training loop.
     seed : int
-        Of whatever is random: a function of the run's seed, the round and the client.
+        The seed of all random numbers, a function of the run's seed, the round and the
+        client.
     client : int
-        What the client is known by in every run: its partition, or its node's id.
+        The client's number: its partition, which is the same in every run, or its
+        node's id.
     num_examples : int
-        Of the client's training data, where it was asked to train.
+        The number of the client's training examples, if the request is to train.
     server_round : int
         The round.
     count_examples : Callable[[], int]
@@ -67,8 +70,8 @@ class Request:
         Raises
         ------
         ClientError
-            If it has not exactly one ``ArrayRecord``, or one of more than `most_arrays`
-            arrays; before any is read.
+            If it has not exactly one ``ArrayRecord``, or if that has more than
+            `most_arrays` arrays. It is raised before any array is read.
         ConfigurationError
             If its seed or round is no integer.
         """
@@ -93,7 +96,7 @@ class Request:
         Raises
         ------
         ClientError
-            If the loop says no positive number.
+            If the loop's number is not positive.
         """
         weight = metrics.get(NUM_EXAMPLES)
         if weight is None:
@@ -116,7 +119,7 @@ class Request:
         Raises
         ------
         ClientError
-            If they are not there, or of another shape, or integers.
+            If they are missing, have another shape, or are integers.
         """
         fact = self.facts.get(name)
         if fact is None or fact.shape != shape or not fact.is_floating_point():
@@ -129,7 +132,7 @@ class Request:
         Raises
         ------
         ClientError
-            If it is not there, or anything else.
+            If it is missing, or not such an integer.
         """
         fact = self.facts.get(name)
         if fact is None or fact.dim() or fact.is_floating_point() or fact < 0:
@@ -142,14 +145,14 @@ class Request:
         Parameters
         ----------
         name : str
-            Of its group.
+            The name of the vector's group.
         like : Mapping[str, Tensor]
             The trained parameters; the result has their order and dtypes.
 
         Raises
         ------
         ClientError
-            If it is not there, or does not fit.
+            If it is missing, or does not fit.
         """
         sent = self.groups.get(name)
         if not sent:

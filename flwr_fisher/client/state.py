@@ -24,29 +24,31 @@ _TAKEN = "taken"  # the note of tensors that the server may take in part
 class ClientState:
     """A client's state from one of its rounds to the next, such as SCAFFOLD's control.
 
-    It lies on the client's disk, in its ``state_dir``. The server tells in which step
-    it last had a reply of this client (it keeps a
-    :class:`~flwr_fisher.strategies.Membership` and sends what its ``sent()`` returns):
-    from what it kept in that step the client goes on. So a round that failed, was
-    repeated or lost this client's reply leaves no trace in it. Where all runs' states
-    take more than the client's ``state_bytes``, those not used for longest are deleted.
+    It is a file on the client's disk, in its ``state_dir``. The server says in which
+    step it last had a reply from this client: it keeps a
+    :class:`~flwr_fisher.strategies.Membership`, and sends what its ``sent()`` returns.
+    The client continues from the state that it kept in that step. So a round that
+    failed, was repeated, or lost this client's reply leaves no trace in the state. If
+    the states of all runs take more than the client's ``state_bytes``, those that were
+    not used for the longest time are deleted.
 
     Parameters
     ----------
     disk : ClientDisk
-        Where it is kept.
+        Where the state is kept.
     like : Mapping[str, Tensor]
-        Gives its keys, shapes, dtypes and devices: ``problem.trainable()``, say, or
-        with buffers ``problem.state_like(request.params)``.
+        Tensors with the keys, shapes, dtypes and devices of the state: for example
+        ``problem.trainable()``, or with buffers ``problem.state_like(request.params)``.
     name : str
         The name of its files: small letters and hyphens.
     last_step : int | None
-        The step of the last reply that the server had; None: there was none.
+        The step of the last reply that the server had, or None if there was none.
     next_step : int
         The step that this request is for.
     part : float, default 1
-        Which part of the change in `last_step` the server took: less than 1 where its
-        policy limits this client. What is kept changes by as much.
+        The part of the change in `last_step` that the server used. It is less than 1 if
+        the server's policy limited this client. The kept state then changes by the same
+        part.
 
     Examples
     --------
@@ -78,7 +80,7 @@ class ClientState:
             If it takes more than the client's ``state_bytes``, or the server did not
             say which run and step this is.
         ConfigurationError
-            If the name is another than of small letters and hyphens.
+            If the name has other characters than small letters and hyphens.
         WireError
             If the server's list of clients cannot be read.
         """
@@ -98,15 +100,16 @@ class ClientState:
     def load(self, first: Params | None = None) -> tuple[dict[str, Tensor], bool]:
         """Return the state, or `first` if it was lost, and whether it was lost.
 
-        It is lost where the server has had a reply of this client, and this disk has no
-        state of that step, or another model's. A job tells it by the metric
-        ``state-lost``, which :func:`~flwr_fisher.strategies.lost_states` counts.
+        The state is lost if the server has had a reply from this client, but this disk
+        has no state of that step, or only that of another model. A job reports this
+        with the metric ``state-lost``, which
+        :func:`~flwr_fisher.strategies.lost_states` counts.
 
         Parameters
         ----------
         first : Mapping[str, Tensor], optional
-            With what a client begins, the server's parameters for a personal part, say.
-            Default: zeros.
+            The state with which a client begins: for a personal part of a model, for
+            example, the server's parameters. Default: zeros.
 
         Raises
         ------

@@ -44,9 +44,9 @@ _OF_SGD = ("lr", "momentum", "weight_decay")
 class LocalSGD:
     r"""Local epochs of SGD: the training loop of FedAvg and FedFisher.
 
-    From the server's config it takes ``lr``, in place of its own, and FedProx's
+    From the server's config it takes ``lr``, which replaces its own, and FedProx's
     ``proximal-mu``, which adds :math:`\frac\mu2\|\theta-\theta_0\|^2` to the loss;
-    :math:`\theta_0` is the model as the training finds it.
+    :math:`\theta_0` is the model before the training.
 
     Parameters
     ----------
@@ -55,20 +55,22 @@ class LocalSGD:
     lr, momentum, weight_decay : float, default 0.01, 0.9 and 0
         As in ``torch.optim.SGD``.
     optimizer : Callable[[list[nn.Parameter]], Optimizer], optional
-        Makes another optimiser, with a learning rate of its own:
+        Makes another optimiser, which has its own learning rate:
         ``partial(torch.optim.AdamW, lr=1e-3)``.
     scheduler : Callable[[Optimizer], LRScheduler], optional
         Makes a schedule, which takes a step after each epoch:
         ``partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=30)``.
     autocast : torch.bfloat16 | torch.float16, optional
-        Train under ``torch.autocast`` in this dtype; float16's losses are scaled.
+        Train under ``torch.autocast`` in this dtype. With float16 the losses are
+        scaled.
     label_smoothing : float, default 0
-        Of :func:`cross_entropy`, in [0, 1]. A client that is never quite sure keeps a
-        Fisher that means something.
+        As for :func:`cross_entropy`, in [0, 1]. A model whose predictions are quite
+        certain has a Fisher near zero; label smoothing prevents this.
     swa_epochs : int, default 1
         Stochastic weight averaging (Izmailov et al. 2018), at the same learning rate:
-        end with the mean of the parameters after each of the last so many epochs.
-        Normalisation statistics are those of the loader under the mean.
+        the result is the mean of the parameters after each of the last `swa_epochs`
+        epochs. Normalisation statistics are then measured on the loader with the mean
+        parameters.
     loss_fn : Callable, default :func:`cross_entropy`
         The mean loss of a batch from outputs and labels.
     on_epoch : Callable[[int, float], None], optional
@@ -77,8 +79,9 @@ class LocalSGD:
     Raises
     ------
     ConfigurationError
-        If a number is out of range, also of the server's, labels are to be smoothed for
-        another loss, or SGD is described beside another optimiser.
+        If a number is out of range, here or in the server's config; if there is label
+        smoothing with another loss; or if there are options of SGD with another
+        optimiser.
 
     Examples
     --------
@@ -258,7 +261,7 @@ def local_sgd(train_fn: TrainFn, why: str) -> LocalSGD:
     Raises
     ------
     ClientError
-        For any other, with why it has to be.
+        For any other loop. It says why the loop must be this one.
     """
     if not isinstance(train_fn, LocalSGD):
         raise ClientError(
@@ -337,8 +340,8 @@ def score(
 ) -> tuple[float, float, int]:
     """Return mean loss, accuracy and number of examples, without changing the model.
 
-    Accuracy is over labels, of which an example may have several, one a position; where
-    outputs have no classes that labels could name, it is NaN.
+    The accuracy is a mean over labels; an example may have several, one for each
+    position. If the outputs have no classes, it is NaN.
     """
     with evaluating(model), watching("scoring", count_of(loader)):
         batches = batches_of(loader, model, device, labelled=True)
@@ -351,7 +354,7 @@ def score_batches(
 ) -> tuple[float, float, int]:
     """Return the scores of :func:`score`, with the model in its current mode.
 
-    `check` has the log tell of a loss that is no mean over labels.
+    With `check`, the log has a warning if the loss is not a mean over labels.
     """
     loss, correct, labelled, count = 0.0, 0.0, 0, 0
     for batch in batches:

@@ -19,17 +19,17 @@ _NAME = "training"
 class TrainingCheckpoint:
     """Saves and loads the state of a training loop, to continue after a crash.
 
-    A `train_fn` that has a keyword of this name, ``checkpoint``, is given one. Where
-    the server keeps no checkpoints either, nothing is kept: :meth:`load` returns None.
+    A `train_fn` with a keyword ``checkpoint`` receives one. If the server keeps no
+    checkpoints, the client saves nothing, and :meth:`load` returns None.
 
     Parameters
     ----------
     disk : ClientDisk, optional
-        Where it is kept, if anywhere.
+        Where the state is kept; None keeps nothing.
     step : int, default 1
-        Which of a request's trainings it is of.
+        The number of the training within a request.
     note : str
-        What it must be of: another request's is not loaded.
+        A text that identifies the request. A state of another request is not loaded.
 
     Examples
     --------
@@ -57,7 +57,8 @@ class TrainingCheckpoint:
     def load(self) -> dict[str, Any] | None:
         """Return the last saved state, and restore its random states.
 
-        None where nothing was saved, or it is damaged or another request's.
+        Return None if nothing was saved, or if it is damaged or belongs to another
+        request.
         """
         if self._disk is None:
             return None
@@ -76,7 +77,7 @@ class TrainingCheckpoint:
     def save(self, state: Mapping[str, Any]) -> None:
         """Save a state with the random states.
 
-        A disk that refuses costs a warning.
+        If the disk refuses, the log has a warning.
 
         Parameters
         ----------
@@ -121,9 +122,9 @@ class KeptTraining:
     checkpoint : TrainingCheckpoint
         Where it is kept.
     parts : Mapping[str, Any]
-        Model, optimiser and whatever else; only those with a ``state_dict`` are kept.
+        The model, the optimiser and others; only those with a ``state_dict`` are saved.
     loader : object
-        Whose own generators are kept, too.
+        The loader; the states of its own generators are saved, too.
     """
 
     def __init__(

@@ -59,26 +59,28 @@ def on_few_examples(
 ) -> Result | None:
     """Run an attempt on a copy of the model and a few training examples.
 
-    They come straight from a data set with positions, collated as the loader does it,
-    or from a list of batches. A model may want batches of the size that it is trained
-    on: where four examples fail, a whole batch is tried.
+    The examples come directly from a data set with positions, collated as the loader
+    does it, or from a list of batches. Some models need batches of the size with which
+    they are trained: if four examples fail, a whole batch is tried.
 
     Parameters
     ----------
     problem : LocalProblem
-        The client's, which stays as it is.
+        The client's problem, which stays as it is.
     attempt : Callable[[LocalProblem, Batch], Result]
-        Gets a problem with a copy of the model, and inputs and labels.
+        Called with a problem that has a copy of the model, and with a batch of inputs
+        and labels.
 
     Returns
     -------
     Result | None
-        None, with a line in the log, where nothing can be tried before training: if the
-        data are a stream or the loader is of another class, whose batches may come only
-        once; if the model cannot be copied; if reading fails, which it may only do in
-        this way of reading; or if the data set is more than tensors and its loader has
-        no workers, where no process can be forked. Then the attempt is made on the
-        first batch that the training reads through this library, before its first step.
+        None, with a line in the log, if nothing can be tried before training. There are
+        four reasons: the data are a stream, or the loader is of another class, and its
+        batches may come only once; the model cannot be copied; reading fails, perhaps
+        only in this way of reading; or the data set is more than tensors, its loader
+        has no workers, and no process can be forked. Then the attempt is made later, on
+        the first batch that the training reads through this library, before its first
+        step.
 
     Raises
     ------
@@ -200,10 +202,12 @@ def check_outputs(problem: LocalProblem, batch: Batch) -> None:
     Raises
     ------
     DataError, ClientError
-        If the outputs are not finite, because of the inputs or of the parameters; or
-        labels name classes that there are not, which ends a process with a GPU.
+        If the outputs are not finite, because of the inputs or of the parameters; or if
+        labels name classes that the outputs do not have. On a GPU, such labels would
+        end the process.
     StructureError
-        If they are no tensor; or labels of another shape make the loop's loss no mean.
+        If the outputs are no tensor, or if the labels have a shape for which the loop's
+        loss is no mean.
     """
     model, inputs = problem.model, batch.inputs
     with evaluating(model), torch.no_grad():
@@ -243,13 +247,13 @@ def upload_summary(
     Parameters
     ----------
     model : nn.Module
-        Its frozen parameters are told, too.
+        The model. The lines also name its frozen parameters.
     curvature : Curvature
-        Of a few examples.
+        The curvature of a few examples.
     structure : str
-        What was asked for: E-KFAC is tried as K-FAC.
+        The requested structure: E-KFAC is tried as K-FAC.
     size : str
-        The upload's, in words.
+        The upload's size, in words.
 
     Examples
     --------

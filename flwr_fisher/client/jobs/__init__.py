@@ -26,16 +26,17 @@ _JOBS: dict[str, dict[str, Job]] = {"train": {}, "evaluate": {}}
 def register_job(name: str, kind: str = "train") -> Callable[[Job], Job]:
     """Return a decorator that registers a function as a job for servers to request.
 
-    A job works on the client's problem, whose model holds the parameters of the
-    request, and returns what to upload, with metrics.
+    A job gets the client's problem and the request. The problem's model holds the
+    parameters of the request. The job returns the upload and metrics.
 
     Parameters
     ----------
     name : str
-        What an :class:`~flwr_fisher.strategies.Exchange` of the server calls it.
+        The name by which an :class:`~flwr_fisher.strategies.Exchange` of the server
+        requests it.
     kind : "train" | "evaluate"
-        Of the messages that ask for it. Whether parameters fit the model, a job of
-        ``evaluate`` looks for itself (``problem.load(request.params)``).
+        The kind of message that requests it. A job of kind ``evaluate`` must check by
+        itself whether the parameters fit the model (``problem.load(request.params)``).
 
     Raises
     ------
@@ -73,9 +74,9 @@ def get_job(name: str, kind: str = "train") -> Job:
     Raises
     ------
     UnknownNameError
-        If there is none of that name, with those that there are.
+        If there is no such job. It lists the jobs that there are.
     ConfigurationError
-        If it is a mod's, and the client has none.
+        If a mod does this job, and the client has no such mod.
     """
     if name == _SECURE:
         raise ConfigurationError(

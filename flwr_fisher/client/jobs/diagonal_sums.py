@@ -21,8 +21,8 @@ class DiagonalSumsJob(TrainingJob):
     Parameters
     ----------
     clipping_norm : float | None
-        What the step from the server's parameters is clipped to, for private sums: then
-        the contribution has a norm of 1 at most.
+        The largest norm of the step from the server's parameters, for private sums:
+        then the contribution has a norm of at most 1.
     """
 
     clipping_norm: float | None

@@ -40,9 +40,9 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     ``personalise-fraction`` in (0, 0.5] and ``personalise-epochs``, for which see
     :class:`flwr_fisher.measures.Personalisation`. The metrics are ``num-examples``,
     ``loss`` and ``accuracy``, or the last two as ``zero-shot-…`` and
-    ``personalised-…``. There is an accuracy where the likelihood is of classes and
-    labels name them: probabilities don't. A client's own ``evaluate_fn`` says what is
-    measured on validation data.
+    ``personalised-…``. There is an accuracy only if the likelihood is of classes and
+    the labels are classes, not probabilities. On validation data, a client's own
+    ``evaluate_fn`` decides what is measured.
 
     Raises
     ------
@@ -70,7 +70,8 @@ def evaluation(
     request : Request
         The server's.
     load : Callable[[LocalProblem, Params], LocalProblem]
-        Puts parameters into the problem's model, or returns a problem with another.
+        Puts parameters into the problem's model, or returns a problem with another
+        model.
     """
     options = request.options
     where = options.get("evaluate-on", "validation")

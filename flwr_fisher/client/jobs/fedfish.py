@@ -40,15 +40,17 @@ class FedFishJob(TrainingJob):
     Parameters
     ----------
     source : "extra-pass" | "last-epoch"
-        Where the Fisher is taken.
+        Whether the Fisher is computed in a pass after the training, or from its last
+        epoch.
     reduction : "mean" | "sum"
-        Of squared batch gradients.
+        Whether the Fisher is the mean or the sum of squared batch gradients.
     power : float
-        That each entry of the Fisher is taken to, in [0, 1].
+        Each entry of the Fisher is raised to this power, in [0, 1].
     balance : float
-        The power of its trace that it is then divided by, in [0, 1].
+        The Fisher is then divided by this power, in [0, 1], of its trace.
     upload : "fisher" | "product" | "sums"
-        Parameters and Fisher, or each step times its Fisher, or all three.
+        What is uploaded: the parameters and the Fisher, the step times the Fisher, or
+        all three.
     """
 
     source: str
@@ -65,9 +67,10 @@ class FedFishJob(TrainingJob):
         ------
         ConfigurationError
             If a name is unknown, a number out of range, or a codec's budget too small
-            for the parameters that arrived.
+            for the received parameters.
         ClientError
-            If gradients are to be squared in a loop that is none of this library's.
+            If the gradients of a loop must be squared, and the loop is not this
+            library's.
         """
         options = request.options
         job = cls(
@@ -144,8 +147,8 @@ class FedFishJob(TrainingJob):
 class SquaredGradients:
     r"""The mean of squared batch gradients, collected during training.
 
-    FedFish, Appendix A.5.1: taken over the last local epoch, at parameters that still
-    move, instead of in another pass at the end.
+    FedFish, Appendix A.5.1: it uses the gradients of the last local epoch, in which the
+    parameters still change, instead of another pass at the end.
 
     Parameters
     ----------

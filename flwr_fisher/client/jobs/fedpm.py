@@ -14,9 +14,10 @@ from flwr_fisher.wire import CovarianceUpload
 def fedpm_job(problem: LocalProblem, request: Request) -> Reply:
     r"""Train with steps along :math:`\hat G (A + \delta I)^{-1}`; then measure A again.
 
-    The A of the steps is that of the client's whole data at the parameters that
-    arrived. The upload is the trained model, and the A of its own layers. Momentum,
-    weight decay and FedProx's term are the loop's, and come after the preconditioner.
+    For the steps, A is measured over the client's whole data at the received
+    parameters. The client uploads the trained model, and A measured again at its
+    parameters. The loop's momentum, weight decay and FedProx's term come after the
+    preconditioner.
 
     Raises
     ------

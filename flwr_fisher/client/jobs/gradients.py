@@ -29,8 +29,9 @@ def gradient_job(problem: LocalProblem, request: Request) -> Reply:
 def probe_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the gradient, and the Hessian's product with the probe of the options.
 
-    ``probe`` is ``first`` (the first trained coordinate), ``random`` (made here from
-    the server's ``probe-seed``) or ``momentum`` (what the server sent as ``probe``).
+    ``probe`` is ``first`` (the first trained coordinate), ``random`` (drawn here with
+    the server's ``probe-seed``) or ``momentum`` (the vector ``probe`` that the server
+    sent).
     """
     kind = str(request.options.get("probe", "first"))
     check_known("probe", kind, _PROBES)
@@ -52,7 +53,8 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
     """Return this client's solution of ``H_i p = g``, for the ``gradient`` sent.
 
     ``solver`` is ``giant`` (conjugate gradients) or ``done`` (Richardson's iterations
-    of step ``alpha``), ``iterations`` their number, a pass over the data each.
+    with step ``alpha``). ``iterations`` is their number; each takes a pass over the
+    data.
 
     Raises
     ------
@@ -81,7 +83,8 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
 def displaced_job(problem: LocalProblem, request: Request) -> Reply:
     """Train with `train_fn` from FedGA's start, displaced by ``beta``.
 
-    The server sent the cohort's mean ``gradient``; the client's own is computed again.
+    The server sent the cohort's mean ``gradient``; the client computes its own gradient
+    again.
     """
     model, loader = problem.model, problem.train_batches
     mean = request.vector("gradient", problem.trainable())

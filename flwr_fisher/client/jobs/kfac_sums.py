@@ -103,7 +103,8 @@ def _disk(problem: LocalProblem, request: Request) -> ClientDisk:
 def train_job(problem: LocalProblem, request: Request) -> Reply:
     """Train, keep the model and its Fisher, and upload the model.
 
-    ``shrink``, ``damping`` and ``balance`` say how the Fisher counts in sums.
+    ``shrink``, ``damping`` and ``balance`` say how the Fisher is regularised and
+    weighted before it is summed.
     """
     job = TrainingJob.of(problem, request)
     if job.structure is None:

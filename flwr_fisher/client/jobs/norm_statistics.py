@@ -12,12 +12,13 @@ from flwr_fisher.wire.additive import NORMS
 def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the shifts from batch norms' statistics to those of their inputs.
 
-    ``norms`` are the names of those that are meant, up to ``running_mean``.
+    The option ``norms`` names the norms to measure, by the keys of their statistics up
+    to ``running_mean``.
 
     Raises
     ------
     ClientError
-        If the server names norms of which it sent no statistics.
+        If the server names norms but did not send their statistics.
     DataError
         If there is no batch of two examples.
     """

@@ -21,9 +21,9 @@ _CONTROL = "control"
 def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
     r"""Train with steps along :math:`g_i(y) - c_i + c`, and update :math:`c_i`.
 
-    The upload is the trained model and the control variate's change. ``state-lost``
-    among the metrics is 1 where the server has had a reply of this client, but there is
-    no control variate of it here: it starts from zero.
+    The upload is the trained model and the control variate's change. The metric
+    ``state-lost`` is 1 if the server has had a reply from this client, but the client
+    has no control variate any more: then it starts from zero.
 
     Raises
     ------

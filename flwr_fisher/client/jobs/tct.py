@@ -40,11 +40,11 @@ def tct_check_job(problem: LocalProblem, request: Request) -> Reply:
     Raises
     ------
     ClientError
-        If its loss is none of classes, its cache is too small, or there are more
-        ``local-steps`` than it does.
+        If its loss is not one of classes, its cache is too small, or the server
+        requests more ``local-steps`` than its limit.
     DataError
-        If a few of its examples have a form that is not read, or labels that are no
-        classes.
+        If a few of its examples have a form that this library does not read, or labels
+        that are not classes.
     ConfigurationError, StructureError
         If there is no such head, or the model has no features.
     """
@@ -66,7 +66,8 @@ def tct_evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     Raises
     ------
     ClientError
-        If what arrived is not of this client's network, or is to be personalised.
+        If the received parameters are not those of this client's network, or if the
+        server requests personalisation.
     """
     if not TCTModel.is_in(request.params):
         return evaluate_job(problem, request)
@@ -85,8 +86,8 @@ def tct_moments_job(problem: LocalProblem, request: Request) -> Reply:
     Raises
     ------
     ClientError
-        If this client cannot do TCT; before features are computed, where that is known
-        before.
+        If this client cannot do TCT. Where possible, it is raised before features are
+        computed.
     """
     mine = _features(problem, request)
     moments = feature_moments(mine.raw())
@@ -121,12 +122,14 @@ def tct_spectrum_job(problem: LocalProblem, request: Request) -> Reply:
 def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
     r"""Take ``local-steps`` corrected gradient steps on this client's regression.
 
-    Where they would diverge on its features, it takes shorter ones, and as many more:
-    together they are as long, which is all that control variates depend on.
+    If they would diverge on its features, it takes shorter steps, and accordingly more
+    of them. Their total length stays the same, and control variates depend only on this
+    length.
 
     The upload is :math:`\Theta_i`. ``train_loss`` is half the mean squared error at the
-    weights that were sent, ``state-lost`` 1 where the server has had a reply of this
-    client, but there is no control variate of it here: it starts from zero.
+    weights that the server sent. ``state-lost`` is 1 if the server has had a reply from
+    this client, but the client has no control variate any more: then it starts from
+    zero.
 
     Raises
     ------

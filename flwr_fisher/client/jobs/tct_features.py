@@ -39,12 +39,12 @@ class Examples:
     Parameters
     ----------
     parts : list[tuple[Inputs, Tensor]]
-        Inputs of one form each, on the CPU, and the rows ``[k]`` that they are among
-        all examples. Texts of several lengths are several forms.
+        Each part has inputs of one form, on the CPU, and the numbers ``[k]`` of their
+        rows among all examples. Texts of different lengths have different forms.
     labels : Tensor
-        As the loader gave them.
+        The labels from the loader.
     digest : str
-        Of the examples, as a set with repetitions.
+        A digest of the examples, which does not depend on their order.
     """
 
     parts: list[tuple[Inputs, Tensor]]
@@ -58,7 +58,7 @@ class Examples:
         Raises
         ------
         DataError
-            If labels are no tensors, or unlike in shape from batch to batch.
+            If labels are no tensors, or their shapes differ from batch to batch.
         """
         batches = [_labelled(batch.to(torch.device("cpu"))) for batch in batches]
         if len({batch.labels.shape[1:] for batch in batches}) != 1:
@@ -90,7 +90,7 @@ class Examples:
         Raises
         ------
         DataError
-            Unless there is one integer an example, from 0 to `num_classes` - 1.
+            If not every example has one integer from 0 to `num_classes` - 1.
         """
         y = self.labels
         whole = y.dim() == 1 and not y.is_floating_point() and not y.is_complex()
@@ -105,8 +105,7 @@ class Examples:
 def read_examples(loader: Loader, model: nn.Module, partition: int) -> Examples:
     """Read the loader to its end, always with the same random numbers.
 
-    So a loader that shuffles, or augments images, gives the same examples whenever it
-    is asked.
+    So a loader that shuffles, or augments images, gives the same examples every time.
 
     Raises
     ------
@@ -163,7 +162,8 @@ class LocalRegression:
     labels : Tensor
         ``[n]``.
     spectrum : Spectrum | None
-        Of the features; None for so many examples that steps are taken one by one.
+        The features' spectrum. It is None if there are so many examples that steps are
+        taken one by one.
     largest : float
         Its largest eigenvalue.
     """
@@ -183,9 +183,9 @@ class LocalRegression:
 class ClientFeatures:
     """A client's features of its examples, at its model's current parameters.
 
-    Features are computed once for all rounds of a run: they stay on the client's disk
-    under a key of everything they depend on, which also changes with the run, since no
-    key knows what the code of a model's ``forward`` does.
+    The client computes features once for all rounds of a run. They stay on its disk
+    under a key that depends on everything that determines them. The key also depends on
+    the run, because it cannot depend on the code of a model's ``forward``.
 
     Parameters
     ----------
@@ -196,14 +196,14 @@ class ClientFeatures:
     run : int
         The run's number.
     options : Mapping[str, Any]
-        The server's: ``num-features``, ``features-seed``, ``head`` (empty: found),
-        ``solver`` and ``feature-dtype``.
+        The server's: ``num-features``, ``features-seed``, ``head`` (if empty, the
+        client finds it), ``solver`` and ``feature-dtype``.
 
     Raises
     ------
     ClientError
-        If this client cannot do it: examples without classes, too many of them, or a
-        cache too small; before anything is computed.
+        If this client cannot do it, because its examples have no classes or are too
+        many, or its cache is too small. It is raised before anything is computed.
     """
 
     def __init__(

@@ -51,9 +51,9 @@ class Trained:
     Parameters
     ----------
     start, params : Mapping[str, Tensor]
-        Parameters and buffers before and after it.
+        Parameters and buffers before and after the training.
     curvature : Curvature
-        The Fisher at those after it.
+        The Fisher at the parameters after the training.
     num_examples : float
         The client's weight.
     """
@@ -71,13 +71,13 @@ _JOBS: dict[str, "type[TrainingJob]"] = {}
 def training_job(name: str) -> Callable[[J], J]:
     """Return a decorator that registers a :class:`TrainingJob`: try, train, upload.
 
-    ``report-local`` among the options adds ``local-loss`` and ``local-accuracy`` to the
-    metrics.
+    With the option ``report-local``, the metrics also have ``local-loss`` and
+    ``local-accuracy``.
 
     Parameters
     ----------
     name : str
-        As of :func:`register_job`.
+        As for :func:`register_job`.
     """
 
     def register(job: J) -> J:
@@ -102,18 +102,19 @@ def training_job_of(name: str) -> "type[TrainingJob] | None":
 class TrainingJob:
     """Train the model, compute its Fisher if requested, and upload both.
 
-    Of the server's options it reads ``structure`` and ``codec``, those of
-    :class:`~flwr_fisher.curvature.FisherOptions`, and ``report-local``; the jobs that
-    derive from it read their own as well, each in its ``of``.
+    It reads the server's options ``structure`` and ``codec``, those of
+    :class:`~flwr_fisher.curvature.FisherOptions`, and ``report-local``. Jobs that
+    derive from it read further options in their own ``of``.
 
     Parameters
     ----------
     structure : str | None
-        Of the Fisher; ``None``: none is taken, and the model alone is uploaded.
+        The structure of the Fisher. With ``None`` the client computes no Fisher, and
+        uploads only the model.
     fisher_options : FisherOptions
-        How it is taken.
+        How the client computes the Fisher.
     codec : Codec
-        How it is packed.
+        How the client packs the Fisher.
     """
 
     structure: str | None
@@ -128,9 +129,9 @@ class TrainingJob:
         ------
         ConfigurationError
             If a name is unknown, a number out of range, or a codec's budget too small
-            for the parameters that arrived.
+            for the received parameters.
         DataError
-            If the loader can be read once only, and is to be read twice.
+            If the loader can be read only once, but the job must read it twice.
         """
         options = request.options
         structure = options.get("structure")
@@ -226,10 +227,10 @@ class TrainingJob:
 def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> None:
     """Compute a few examples' Fisher at the server's parameters, and pack it.
 
-    Whatever the client could not compute or upload after its training is raised now, by
-    the same errors, where examples can be had: see :func:`on_few_examples`. What would
-    take long to pack is not packed, since it is known that its codec can. Which layer
-    has which structure is told to the log, once a process.
+    If the client could not compute or upload something after its training, the same
+    error is raised now. This needs a few examples: see :func:`on_few_examples`. What
+    would take long to pack is not packed, because its codec is known to work. The log
+    says, once a process, which layer has which structure.
 
     Parameters
     ----------
@@ -238,13 +239,13 @@ def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> Non
     request : Request
         The server's.
     job : TrainingJob
-        What it asks for; without a structure, nothing is tried.
+        The requested job. Without a structure, nothing is tried.
 
     Raises
     ------
     FlwrFisherError
-        As whatever is tried does; a :class:`DataError` or :class:`ClientError` if the
-        model's outputs are not finite.
+        Any error of the computation that is tried. It is a :class:`DataError` or
+        :class:`ClientError` if the model's outputs are not finite.
     """
     if job.structure is None:
         return
@@ -270,7 +271,7 @@ def tell_frozen(model: nn.Module, params: Params) -> None:
     model : nn.Module
         The client's.
     params : Mapping[str, Tensor]
-        What is uploaded of it.
+        The parameters that are uploaded.
     """
     frozen = [
         params[name].nbytes
