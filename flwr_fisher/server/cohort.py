@@ -47,9 +47,9 @@ class Sample:
     Parameters
     ----------
     nodes : list[int]
-        In the clients' order.
+        The nodes to ask, in the clients' order.
     wanted : int
-        How many replies are wanted: fewer, where more are asked than needed.
+        How many replies are wanted. With over-selection this is fewer than the nodes.
     """
 
     nodes: list[int]
@@ -62,7 +62,7 @@ class Cohort(NodeNames):
     Parameters
     ----------
     seed : int
-        The strategy's.
+        The strategy's seed.
     allow_foreign : bool, default True
         As for :class:`NodeNames`.
     """
@@ -107,8 +107,8 @@ class Cohort(NodeNames):
         Raises
         ------
         RoundError
-            If too few nodes are connected when `timeout` seconds have passed, or answer
-            by then, or claim names of their own.
+            If, after `timeout` seconds, too few nodes are connected, have answered, or
+            have a name that no other node claims.
         """
         nodes = self.ready(grid, max(available, minimum), minimum, timeout)
         wanted = max(int(len(nodes) * fraction), minimum)
@@ -180,8 +180,9 @@ class Cohort(NodeNames):
     ) -> list[int]:
         """Wait for enough nodes that can be asked; return them in order.
 
-        As many as are to be available have two minutes to answer: a SuperLink lists a
-        node that has gone, or starts again, for as long. Then fewer begin.
+        The server waits up to two minutes until ``min_available_nodes`` nodes have
+        answered, because a SuperLink lists a node for that long after it has gone or
+        restarted. Then it begins with fewer.
 
         Raises
         ------
@@ -262,20 +263,19 @@ class Cohort(NodeNames):
     ) -> dict[int, ClientError]:
         """Return the nodes with other parameters than most nodes', with the difference.
 
-        Either they train others, or what they freeze, and are not sent, has other
-        values. Each node is asked once, before it trains. One that does not answer is
-        not among those that are returned: it may fail later, by itself. One that says
-        nothing of what is frozen may have anything.
+        They train other parameters, or their frozen parameters, which the server does
+        not send, have other values. The server queries each node once, before it
+        trains. A node that does not answer is not returned: it may fail later, by
+        itself. A node that does not report its frozen parameters may have any.
 
         Parameters
         ----------
         grid : Grid
             Reaches them.
         nodes : Sequence[int]
-            Those that are to train, in an order that is the same in every run.
+            The nodes that will train, in an order that is the same in every run.
         like : Mapping[str, Tensor]
-            The parameters that they are sent; whether others are trained is not looked
-            at.
+            The parameters that the server sends. Only these are compared.
         timeout : float
             Seconds to wait for answers, at most a minute.
         """
@@ -316,15 +316,16 @@ def unlike_most(
 ) -> dict[Key, str]:
     """Return the nodes with another answer than most, with the difference.
 
-    Where no two say the same, that is everybody: nobody knows who is right.
+    If no two nodes have the same answer, all nodes are returned, because no answer is
+    more likely to be right.
 
     Parameters
     ----------
     said : Mapping[Key, Said]
-        By client.
+        The answers, by client.
     difference : Callable[[Said, Said, str], str]
-        Makes a text of what one says, what another does, and who that is: "most", or
-        "others".
+        Makes a text from a node's answer, another answer, and the name of those who
+        gave the other one: "most" or "others".
     """
     counts = Counter(said.values()).most_common()
     if len(counts) < 2:
@@ -357,7 +358,8 @@ def _difference(own: frozenset[str], other: frozenset[str], whom: str) -> str:
 def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[int]:
     """Wait until enough nodes are connected; return them.
 
-    In a simulation all are there at once; SuperNodes come one after the other.
+    In a simulation all nodes are connected from the start; SuperNodes connect one after
+    another.
 
     Parameters
     ----------
@@ -371,8 +373,8 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[in
     Raises
     ------
     RoundError
-        If too few are connected then; at once where the grid's clients are virtual,
-        and too few.
+        If too few are connected after that time. If the grid's clients are virtual, and
+        too few, it is raised at once.
     """
     check_whole("minimum", minimum, 1)
     began, last = time.monotonic(), -1

@@ -47,7 +47,7 @@ def read_metrics(message: Message, weighted_by_key: str) -> MetricRecord:
     ------
     WireError
         If the client failed, there is not exactly one ``MetricRecord``, the weight is
-        missing, not positive or not finite, or the metrics are more than metrics can
+        missing, not positive or not finite, or the metrics are larger than metrics can
         be.
     """
     if message.has_error():
@@ -78,7 +78,7 @@ def weight_of(metrics: MetricRecord, key: str) -> float:
     Raises
     ------
     WireError
-        If it is missing, not positive, not finite, or more than anybody has.
+        If it is missing, not positive, not finite, or larger than any client's.
     """
     weight = metrics.get(key)
     if isinstance(weight, int | float) and 0 < weight <= _HEAVIEST:
@@ -103,10 +103,10 @@ def comparable(
 ) -> tuple[dict[Key, MetricRecord], dict[Key, str]]:
     """Return the metrics that can be averaged, and why some clients' cannot.
 
-    Flower refuses all metrics of a round whose clients do not report the same. Here
-    those entries count that more than half of the clients report; others are dropped,
-    and a client that lacks one of them, or for which one is NaN or infinite, is left
-    out of the metrics. What it uploaded counts all the same.
+    Flower refuses all metrics of a round whose clients do not report the same. Here an
+    entry counts if more than half of the clients report it; other entries are dropped.
+    A client that lacks an entry that counts, or reports NaN or infinity for it, is left
+    out of the metrics. Its upload still counts.
 
     Examples
     --------
@@ -153,8 +153,9 @@ def _finite(value: object) -> bool:
 class Rejections:
     """The rejected clients with the reasons, in the order of their rejection.
 
-    The first client with a reason is logged at once, all others with the same reason by
-    :meth:`summarise`: a thousand clients with one mistake are two lines in the log.
+    The first client with a reason is logged at once. :meth:`summarise` logs all others
+    with the same reason. So a thousand clients with one mistake take two lines in the
+    log.
     """
 
     def __init__(self) -> None:
@@ -175,9 +176,9 @@ class Rejections:
         client : str
             Its name.
         reason : object
-            What the log is to say; it may come from outside.
+            The reason, for the log; it may come from outside.
         stage : str
-            What the log's line begins with, as Flower's do.
+            The beginning of the log's line, as in Flower's.
         node : int, optional
             Its node's id.
         """
@@ -239,13 +240,13 @@ class Scores(Payload):
 class Door(Generic[P]):
     """Checks the replies to one request, and admits, limits or rejects them.
 
-    Where a reply fails at any step, by whatever exception, its client is left out, and
+    If a reply fails at any step, with any exception, its client is left out, and
     nothing else happens.
 
     Parameters
     ----------
     cohort : Cohort
-        Knows whose node a reply is from.
+        Knows which client a node is.
     read : Callable[[ArrayRecord, Params], P]
         Decodes and checks the arrays of a reply.
     like : Mapping[str, Tensor]
@@ -255,28 +256,28 @@ class Door(Generic[P]):
     policy : Policy
         What limits a single client's influence.
     fold : Callable[[P, float], P], optional
-        Adds an upload to a sum, and returns what is kept of it.
+        Adds an upload to a sum, and returns the part of the upload that is kept.
     kept : str, default ""
         The part of an upload that clients also keep.
     quiet : bool, default False
-        Whether the log does not tell of each reply.
+        Whether replies are not logged one by one.
 
     Attributes
     ----------
     expected : int
         How many clients were asked, for the log.
     admitted : list[Upload]
-        What was let in, as it came.
+        The admitted uploads, in the order of their arrival.
     rejected : Rejections
-        Who sent something that is of no use, and why.
+        The clients whose replies are not usable, with the reasons.
     withdrawn : dict[str, str]
-        Those of them that were admitted at first.
+        Those of the rejected clients that were admitted at first.
     missing : dict[str, str]
-        From whom nothing came, and why.
+        The clients without a reply, with the reasons.
     limited : dict[str, Mapping[str, float]]
-        What the policy has cut, by client, as of :class:`Upload`.
+        What the policy has cut, by client, as in :class:`Upload`.
     remembered : dict[str, float]
-        What the policy is to know in the next round.
+        The numbers that the policy needs in the next round.
     """
 
     def __init__(
@@ -343,7 +344,7 @@ class Door(Generic[P]):
         Raises
         ------
         WireError
-            Naming the key that is wrong. What a payload's reader raises beside is not
+            It names the wrong key. Other exceptions of a payload's reader are not
             caught.
         """
         self._check_claim(client)
@@ -426,8 +427,8 @@ class Door(Generic[P]):
     def without_done(self, nodes: Iterable[int]) -> list[int]:
         """Return the nodes of clients without an admitted or rejected reply.
 
-        Of a registered node its name and id count, and not its partition, which another
-        may have claimed.
+        A registered node is recognised by its name and id. Its partition does not
+        count, because another node may have claimed it.
         """
         done, left = self.done(), []
         for node in nodes:
@@ -453,8 +454,9 @@ class Door(Generic[P]):
     ) -> list[Upload[P]]:
         """Return the uploads in an order that is independent of node ids and timing.
 
-        Those that do not agree with most are rejected first; then the policy limits
-        what is left. `before` is what was to be remembered of the last round.
+        Uploads that do not agree with most are rejected first; then the policy limits
+        the others. `before` are the numbers that the policy remembered from the last
+        round.
 
         Raises
         ------
@@ -608,7 +610,7 @@ class EvaluationDoor(Door[Scores]):
         Returns
         -------
         MetricRecord | None
-            None where no reply is of use, or the strategy can make nothing of them.
+            None if no reply is usable, or the strategy cannot aggregate them.
         """
         messages = []
         for upload in self.uploads(needed=0):

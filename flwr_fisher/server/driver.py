@@ -100,11 +100,11 @@ class Driver:
     Parameters
     ----------
     strategy : Strategy
-        Says what a round asks, and what it makes of the uploads.
+        Defines what a round requests, and what the server computes from the uploads.
     grid : Grid
         Reaches the clients.
     run : Run
-        Where the rounds go.
+        The run, which stores the rounds.
     timeout : float
         Seconds to wait for the replies of an exchange, and for nodes to connect.
     """
@@ -130,9 +130,9 @@ class Driver:
         Raises
         ------
         RoundError
-            If a round fails that is not to be skipped.
+            If a round fails and must not be skipped.
         CallbackError
-            If a callback failed, when its round is finished.
+            If a callback failed. Its round is finished then.
         """
         run, strategy = self.run, self.strategy
         if evaluate_fn and run.server_round == 0:
@@ -164,8 +164,8 @@ class Driver:
     def do_exchanges(self, config: ConfigRecord) -> None:
         """Do the current round's exchanges, and take each one's step.
 
-        Uploads that an interrupted run admitted are taken from disk, and their clients
-        are not asked again.
+        Uploads that an interrupted run admitted are read from disk, and the server does
+        not request them again.
 
         Raises
         ------
@@ -311,7 +311,8 @@ class Driver:
     def evaluate(self, config: ConfigRecord) -> None:
         """Let clients evaluate the run's parameters, as the strategy configures it.
 
-        Who has nothing to evaluate on says so, and is not asked again.
+        A client without data to evaluate on says so, and the server does not ask it
+        again.
         """
         strategy, cohort, server_round = self.strategy, self.cohort, self.server_round
         config = ConfigRecord({**config, **named_options({"may-abstain": True})})

@@ -60,8 +60,8 @@ class ServerState:
         The global parameters and buffers.
     groups : Mapping[str, Mapping[str, Tensor]]
         A strategy's own tensors by the name of their group: moments, control variates,
-        an optimiser's state. A group's name has no slash. What a step does not carry
-        on into its new state is gone.
+        an optimiser's state. A group's name has no slash. A group that a step does not
+        put into the new state is lost.
 
     Examples
     --------
@@ -77,8 +77,8 @@ class ServerState:
     def group(self, name: str) -> Params:
         """Return the group of tensors of a name, or an empty one.
 
-        Where a step reads a tensor of it that is not there, the error is a
-        :class:`CheckpointError`, which names both.
+        If a step reads a tensor that the group lacks, it gets a
+        :class:`CheckpointError` that names the group and the tensor.
         """
         return _Group(name, self.groups.get(name, {}))
 
@@ -99,27 +99,28 @@ class Upload(Generic[P]):
     Parameters
     ----------
     node_id : int
-        Who sent it, this time.
+        The node that sent it; its id differs from run to run.
     client : str
-        Who that is in every run: a registered name, ``partition-3``, or ``node-…``
-        where nothing better is known.
+        The client's name, the same in every run: its registered name, or
+        ``partition-3``, or ``node-…`` if neither is known.
     num_examples : float
-        Its weight.
+        The client's weight.
     payload : Payload
-        What it computed.
+        What the client computed.
     metrics : MetricRecord
-        Its metrics.
+        The client's metrics.
     num_bytes : int
-        The serialised size of what it sent.
+        The serialised size of the reply.
     number : int
-        What the client knows itself by: its partition, or its node's id.
+        The number by which the client knows itself: its partition, or its node's id.
     members : Sequence[int], default ()
-        Where it stands for the sum over several clients: their numbers.
+        If this upload is the sum over several clients: their numbers.
     limited : Mapping[str, float]
-        What the policy has cut, and to which part of it: ``weight``, and parts of the
-        payload. Empty for nothing.
+        What the policy has cut (``weight``, and parts of the payload), with the share
+        that is left. Empty if it has cut nothing.
     taken : float, default 1
-        Which part is left of what the client also keeps, the exchange's `kept`.
+        The share that is left of the part that the client also keeps, the exchange's
+        `kept`.
     """
 
     node_id: int
@@ -149,9 +150,9 @@ def mean_vector(uploads: Uploads[Any], name: str) -> dict[str, Tensor]:
     Parameters
     ----------
     uploads : Sequence[Upload]
-        Their payloads are ``Additive``.
+        Uploads whose payloads are ``Additive``.
     name : str
-        A part of theirs.
+        The name of a part of these payloads.
     """
     vectors = [upload.payload.part(name) for upload in uploads]
     return weighted_mean(vectors, weights_of(uploads))
@@ -166,13 +167,13 @@ class Step:
     state : ServerState
         The new state.
     metrics : Mapping[str, int | float | list[float]]
-        What joins the round's aggregated train metrics.
+        Metrics that are added to the round's aggregated train metrics.
     details : Any
-        What the last step leaves for ``CurvatureResult.details``.
+        After the last step, this becomes ``CurvatureResult.details``.
     summed : Upload, optional
-        What stands for all clients' uploads, where only their sum is known.
+        The one upload that replaces all clients' uploads, if only their sum is known.
     quiet : bool, default False
-        Whether it is a step on the way to another, of which alone the log tells.
+        Whether the step is not logged, because it only prepares a later step.
     """
 
     state: ServerState
@@ -199,23 +200,23 @@ class Summation(Generic[P]):
     Parameters
     ----------
     weighted : bool, default True
-        Whether the step takes the mean, weighted by the clients' examples. Else the
-        uploads have their weights in them.
+        Whether the step takes the mean, weighted by the clients' examples. If not, the
+        uploads are already multiplied by their weights.
     read : Callable[[ArrayRecord, Params], P], optional
-        Reads the mean, or the sum, which has an upload's keys, shapes and dtypes.
-        Default: as an upload is read.
+        Reads the mean or the sum, which has the keys, shapes and dtypes of an upload.
+        Default: the function that reads an upload.
     privacy : Privacy, optional
-        Clients clip what they add, less the parameters that they were sent, and add
-        noise to it; each then counts once.
+        Each client subtracts the parameters that it received from its contribution,
+        clips the difference, and adds noise to it. Each client then counts once.
     total : Total, optional
-        Adds uploads up in any case, such as :class:`~flwr_fisher.wire.RunningMean`. It
-        begins anew with each exchange.
+        Adds uploads up also without a secure sum, such as
+        :class:`~flwr_fisher.wire.RunningMean`. It starts from zero in each exchange.
     alone : bool, default True
-        Whether the step is given `total`'s mean alone, as one upload.
+        Whether the step receives only the mean of `total`, as one upload.
     keep_all : bool, default False
-        Whether all uploads are kept until the last, since a policy weighs them against
-        each other. Else `total` is given each as it comes, and no more than one is
-        kept.
+        Whether the server keeps all uploads until the last has arrived, because a
+        policy compares them with each other. If not, it adds each upload to `total`
+        when it arrives, and keeps no more than one.
     """
 
     weighted: bool = True
@@ -251,38 +252,40 @@ class Exchange(Generic[P]):
     Parameters
     ----------
     options : Mapping[str, …]
-        What the clients are to do: ``job``, by default to train, and what it takes.
-        They join ``train_config`` in the ``ConfigRecord``, as ``fisher.job``, ….
+        What the clients must do: ``job``, by default the training, and the job's
+        options. They are added to ``train_config`` in the ``ConfigRecord``, as
+        ``fisher.job``, ….
     read : Callable[[ArrayRecord, Params], P]
         Decodes and checks a reply, given the parameters that were sent out; raises
         ``WireError``.
     step : Callable[[ServerState, Uploads[P]], Step]
-        Makes the next state of the uploads, which are at least one.
+        Computes the next state from the uploads, at least one.
     send : Callable[[ServerState], Mapping[str, Mapping[str, Tensor]]]
-        What is sent beside the parameters, in named groups.
+        Further tensors to send with the parameters, in named groups.
     start : Callable[[ServerState], Params]
-        The parameters and buffers that are sent out, where they are not the state's.
+        The parameters and buffers to send, if they are not those of the state.
     clients : "sampled" | "all" | Callable[[ServerState], Collection[int]]
-        Who is asked: by default the strategy's fraction of those that are connected, or
-        all of these, or those with the numbers that are returned.
+        Which clients receive the request: by default the strategy's fraction of those
+        that are connected; or all that are connected; or those with the returned
+        numbers.
     require_same_parameters : bool, default False
-        Leave out those that train other parameters than most, or freeze other values,
-        before they train.
+        Skip, before they train, clients that train other parameters than most, or whose
+        frozen parameters have other values.
     additive : Summation, optional
-        How a sum may take the uploads' place; None: the step needs each by itself.
+        How a sum may replace the uploads. With None the step needs each single upload.
     kept : str
-        The part of an upload that clients also keep on their disks. Where the policy
-        cuts it, what they keep changes by no more than what the server took: they are
-        told with their next request, by ``Membership``.
+        The part of an upload that clients also keep on their disks. If the policy cuts
+        it, the clients also keep only the share that the server used. They learn this
+        share with their next request, from ``Membership``.
     check : Callable[[ServerState], Callable[[P], None]], optional
-        Makes, once an exchange, what refuses an upload that cannot be an answer to what
-        was sent: it raises ``WireError``.
+        Called once in an exchange. It returns a function that raises ``WireError`` for
+        an upload that cannot be the answer to what was sent.
 
     Raises
     ------
     ConfigurationError
         If an option has a name that the library gives itself, or a value that a
-        ``ConfigRecord`` cannot hold, or `clients` is another word.
+        ``ConfigRecord`` cannot hold, or `clients` is a word with no meaning here.
     """
 
     options: Mapping[str, ConfigValue]
@@ -339,7 +342,7 @@ class Exchange(Generic[P]):
     def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
         """Return a function from a client's number to the record to send.
 
-        Here it is the same for all.
+        Here the record is the same for all clients.
         """
         record = self.arrays(state)
         return lambda number: record
@@ -350,9 +353,9 @@ class Exchange(Generic[P]):
         Parameters
         ----------
         state : ServerState
-            Where the run stands.
+            The run's current state.
         own : Mapping[str, Mapping[str, Tensor]], optional
-            Groups for one client alone.
+            Groups for a single client.
         """
         groups = {**self.send(state), **(own or {})}
         return tensors_to_arrays({**self.start(state), **join_groups(groups)})

@@ -48,11 +48,12 @@ class Identity:
     Parameters
     ----------
     node : int
-        Its node's id, this time.
+        The node's id in this run.
     registered : str
-        The name that the SuperLink vouches for; empty if it has none.
+        The node's registered name, which the SuperLink has checked; empty if it has
+        none.
     partition : int, optional
-        What it says that it holds.
+        The partition that the node claims to hold.
     """
 
     node: int
@@ -113,32 +114,34 @@ class Identity:
 class NodeNames:
     """The registry of all nodes' identities.
 
-    A node goes by the name that it is registered by (``flwr supernode register``),
-    which the SuperLink vouches for; else by the partition that it says it holds; else
-    by its id. Where two connected nodes claim one name, or one partition, neither is
-    asked: nobody can tell whose it is. A registered node loses nothing to the claim of
-    one that is not.
+    A node's name is the one with which it was registered (``flwr supernode register``),
+    because the SuperLink checks it. Without such a name it is the partition that the
+    node claims to hold, and without a partition the node's id. If two connected nodes
+    claim the same name or the same partition, the server asks neither, because it
+    cannot know whose it is. The claim of a node that is not registered does not affect
+    a registered node.
 
-    A node that does not answer is not asked to do more, until it does. One whose app
-    fails at the query, again and again, goes by its id: it may well train.
+    A node that does not answer the query gets no other request until it does. If its
+    app fails at the query again and again, the node's name is its id, because it may
+    still be able to train.
 
     Parameters
     ----------
     allow_foreign : bool, default True
-        Whether nodes may take part whose ClientApp is not of this library. Each of this
-        library's tells its version when it is asked; an app that knows no query, or
-        answers without, is foreign.
+        Whether nodes may take part whose ClientApp is foreign. An app of this library
+        answers the query with its version. An app that has no query, or answers without
+        a version, is foreign.
 
     Attributes
     ----------
     answered : set[int]
-        Nodes that may be asked to do more.
+        Nodes that have answered and may get requests.
     refused : dict[int, str]
         Connected nodes that must not take part, with the reason.
     foreign : dict[int, str]
         Nodes whose ClientApp is foreign, and what to do about it.
     do_any_job : set[int]
-        Nodes that do every job, and not a training alone.
+        Nodes that can do every job, not only a training.
     """
 
     def __init__(self, allow_foreign: bool = True) -> None:
@@ -176,8 +179,8 @@ class NodeNames:
     ) -> list[int]:
         """Ask new nodes for their partitions.
 
-        Their answers are waited for only where nobody is known yet: who connects later
-        is asked, and takes part once it has answered.
+        The server waits for their answers only if it knows no node yet. A node that
+        connects later is queried, and takes part when it has answered.
 
         Parameters
         ----------

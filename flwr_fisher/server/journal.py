@@ -79,20 +79,21 @@ class ExchangeRecord:
     Parameters
     ----------
     clients : list[str] | None
-        The names of those who were sampled; None in a collection window, where whoever
-        comes is asked.
+        The names of the sampled clients; None in a collection window, in which every
+        client that connects is asked.
     wanted : int
-        How many replies were wanted.
+        How many replies the server wanted.
     connected : int
         How many clients there were.
     opened : float
         When it began, in seconds since 1970.
     closed : list[str] | None
-        Of whose replies the step was made; None while none was.
+        The clients whose replies the step used; None before the step.
     missing, rejected : dict[str, str]
-        From whom nothing came, or nothing of use, once it is closed; with the reasons.
+        After the exchange was closed: the clients without a reply, and those with a
+        reply that was not usable, with the reasons.
     absences : dict[str, Any]
-        Who sits out then.
+        The clients that sit out afterwards.
     """
 
     clients: list[str] | None
@@ -108,7 +109,7 @@ class ExchangeRecord:
 class Journal:
     """Writes and reads a run's events, and locks its folder.
 
-    Without a folder it remembers the exchanges of the round under way, and writes
+    Without a folder it remembers the exchanges of the current round, and writes
     nothing.
 
     Parameters
@@ -121,9 +122,9 @@ class Journal:
     run : str
         The run's id; empty without a folder, or before the run has begun.
     options : dict[str, Any]
-        With which it began.
+        The options with which the run began.
     finished : dict[int, dict[str, Any]]
-        What is known of each round that was finished: ``metrics`` and ``absences``.
+        The ``metrics`` and ``absences`` of each finished round.
 
     Raises
     ------
@@ -164,8 +165,8 @@ class Journal:
         Raises
         ------
         CheckpointError
-            Naming the line that is damaged, or of another run or version, or the file
-            that is of another format, and the way out.
+            It names the line that is damaged or belongs to another run or version, or
+            the file with another format, and says what to do.
         """
         if self.path is None:
             return []
@@ -284,9 +285,9 @@ class Journal:
         tensors : Mapping[str, Tensor]
             The server's state after it.
         metrics : Mapping[str, Any]
-            What is known of it, as JSON holds it.
+            The round's metrics, as JSON values.
         absences : Mapping[str, Any]
-            Which clients sit out then.
+            The clients that sit out afterwards, as JSON values.
         """
         content = self.write(self._state(server_round), tensors)
         known = {"metrics": dict(metrics), "absences": dict(absences)}
@@ -299,7 +300,7 @@ class Journal:
         Raises
         ------
         CheckpointError
-            Naming the file, if it is not the one that the journal says.
+            If the file is not the one that the journal names. It names the file.
         """
         earlier, out = [n for n in self.rounds() if n < server_round], _ELSEWHERE
         if earlier:
@@ -327,19 +328,20 @@ class Journal:
     def reopen(self, server_round: int) -> bool:
         """Open the last exchange again, so that its clients are asked again.
 
-        It is the last one of this round, or that of a collection window in the next
-        one, in which too few came.
+        It is the last exchange of this round. If too few clients replied in a
+        collection window of the next round, it is the exchange of that window.
 
         Returns
         -------
         bool
-            Whether it is of this round, which is then to be made again.
+            Whether it is an exchange of this round, which must then be repeated.
 
         Raises
         ------
         CheckpointError
-            If its uploads, or the round before, are no longer there, or the next round
-            has begun, whose uploads start from this one's model.
+            If its uploads, or the state of the round before, have been deleted, or if
+            the next round has begun: that round's uploads start from this round's
+            model.
         """
         if under_way := self.last_exchange(server_round + 1):
             if self._state(server_round + 1).exists():
@@ -396,12 +398,12 @@ class Journal:
         return {"file": name, "content": content}
 
     def read(self, path: Path, event: Event, out: str = "") -> dict[str, Tensor]:
-        """Read the tensors of an event; `out` is the way out for an error.
+        """Read the tensors of an event; `out` says what to do, for an error.
 
         Raises
         ------
         CheckpointError
-            Naming the file.
+            It names the file.
         """
         try:
             return load_record(path, event["content"])[0]
@@ -418,14 +420,14 @@ class ExchangeJournal:
     journal : Journal
         The run's.
     server_round, index : int
-        The round, and which of its exchanges it is, counted from 1.
+        The round, and the exchange's number in it, from 1.
 
     Attributes
     ----------
     record : ExchangeRecord | None
-        How it stands; None if it has not begun.
+        The exchange's record; None if it has not begun.
     all_set_aside : dict[str, str]
-        Whose uploads turned out to be bad, and why.
+        The clients whose uploads turned out to be bad, with the reasons.
     """
 
     def __init__(self, journal: Journal, server_round: int, index: int) -> None:
@@ -477,8 +479,7 @@ class ExchangeJournal:
         Raises
         ------
         CheckpointError
-            If a later exchange has begun, which the uploads that are lost have a part
-            in.
+            If a later exchange has begun, which depends on the lost uploads.
         """
         assert self.record is not None
         if self._journal.last_exchange(self.server_round) is not self:
@@ -502,11 +503,12 @@ class ExchangeJournal:
         Parameters
         ----------
         clients : Iterable[str]
-            Whose uploads those were.
+            The names of those clients.
         missing, rejected : Mapping[str, str]
-            From whom nothing came, or nothing of use, with the reasons.
+            The clients without a reply, and those with a reply that was not usable,
+            with the reasons.
         absences : Mapping[str, Any]
-            Who sits out, as JSON holds it.
+            The clients that sit out, as JSON values.
         """
         assert self.record is not None
         closed = replace(
@@ -538,8 +540,8 @@ class ExchangeJournal:
     def uploads(self) -> Iterator[tuple[Identity, ArrayRecord, MetricRecord]]:
         """Read the admitted replies from the folder, in their order.
 
-        One whose file is damaged is named in the log and set aside, as if its client
-        had not been asked yet.
+        If a file is damaged, the log names it, and it is set aside. Then its client is
+        asked again.
         """
         for name, event in list(self._admitted.items()) if self.on_disk else ():
             path = self._path(name)
@@ -564,7 +566,7 @@ class ExchangeJournal:
         Parameters
         ----------
         client : str
-            Whose it is.
+            The client that sent it.
         reason : str
             What is wrong with it.
         """
@@ -606,17 +608,17 @@ class ExchangeJournal:
 class FolderLock:
     """A folder's lock, held until it is released or its process ends.
 
-    Another process that has it is given a minute to end.
+    If another process has the lock, this waits up to a minute for it to end.
 
     Parameters
     ----------
     folder : Path
-        Which is there.
+        An existing folder.
 
     Raises
     ------
     CheckpointError
-        With the holder's name, if another server keeps it.
+        If another server has the lock. It names that server.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -34,9 +34,9 @@ class NodeReply:
     node : int
         The node that was asked.
     message : Message
-        What came.
+        The reply.
     unsent : bool, default False
-        Whether nothing was sent: the SuperLink takes no message for the node.
+        Whether the message was not sent, because the SuperLink takes none for the node.
     """
 
     node: int
@@ -97,14 +97,14 @@ class Mailbox:
         Parameters
         ----------
         messages : Iterable[Message]
-            To nodes; their time to live is set.
+            Messages to nodes. Their time to live is set here.
         lifetime : float
             Seconds from now, at most 12 hours where it is infinite.
         late : Callable[[NodeReply], object]
             Called with a reply that comes when nobody waits for it any more.
 
-        A message that the SuperLink does not take is answered as one to a node that is
-        gone.
+        If the SuperLink does not take a message, the reply is the same as from a node
+        that is gone.
 
         Returns
         -------
@@ -216,18 +216,18 @@ def collect(
     mailbox : Mailbox
         Sends and receives.
     messages : Iterable[Message]
-        To be sent at once.
+        Messages that are sent at once.
     timeout : float
         Seconds.
     late : Callable[[NodeReply], object]
         Called with a reply that comes after the end.
     enough : Callable[[], bool]
-        Whether to end.
+        Returns whether to end before all have replied.
     newcomers : Callable[[], Iterable[Message] | None]
-        Returns messages to nodes that have connected meanwhile; None where no other
-        node is expected, so that all have replied when these have.
+        Returns messages to nodes that have connected since. It returns None if no other
+        node is expected; then all have replied when these nodes have.
     lifetime : float, optional
-        Of messages, in seconds; by default they die with the time.
+        Seconds after which messages expire; by default `timeout`.
     at_once : int, optional
         How many replies are held at most; by default all that have come.
     """
@@ -269,8 +269,8 @@ def query(
 ) -> Iterator[NodeReply]:
     """Send nodes a cheap query; yield their answers.
 
-    A node that is silent is waited for no longer than the others took twice over: after
-    the last answer 10 seconds at least, and a minute at most.
+    The wait for a silent node depends on the others: after the last answer it is twice
+    the time that they took, but at least 10 seconds and at most a minute.
     """
     began = time.monotonic()
     answered: list[float] = []

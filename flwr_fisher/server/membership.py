@@ -23,20 +23,21 @@ class Membership:
     """The server's knowledge of its clients, from one step to the next.
 
     A strategy keeps it in a group of tensors, sends clients what :meth:`sent` returns
-    in group ``""``, and replaces it in each step by :meth:`after`. A client finds by it
-    what it kept, its :class:`~flwr_fisher.client.ClientState`.
+    in group ``""``, and replaces it in each step by :meth:`after`. With it, a client
+    finds the state that it kept, its :class:`~flwr_fisher.client.ClientState`.
 
     Parameters
     ----------
     run : int
         The run's number, under which clients keep their state.
     steps : int
-        How many steps were made.
+        The number of steps so far.
     total : float
-        What all clients weigh together, as far as it was known at the last of them;
-        those that have not uploaded yet count with the mean weight of the others.
+        The sum of all clients' weights, as it was known at the last step. Clients that
+        have not uploaded yet count with the mean weight of the others.
     roster : Roster
-        Who took part, when last, and with what weight.
+        The clients that have taken part, with the step of their last reply and their
+        weight.
 
     Examples
     --------
@@ -58,14 +59,15 @@ class Membership:
     def after(self, uploads: Uploads[Any], connected: int) -> "Membership":
         """Return the membership after one more step with these uploads.
 
-        There are as many clients as are connected, or have taken part if that is more.
-        Of clients of whom a sum alone is known, each weighs as much as the others. Who
-        kept more than the server took is told so (``kept=`` of the exchange).
+        The number of clients is the number of those that are connected, or of those
+        that have taken part, whichever is larger. If only the sum over several clients
+        is known, they all have the same weight. A client that kept more than the server
+        used learns this with its next request (``kept=`` of the exchange).
 
         Parameters
         ----------
         uploads : Sequence[Upload]
-            The step's.
+            The uploads of the step.
         connected : int
             How many nodes there are.
         """
@@ -88,9 +90,9 @@ class Membership:
     def rescaled(self, mean: Params, before: "Membership") -> dict[str, Tensor]:
         """Return a mean over all clients known `before` as one over those known now.
 
-        Once more clients are known, a sum of theirs is divided by more. Before the
-        first step it is zeros, whatever the tensors are. What this step's cohort
-        changes is added with the factor :meth:`participation`.
+        When more clients are known, the sum over them is divided by a larger number.
+        Before the first step the mean is zero, whatever the tensors are. The change by
+        this step's cohort is added afterwards, multiplied by :meth:`participation`.
         """
         if not before.steps:
             return {name: torch.zeros_like(value) for name, value in mean.items()}
@@ -113,7 +115,7 @@ class Membership:
         Raises
         ------
         ConfigurationError
-            If it is not there.
+            If the group lacks it.
         """
         if missing := {_RUN, _STEPS} - set(tensors):
             raise ConfigurationError(
@@ -128,7 +130,7 @@ class Membership:
 def lost_states(uploads: Uploads[Any]) -> int:
     """Return how many clients lost their state, and log a warning.
 
-    They tell it by the metric ``state-lost``.
+    Clients report it with the metric ``state-lost``.
     """
     lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
     if lost:

@@ -32,10 +32,10 @@ def norm_exchange(
     Parameters
     ----------
     prefixes : Sequence[str]
-        Of which norms; at least one.
+        The norms to measure; at least one.
     weights : Mapping[int, float]
-        Those of the clients that are asked, by their numbers: as in the merge. A secure
-        sum is weighted by the clients' examples.
+        The clients' weights in the merge, by their numbers. A secure sum is weighted by
+        the clients' examples.
     """
     asked: dict[str, ConfigValue] = {"job": "norm-statistics", "norms": [*prefixes]}
     return Exchange(

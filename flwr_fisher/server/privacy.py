@@ -35,22 +35,22 @@ _BEYOND = 10.0  # standard deviations at which noise is cut, once in 1e23 draws
 class Privacy:
     r"""The differential privacy of a strategy's sums.
 
-    Every client counts once, whatever its number of examples, and whole: what is
-    protected is all of its data together.
+    Every client counts once, whatever its number of examples. All of its data are
+    protected together.
 
     Parameters
     ----------
     noise_multiplier : float
         z, the standard deviation of a sum's noise in multiples of `clipping_norm`.
     clipping_norm : float
-        C, the largest Euclidean norm that a client's change of the model may have;
-        what is longer is shortened.
+        C, the largest Euclidean norm that a client's change of the model may have; a
+        longer change is shortened.
     honest : float, default 0.5
-        The share of the clients whose noise is relied on: those of them that are still
-        there at the end, and not in league with the server. With secure sums each adds
-        :math:`z^2 C^2 / (h M)` of M clients, and if all are honest a sum has
-        :math:`1/h` times the variance that it needs. A round that ends with fewer
-        fails, unopened.
+        h, the share of the clients whose noise counts: they are still connected at the
+        end, and do not work together with the server. With secure sums, each of M
+        clients adds noise of variance :math:`z^2 C^2 / (h M)`. If all are honest, a sum
+        has :math:`1/h` times the variance that it needs. A round that ends with fewer
+        clients fails, and no one sees its sum.
 
     Raises
     ------
@@ -90,8 +90,8 @@ class Privacy:
         Parameters
         ----------
         releases : int
-            How many rounds a client is in. That clients are sampled counts for
-            nothing: the server knows who was asked.
+            How many rounds a client takes part in. Sampling of clients does not reduce
+            :math:`\varepsilon`, because the server knows which clients it asked.
         delta : float
             :math:`\delta`, less than one over the number of clients.
 
@@ -133,7 +133,7 @@ def check_privacy(privacy: object, norm_statistics: str) -> Privacy | None:
     Raises
     ------
     ConfigurationError
-        Saying so.
+        If there are such statistics.
     """
     if not isinstance(privacy, Privacy | None):
         raise ConfigurationError(f"privacy must be Privacy(...), got {privacy!r}")
