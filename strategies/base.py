@@ -86,21 +86,24 @@ def _meant(
 class CurvatureStrategy(FedAvg):
     """Base of this library's strategies: FedAvg's sampling with other exchanges.
 
-    A subclass says what a round asks of clients, and what it makes of their uploads
-    (:meth:`exchanges`). The server samples clients and checks every reply. It skips a
-    bad one and logs its client's name; the round fails only below `min_train_nodes`.
-    It keeps finished rounds and admitted uploads on disk.
+    A subclass defines what a round requests from clients, and what the server computes
+    from their uploads (:meth:`exchanges`). The server samples clients and checks every
+    reply. It skips a bad reply and logs its client's name. The round fails only if
+    fewer than `min_train_nodes` replies are usable. The server saves finished rounds
+    and admitted uploads on disk.
 
-    Clients are sampled, and uploads ordered, by partition id, a function of (`seed`,
-    round): node ids are random in every run. The same seed and thread count give the
-    same model, bit for bit, on a CPU.
+    Which clients a round samples depends only on their partition ids, `seed` and the
+    round. Uploads are ordered by partition id, too. Node ids are not used, because they
+    are random in every run. The same seed and thread count give the same model, bit for
+    bit, on a CPU.
 
     Parameters
     ----------
     seed : int, default 0
-        Determines sampling, and with the round and the partition a client's randomness.
-        Clients are sent another one, derived from it; who must not guess which clients
-        a round asks must not guess this one, either: take a large one.
+        Decides which clients a round samples and, with the round and the partition, a
+        client's random numbers. Clients receive another seed, which is derived from
+        this one. If nobody may guess which clients a round samples, take a large
+        number: a small one can be guessed.
     policy : Policy, optional
         What limits a single client's influence. The default leaves honest clients as
         they are; :meth:`Policy.strict() <flwr_fisher.strategies.Policy.strict>` is for
@@ -110,17 +113,19 @@ class CurvatureStrategy(FedAvg):
         :class:`~flwr_fisher.strategies.Waiting`. By default until all have replied, or
         the `timeout` of :meth:`start`.
     norm_statistics : "average" | "refresh", default "average"
-        The new model's running statistics of batch norms. ``average``: the mean of the
-        clients', which are of their own weights. ``refresh``: the round's clients run
-        the new model over their data once more, in train mode, and tell how its inputs
-        to each norm are distributed: exact, but for how batches are normalised, and
-        with `secure` a secure sum. It is asked for where clients' trainings have moved
-        statistics, costs a forward pass and two numbers a channel, and is left out with
-        a warning where no client is there any more. Norms that clients keep in eval
-        mode are frozen, and stay as they are (docs/pretrained.md).
+        Where the running statistics of the new model's batch norms come from.
+        ``average``: they are the mean of the clients' statistics, which each client
+        measured with its own weights. ``refresh``: the round's clients run the new
+        model over their data once more, in train mode, and report how the inputs of
+        each norm are distributed. The result is exact, except for how batches are
+        normalised. With `secure` it is a secure sum. The server requests this only if
+        the clients' training has changed statistics. It costs a forward pass, and two
+        numbers a channel. If no client is connected any more, the server logs a warning
+        and goes on without it. Norms that clients keep in eval mode are frozen, and
+        stay as they are (docs/pretrained.md).
     secure : flwr_fisher.secure.SecureSums, optional
-        Let the server see sums over clients, and no client's upload; see
-        :class:`~flwr_fisher.secure.SecureSums`. `policy` does nothing then.
+        Let the server see sums over clients, and no single client's upload; see
+        :class:`~flwr_fisher.secure.SecureSums`. Then `policy` has no effect.
     **kwargs
         ``FedAvg``'s keywords: ``fraction_train``, ``min_train_nodes``,
         ``weighted_by_key``, …. ``min_train_nodes`` is also how many usable replies a
@@ -192,7 +197,7 @@ class CurvatureStrategy(FedAvg):
         Raises
         ------
         ConfigurationError
-            Naming the argument, and the way out.
+            It names the argument, and says what to do.
         """
 
     def check_rounds(self, num_rounds: int) -> None:
@@ -201,7 +206,7 @@ class CurvatureStrategy(FedAvg):
         Raises
         ------
         ConfigurationError
-            Saying which it can.
+            It says which numbers fit.
         """
 
     def may_skip(self, server_round: int) -> bool:
@@ -222,8 +227,8 @@ class CurvatureStrategy(FedAvg):
     def norms_to_refresh(self, before: Params, after: Params) -> Sequence[str]:
         """Return the norms that a round's clients must measure.
 
-        Those whose statistics, or in a method that trains in eval mode whose weights,
-        the round has moved.
+        These are the norms whose statistics the round has changed. In a method that
+        trains in eval mode, they are the norms whose weights it has changed.
 
         Parameters
         ----------
@@ -301,30 +306,33 @@ class CurvatureStrategy(FedAvg):
     ) -> CurvatureResult:
         """Run the federation, like Flower's ``start``, with runs that can be resumed.
 
-        A round ends when all of its clients have replied, or as `waiting` says, and
-        `timeout` seconds after its request was sent at the latest.
+        A round ends when all of its clients have replied, or when `waiting` ends it. It
+        ends at the latest `timeout` seconds after its request was sent.
 
         Parameters
         ----------
         grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config
             As in Flower's ``Strategy.start``; one round by default.
         evaluate_fn : Callable[[int, ArrayRecord], MetricRecord | None], optional
-            As there: called before the first round and after each.
+            Called before the first round and after each round, as in Flower.
         checkpoint_dir : str | Path, optional
-            Keeps the last finished round, and the running round's uploads as they
-            arrive; clients then keep theirs until the next request.
+            A folder for the last finished round, and for the running round's uploads as
+            they arrive. With it, each client also keeps its own upload until the next
+            request.
         resume : bool, default False
-            Go on where `checkpoint_dir` stands: finished rounds are not repeated, nor
-            are clients asked again whose upload of the running round is there, and it
-            counts whether they are connected or not. The same clients are asked, and
-            the result equals the uninterrupted run's, bit for bit.
+            Continue the run in `checkpoint_dir`. Finished rounds are not repeated. An
+            upload of the running round that is saved there counts, whether its client
+            is connected or not, and the server does not request it again. The round has
+            the same clients as before, and the result equals the uninterrupted run's,
+            bit for bit.
         reopen : bool, default False
-            With `resume`: make the last round again, of its uploads and those of
-            clients that have not replied yet, or in a collection window of who comes. A
-            window that closed with too few opens again.
+            With `resume`: repeat the last round with its saved uploads and those of
+            clients that have not replied yet. In a collection window, any client that
+            connects can still reply. A window that closed with too few clients opens
+            again.
 
         callbacks : Sequence[Callback], optional
-            Are called after each round that is finished, and can end the run
+            The server calls them after each finished round; they can end the run
             (:mod:`flwr_fisher.callbacks`).
 
         Returns
@@ -337,10 +345,11 @@ class CurvatureStrategy(FedAvg):
         RoundError
             If a round ends with fewer than `min_train_nodes` usable replies.
         CheckpointError
-            If `checkpoint_dir` holds another run (the strategy's options and
-            `train_config` must be the same), a damaged file, or another server has it.
+            If `checkpoint_dir` holds another run or a damaged file, or if another
+            server uses it. The strategy's options and `train_config` must be the same
+            as in the saved run.
         CallbackError
-            If a callback failed, when its round is finished.
+            If a callback failed. Its round is finished then.
         """
         check_callbacks(callbacks)
         check_whole("num_rounds", num_rounds, 0)

@@ -41,27 +41,29 @@ class FAGH(CurvatureStrategy):
     .. math:: \theta \leftarrow \theta - \eta (H + \rho I)^{-1} G,
               \qquad H = V V^\top / u^\top V
 
-    (eq. 6, where :math:`u = e_1`); see :func:`flwr_fisher.rounds.fagh_step`. Where
-    :math:`u^\top V` is not positive, or no more than rounding (the first weight sees an
-    image's black corner), the step is along :math:`G / \rho`, and counted.
+    (eq. 6, where :math:`u = e_1`); see :func:`flwr_fisher.rounds.fagh_step`. If
+    :math:`u^\top V` is not positive, or is mere rounding, the step is along
+    :math:`G / \rho`, and the metrics count it. (It is mere rounding, for example, if
+    the first weight is that of an image's black corner.)
 
     Parameters
     ----------
     lr : float, default 1.0
         :math:`\eta`.
     rho : float, default 0.1
-        :math:`\rho`; the paper's are 1, 0.5, 0.1, 0.01 and 0.001.
+        :math:`\rho`. The paper takes 1, 0.5, 0.1, 0.01 and 0.001.
     betas : tuple[float, float], optional
-        :math:`\beta_1, \beta_2` of the moments. Default: the paper's (0.9, 0.99), and
-        (0.9, 0) where the probe moves, since a mean of products :math:`H u` with
-        different :math:`u` is no product with any of them.
+        :math:`\beta_1, \beta_2` of the moments. Default: the paper's (0.9, 0.99), but
+        (0.9, 0) with ``probe="momentum"``, where :math:`u` changes: a mean of products
+        :math:`H u` with different :math:`u` is no product with any of them.
     probe : "first" | "random" | "momentum" | "none", default "first"
         :math:`u`, of length 1. ``first``: the first trained coordinate, as in the
         paper. ``random``: one direction for the whole run, which server and clients
-        draw from `seed` for themselves. ``momentum``: the last step's direction, which
-        the server sends beside the model, twice FedAvg's bytes down; ``random`` in the
-        first round. ``none``: H = 0, momentum alone along :math:`G / \rho`, for
-        comparison; half the upload.
+        draw from `seed` for themselves. ``momentum``: the last step's direction, or in
+        the first round a random one. The server sends it with the model, so a download
+        has twice FedAvg's bytes. ``none``: H = 0, so that steps are along
+        :math:`G / \rho`, with momentum alone; for comparison. An upload is half as
+        large.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 
@@ -69,18 +71,19 @@ class FAGH(CurvatureStrategy):
     ------
     ConfigurationError
         If an argument is out of range, before any client computes; or if a strategy
-        with the momentum probe joins in a later round without the last step's
+        with the momentum probe begins at a later round and lacks the last step's
         direction.
 
     Notes
     -----
     Clients differentiate ``FisherClient``'s `loss_fn`, and are weighted by their
-    examples. A rate that is too large shows in ``train_loss``, and in the end in
-    clients' gradients that are NaN: lower `lr`, or raise `rho`. Buffers stay as they
-    are: models are evaluated in eval mode, with their batch norms' running statistics.
+    examples. If the rate is too large, ``train_loss`` grows, and in the end clients'
+    gradients are NaN: lower `lr`, or raise `rho`. Buffers stay as they are: models are
+    evaluated in eval mode, with their batch norms' running statistics.
     ``CurvatureResult.details`` is the last step's direction, by parameter. A round's
     metrics have ``gradient-norm`` of the mean gradient, ``curvature``
-    (:math:`u^\top V`), ``fell-back`` (0 or 1) and ``fallbacks``, those so far.
+    (:math:`u^\top V`), ``fell-back`` (1 if this round's step was along
+    :math:`G / \rho`, or else 0) and ``fallbacks`` (how many were, so far).
 
     Examples
     --------

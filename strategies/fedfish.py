@@ -57,35 +57,40 @@ class FedFish(CurvatureStrategy):
 
     .. math:: g = \frac{\sum_i n_i F_i\,(\theta_G - \theta_i)}{\sum_i n_i F_i}
 
-    to a server optimiser; where no client has any Fisher, FedAvg's. :math:`F_i` is the
-    sum of a client's squared mini-batch gradients at the end of its training (Algorithm
-    2), which grows with :math:`n_i` as well; ``reduction="mean"`` takes their mean.
-    By default it is then mended: with `power` and `balance`; ``power=1, balance=0`` is
-    the paper's.
+    and passes it to a server optimiser. In entries where every client's Fisher is zero,
+    it takes FedAvg's pseudo-gradient. :math:`F_i` is the sum of a client's squared
+    mini-batch gradients at the end of its training (Algorithm 2), so it grows with
+    :math:`n_i`, too; ``reduction="mean"`` takes their mean. By default, `power` and
+    `balance` then change :math:`F_i`; ``power=1, balance=0`` is the paper's method.
 
     Parameters
     ----------
     server_optimizer : str | Callable[[Iterable[nn.Parameter]], Optimizer]
-        An optimiser of ``torch.optim`` by name, with its defaults, or what makes one
-        of parameters. Default "sgd". Its state is kept over rounds, and in checkpoints.
+        The name of an optimiser of ``torch.optim``, which then has its default options,
+        or a function that makes an optimiser from parameters. Default "sgd". The
+        optimiser's state is kept over rounds, and in checkpoints.
     server_lr : float, default 1.0
-        :math:`\eta_g`, of an optimiser by name.
+        :math:`\eta_g`, the learning rate of an optimiser that is given by name.
     fisher_source : "extra-pass" | "last-epoch", default "extra-pass"
         ``last-epoch`` squares the gradients of the last local epoch while training, at
         no extra cost (Appendix A.5.1); the client's loop must be ``LocalSGD``.
     upload : "fisher" | "product", default "fisher"
-        ``product``: clients upload :math:`F_i (\theta_G - \theta_i)` alone, FedAvg's
-        bytes, and normalising is left to an adaptive server optimiser (section 5.3).
+        ``product``: clients upload only :math:`F_i (\theta_G - \theta_i)`, as many
+        bytes as FedAvg's. An adaptive server optimiser must then normalise it (section
+        5.3).
     reduction : "sum" | "mean", default "sum"
-        Of a client's squared mini-batch gradients.
+        Whether :math:`F_i` is the sum or the mean of a client's squared mini-batch
+        gradients.
     power : float, default 0.5
-        In [0, 1]: of each entry of a client's Fisher. The paper's is 1, with which few
-        clients decide most entries; with 0 all entries are alike: FedAvg.
+        Each entry of a client's Fisher is raised to this power, in [0, 1]. The paper's
+        is 1; with it, few clients decide most entries. With 0 all entries are equal,
+        which is FedAvg.
     balance : float, default 1
-        In [0, 1]: each client's Fisher is then divided by that power of its trace; with
-        1 clients count by their examples alone, and `reduction` changes nothing. With
-        the paper's 0 a client counts by its own loss: the worse it fits its data, the
-        more. Both defaults were chosen on validation data (``benchmarks/fedfish.py``).
+        Each client's Fisher is then divided by this power, in [0, 1], of its trace.
+        With 1, clients are weighted by their examples alone, and `reduction` changes
+        nothing. With the paper's 0, a client's weight also depends on its loss: the
+        worse it fits its data, the larger its weight. The defaults of `power` and
+        `balance` were chosen on validation data (``benchmarks/fedfish.py``).
     codec
         As for :class:`FedFisherOneShot`, with ``upload="fisher"``.
     **kwargs

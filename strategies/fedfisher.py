@@ -58,20 +58,20 @@ class FedFisherOneShot(CurvatureStrategy):
     r"""Merge clients' models by their Fisher information, in one round or a few.
 
     FedFisher (Jhunjhunwala, Wang & Joshi, AISTATS 2024), Algorithm 1: clients train to
-    the end and upload their parameters with their Fisher there; the server solves
-    :math:`(\sum_i p_i F_i)\,\theta = \sum_i p_i F_i \theta_i`. More rounds repeat this
-    from the merged model (the paper's Fig. 2). It starts from whatever arrays it is
-    given, so a pre-trained model is merged in the same way.
+    the end and upload their parameters and the Fisher at these parameters; the server
+    solves :math:`(\sum_i p_i F_i)\,\theta = \sum_i p_i F_i \theta_i`. More rounds
+    repeat this from the merged model (the paper's Fig. 2). It starts from the arrays
+    that you give, so a pre-trained model is merged in the same way.
 
     Differences from the paper: the default solver is preconditioned conjugate gradients
-    with a relative anchor, which need no data on the server; the paper's is
+    with a relative anchor, which need no data on the server. The paper's solver is
     ``solver="adam"`` with `score`. A client's weight is its number of examples, divided
-    by the root of its Fisher's size (`balance`), so that a large Fisher counts for less
-    than by its size. It is lower still if that Fisher expects an unusual rise of the
-    client's loss at the mean (`robust`). From the second round on, the merge shortens a
-    layer's step from the mean if it is longer than is usual between the clients
-    (`trust`). In a regression the solver takes one iteration: layers' steps to the end
-    add up too far.
+    by the root of its Fisher's size (`balance`), so that a large Fisher has less
+    influence. The weight is even lower if the Fisher predicts an unusually large rise
+    of the client's loss at the mean (`robust`). From the second round on, the merge
+    shortens a layer's step from the mean if it is longer than is usual between the
+    clients (`trust`). In a regression the solver takes only one iteration: if each
+    layer were solved to the end, the layers' steps would together be too large.
 
     Parameters
     ----------
@@ -80,17 +80,17 @@ class FedFisherOneShot(CurvatureStrategy):
     solver : "pcg" | "cg" | "closed-form" | "adam" | "gd", default "pcg"
         See :func:`flwr_fisher.merge.fedfisher`.
     fisher : FisherOptions, optional
-        How clients take their Fishers: of how many examples, over which labels, …; see
-        :class:`flwr_fisher.curvature.FisherOptions`.
+        How clients compute their Fishers: from how many examples, over which labels, …;
+        see :class:`flwr_fisher.curvature.FisherOptions`.
     merge : MergeOptions, optional
         How the server merges: regularisation, the clients' weights, robust merging; see
         :class:`flwr_fisher.merge.MergeOptions`. A client that `outlier` leaves out is
         logged; its ``client-share`` is 0.
     matching : bool, default False
-        Permute clients' hidden units to one order before they are merged
-        (:func:`flwr_fisher.merge.matched`, Git Re-Basin): for clients that did not
-        start from one model. For networks whose layers follow one another, with
-        ``kfac``, ``ekfac`` or ``diagonal``; it needs SciPy:
+        Permute clients' hidden units to one order before the merge
+        (:func:`flwr_fisher.merge.matched`, Git Re-Basin). Use it for clients that did
+        not start from one model. The network's layers must follow one another, and
+        `structure` must be ``kfac``, ``ekfac`` or ``diagonal``. It needs SciPy:
         ``pip install "flwr-fisher[matching]"``.
     codec : "auto" | "fedavg" | "small" | "lossless" | Codec, default "auto"
         How uploads are packed: at FedAvg's size (``fedavg``), half of it (``small``),
@@ -99,11 +99,11 @@ class FedFisherOneShot(CurvatureStrategy):
         into another share of FedAvg's upload.
     aggregate : "parts" | "sums", default "parts"
         ``parts``: the merge takes each client's model and Fisher. ``sums``: it takes
-        weighted means over the clients alone. With `secure` the server does not see
-        what a single client adds to them; without it, it does. For ``kfac`` a round is
-        one training and 2 + `iterations` requests: for models, for layers' partial
-        traces with the right-hand side, and for one product an iteration
-        (``flwr_fisher.merge.sums_solver``). For ``diagonal`` it is one request, for
+        only weighted means over the clients. With `secure` the server does not see what
+        a single client adds to them; without it, it does. For ``kfac`` a round has one
+        training and 2 + `iterations` requests: one for models, one for layers' partial
+        traces with the right-hand side, and one in each iteration for a product
+        (``flwr_fisher.merge.sums_solver``). For ``diagonal`` it has one request, for
         :math:`n_i`, :math:`n_i\theta_i`, :math:`n_iF_i` and :math:`n_iF_i\theta_i`.
         Uploads are not packed. A client's weight is its number of examples; with
         ``kfac`` this is divided by its Fisher's trace to the power `balance`, here 1 by
@@ -111,21 +111,21 @@ class FedFisherOneShot(CurvatureStrategy):
     privacy : Privacy, optional
         For ``aggregate="sums"`` and ``structure="diagonal"``: differential privacy of
         the sums. Each client counts once (:mod:`flwr_fisher.merge.private_sums`), its
-        contribution is clipped, and noise is added: with `secure` each client adds a
-        share of it, without it the server all. Buffers stay as they are. The figures in
-        docs/secure-sums.md say when it is of no use.
+        contribution is clipped, and noise is added. With `secure` each client adds a
+        share of the noise; without it, the server adds all of it. Buffers stay as they
+        are. The figures in docs/secure-sums.md show when this is of no use.
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data.
     device : torch.device | str, optional
         Where the server merges; by default on the GPU, if there is one.
     norm_statistics : "refresh" | "average", optional
-        As of :class:`CurvatureStrategy`, but ``refresh`` by default, unless there is
-        `privacy`: by averaged statistics a merged network with batch norm can be far
-        below what it is worth (docs/pretrained.md).
+        As for :class:`CurvatureStrategy`, but ``refresh`` by default, unless there is
+        `privacy`. With averaged statistics, a merged network with batch norm can be far
+        worse than it has to be (docs/pretrained.md).
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``. With
-        ``aggregate="parts"``, `policy`'s `max_curvature` does nothing:
-        ``MergeOptions(max_share=)`` has that cap.
+        ``aggregate="parts"``, `policy`'s `max_curvature` has no effect: use
+        ``MergeOptions(max_share=)``.
 
     Raises
     ------

@@ -54,38 +54,38 @@ class TCT(CurvatureStrategy):
     *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels.*
 
     **Stage 1**, `stage1_rounds` rounds: FedAvg trains the network to :math:`\theta`.
-    **Convexify**, one round with every client that is connected: the
-    network's last layer gives way to a fresh one with a single output :math:`f_1`, and
-    clients agree on the mean and deviation of each of the p features
-    :math:`\phi(x) = \partial f_1(x) / \partial \theta` over all their examples.
-    **Stage 2**, the rounds that are left: linear regression of one-hot labels less
-    :math:`1/C` on the standardised features Z,
+    **Convexify**, one round with every client that is connected: a fresh layer with a
+    single output :math:`f_1` replaces the network's last layer, and clients agree on
+    the mean and deviation of each of the p features
+    :math:`\phi(x) = \partial f_1(x) / \partial \theta` over all their examples. **Stage
+    2**, the remaining rounds: linear regression of the labels (one-hot, minus
+    :math:`1/C`) on the standardised features Z,
 
     .. math:: \min_{\Theta \in \mathbb{R}^{p \times C}} \sum_i p_i
               \frac{1}{2 n_i} \| Z_i \Theta - Y_i \|^2 ,
 
     by M full-batch steps a round and client, :math:`\Theta \leftarrow \Theta - \eta
-    (Z_i^\top (Z_i \Theta - Y_i) / n_i - c_i + c)`, corrected as SCAFFOLD's; it is
-    convex, and clients of unlike data reach one optimum. The M steps are taken at once,
-    in closed form (:func:`flwr_fisher.tangent.tct_update`).
+    (Z_i^\top (Z_i \Theta - Y_i) / n_i - c_i + c)`, corrected as in SCAFFOLD. The
+    problem is convex, and clients with unlike data reach one optimum. A client takes
+    the M steps at once, in closed form (:func:`flwr_fisher.tangent.tct_update`).
 
-    The result's arrays are a :class:`~flwr_fisher.tangent.TCTModel`'s, network and
-    ``tct/…``, from the convexifying round on, also those that `evaluate_fn` gets and
-    clients evaluate.
+    From the convexifying round on, the arrays are those of a
+    :class:`~flwr_fisher.tangent.TCTModel`: the network's, and ``tct/…``. This holds for
+    the result, for what `evaluate_fn` gets, and for what clients evaluate.
 
     Parameters
     ----------
     stage1_rounds : int, default 20
-        The paper's is 100. With 0, `initial_arrays` are the network: those of any
-        strategy's earlier run, or of pre-training.
+        The paper takes 100. With 0, `initial_arrays` must be a trained network's, from
+        an earlier run of any strategy or from pre-training.
     num_features : int, default 20000
-        p, the paper's is 100 000; all, where the network has fewer parameters.
+        p. The paper takes 100 000. If the network has fewer parameters, all are taken.
     local_steps : int, default 500
         M.
     lr : float, optional
-        :math:`\eta`. Default: 5 / p, the paper's, but no more than
-        :math:`1 / \lambda_\max`, of the largest eigenvalue that
-        :math:`Z_i Z_i^\top / n_i` has at any client.
+        :math:`\eta`. Default: the paper's 5 / p, but no more than
+        :math:`1 / \lambda_\max`, where :math:`\lambda_\max` is the largest eigenvalue
+        of :math:`Z_i Z_i^\top / n_i` at any client.
     regression : Regression, optional
         Which features, and how clients take the steps.
     **kwargs
@@ -96,28 +96,30 @@ class TCT(CurvatureStrategy):
     ------
     ConfigurationError
         If an argument is out of range, or there are too few rounds. Before stage 2, if
-        `lr` is 2 / λ_max or more for half of the clients, naming them and the largest
-        that is safe: with ``checkpoint_dir``, resume with another `lr`, and nothing is
-        asked again.
+        `lr` is 2 / λ_max or more for half of the clients. The error names them and the
+        largest safe rate. With ``checkpoint_dir``, resume with another `lr`: the server
+        repeats no request.
 
     Notes
     -----
     Clients keep features (``FisherClient(state_bytes=...)`` bounds them) and control
-    variates on their disks. Those that are absent in some rounds, or lose their
-    state, are treated as by :class:`Scaffold`. A client that was not there, or failed,
-    when features were standardised can join later: its features are standardised as
-    the others' are. One for whose features the rate is too large takes shorter steps,
-    and as many more. Stage 2 uploads :math:`\Theta_i` alone. A client of more than
-    20 000 examples, whose spectrum is out of reach, fails in the first round.
+    variates on their disks. Clients that are absent in some rounds, or lose their
+    state, are treated as in :class:`Scaffold`. A client that was absent, or failed,
+    when features were standardised can join later: its features are standardised as the
+    others' are. If the rate is too large for a client's features, the client takes
+    shorter steps, and accordingly more of them. In stage 2 a client uploads only
+    :math:`\Theta_i`. A client with more than 20 000 examples fails in the first round,
+    because its spectrum would take too long.
 
-    Metrics of a round: ``stage``, 1 or 2; in stage 2 ``lr``, ``num-lost-states``,
+    Metrics of a round: ``stage``, 1 or 2. In stage 2 also ``lr``, ``num-lost-states``,
     ``control-norm`` and ``train_loss``, half the mean squared error at the round's
-    start; of the convexifying round, ``num-features``, ``lr`` and
-    ``largest-eigenvalue``; ``state-lost`` is the share of clients that lost theirs.
-    Clients that evaluate in stage 2 report their `loss_fn` of the regression's scores,
-    which are no logits: look at ``accuracy``. ``CurvatureResult.details`` is :math:`c`.
+    start. In the convexifying round also ``num-features``, ``lr`` and
+    ``largest-eigenvalue``. ``state-lost`` is the share of clients that lost their
+    state. Clients that evaluate in stage 2 report their `loss_fn` of the regression's
+    scores, which are no logits: look at ``accuracy``. ``CurvatureResult.details`` is
+    :math:`c`.
 
-    Resumed, either stage continues bit for bit.
+    A resumed run continues bit for bit, in either stage.
 
     Examples
     --------

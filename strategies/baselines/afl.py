@@ -13,18 +13,19 @@ from flwr_fisher.wire import HeadUpload
 class AFL(CurvatureStrategy):
     r"""Analytic federated learning (He et al., CVPR 2025): a head in closed form.
 
-    Clients train nothing. Each sends :math:`\sum x x^\top` and :math:`\sum x y^\top`
+    Clients do not train. Each sends :math:`\sum x x^\top` and :math:`\sum x y^\top`
     over the features x of its data, the inputs of the model's last linear layer, and
     one-hot labels y; the server sets that layer to the pooled data's ridge regression,
 
     .. math:: W = \Big(\sum x x^\top + \lambda I\Big)^{-1} \sum x y^\top,
 
     which is the same however the data are split. The rest of the model is a frozen
-    backbone: it is the right tool where that is good, such as one pre-trained on
-    public images. One round; a second would do the same again.
+    backbone. AFL is the right method if that backbone is good, such as one that was
+    pre-trained on public images. It takes one round; a second would give the same.
 
-    Difference from the paper: its clients send their own solutions, from which its
-    server computes the same head. Ours send the sums, which `secure` can take.
+    Difference from the paper: there, clients send their own solutions, from which the
+    server computes the same head. Here they send the sums, so that `secure` can add
+    them.
 
     Parameters
     ----------
@@ -43,8 +44,8 @@ class AFL(CurvatureStrategy):
     Notes
     -----
     An upload has 8 (f + 1) (f + 1 + C) bytes for f features and C classes, and no
-    parameters. Under a secure sum take ``SecureSums(bits=64)`` for a solution to the
-    last digits.
+    parameters. With a secure sum, use ``SecureSums(bits=64)`` if the last digits of the
+    solution matter.
 
     Examples
     --------

@@ -20,19 +20,20 @@ from flwr_fisher.wire import Additive
 class FedAvg(CurvatureStrategy):
     """FedAvg (McMahan et al., AISTATS 2017): the mean of the clients' models.
 
-    The mean is that of Flower's ``FedAvg``; runs repeat, survive a crash and check what
-    arrives, as all of this library's do. With `secure` the server sees the mean and no
-    client's model, of clients of any kind whose ``ClientApp`` has a
-    :class:`~flwr_fisher.secure.SecureSumsMod`. (Flower's own secure aggregation is of
+    The mean is the same as that of Flower's ``FedAvg``. As with all strategies of this
+    library, a seed gives the same run again, a run survives a crash, and the server
+    checks every reply. With `secure` the server sees the mean and no client's model.
+    The clients may be of any kind, but their ``ClientApp`` must have a
+    :class:`~flwr_fisher.secure.SecureSumsMod`. (Flower's own secure aggregation needs
     its legacy API.)
 
     Parameters
     ----------
     privacy : Privacy, optional
-        With `secure`: make it DP-FedAvg (McMahan, Ramage, Talwar & Zhang, ICLR 2018).
-        Each client's step is clipped, counts once, and has a share of the noise.
-        Without secure sums Flower's ``DifferentialPrivacyServerSideFixedClipping``
-        does the same.
+        With `secure`: DP-FedAvg (McMahan, Ramage, Talwar & Zhang, ICLR 2018). Each
+        client clips its step, which counts once, and adds a share of the noise. Without
+        secure sums Flower's ``DifferentialPrivacyServerSideFixedClipping`` does the
+        same.
     **kwargs
         :class:`CurvatureStrategy`'s: Flower's FedAvg's sampling keywords, ``seed`` and
         ``secure``.
@@ -40,13 +41,14 @@ class FedAvg(CurvatureStrategy):
     Raises
     ------
     ConfigurationError
-        If an argument is out of range, or `privacy` has no `secure` beside it.
+        If an argument is out of range, or if there is `privacy` without `secure`.
 
     Notes
     -----
-    FedProx (Li et al., MLSys 2020) is FedAvg of clients that train another way: start
-    it with ``train_config=ConfigRecord({"proximal-mu": 0.1})``, which is what Flower's
-    sends, and what :class:`~flwr_fisher.client.LocalSGD` follows.
+    FedProx (Li et al., MLSys 2020) is FedAvg with another training on the clients. For
+    FedProx, start this strategy with
+    ``train_config=ConfigRecord({"proximal-mu": 0.1})``. Flower's ``FedProx`` sends the
+    same, and :class:`~flwr_fisher.client.LocalSGD` follows it.
 
     Examples
     --------

@@ -18,7 +18,7 @@ class FedExP(CurvatureStrategy):
     r"""Federated averaging with extrapolation (Jhunjhunwala et al., ICLR 2023).
 
     Algorithm 1 of *FedExP: Speeding Up Federated Averaging via Extrapolation*: clients
-    train as ever, with any loop, and the server takes
+    train as usual, with any loop, and the server takes the step
 
     .. math:: \theta \leftarrow \theta - \eta_g \bar\Delta, \qquad
               \eta_g = \max\Big(1, \frac{\sum_i p_i \|\Delta_i\|^2}
@@ -30,14 +30,16 @@ class FedExP(CurvatureStrategy):
     Parameters
     ----------
     epsilon : float, default 1e-3
-        :math:`\epsilon`; the paper's, and its scale is that of a squared update.
+        :math:`\epsilon`. The default is the paper's. Its scale is that of a squared
+        update.
     average_last_two : bool, default False
         Report and evaluate the mean of the last two iterates, as the paper does,
         since extrapolated iterates oscillate. Training goes on from the last.
     trained : Collection[str], optional
-        The names of the trained parameters (``trainable_names(model)``): norms are over
-        them, buffers are averaged. By default everything of floating point that is not
-        named like the statistics of torch's batch norm.
+        The names of the trained parameters (``trainable_names(model)``): the norms are
+        taken over them, and buffers are averaged. By default, these are all
+        floating-point tensors except those that are named like the statistics of
+        torch's batch norm.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 

@@ -22,37 +22,40 @@ _GRADIENT = "gradient"
 class FedGA(CurvatureStrategy):
     r"""Federated gradient alignment (Dandi, Barba & Jaggi, AAAI 2022).
 
-    A round has two exchanges with the same clients. They report
-    :math:`\nabla f_i(\theta)`, of their whole loss; the server returns the mean, and
-    each trains, with any loop, from
+    A round has two exchanges with the same clients. First they report
+    :math:`\nabla f_i(\theta)`, the gradient of their whole loss. The server sends them
+    the mean, and each client trains, with any loop, from
 
     .. math:: \theta + v_i, \qquad
               v_i = -\beta \big( \nabla f(\theta) - \nabla f_i(\theta) \big)
 
     (figure 1 of *Implicit Gradient Alignment in Distributed and Federated Learning*).
-    The server averages the trained models as FedAvg does. Twice FedAvg's bytes, and two
-    more passes over a client's data for its gradient: the second computes it again, so
-    that a client need not keep it.
+    The server averages the trained models as FedAvg does. This costs twice FedAvg's
+    bytes, and two more passes over a client's data for its gradient. The second pass
+    computes the gradient again, so that a client need not store it.
 
     Parameters
     ----------
     beta : float, default 0.1
-        :math:`\beta`, of the learning rate's scale, and to be tuned; 0 is FedAvg.
+        :math:`\beta`. Its scale is that of the learning rate, and it must be tuned; 0
+        is FedAvg.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 
     Raises
     ------
     ConfigurationError
-        If an argument is out of range; or by ``configure_train``, since Flower's own
-        loop knows one exchange a round.
+        If an argument is out of range; or, from ``configure_train``, if Flower's own
+        loop runs the strategy: that loop has one exchange a round, and this strategy
+        needs two.
 
     Notes
     -----
-    Gradients are taken in eval mode, of the client's ``loss_fn``. A client that fails
-    in one exchange is asked in the other nonetheless; then the displacements' mean is
-    not quite zero. A round's metrics have ``gradient-norm``, and ``num-gradients``: how
-    many clients' gradients are in the mean. ``CurvatureResult.details`` is None.
+    A gradient is that of the client's ``loss_fn``, with the model in eval mode. A
+    client that fails in one exchange still takes part in the other; then the mean of
+    the displacements is not quite zero. A round's metrics have ``gradient-norm``, and
+    ``num-gradients``: how many clients' gradients are in the mean.
+    ``CurvatureResult.details`` is None.
 
     Examples
     --------

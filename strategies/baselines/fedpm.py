@@ -22,10 +22,10 @@ class FedPM(CurvatureStrategy):
               W \leftarrow \Big(\sum_i p_i W_i A_i\Big) \Big(\sum_i p_i A_i\Big)^{-1}
 
     A client measures :math:`A_i` over its whole data twice a round, in one forward pass
-    each: at the parameters that arrived, for its steps, and at its own, for the upload.
-    Parameters without an A (norm layers, embeddings, tied weights) take plain steps
-    with the same :math:`\eta` and are averaged, as buffers are. See
-    :class:`flwr_fisher.rounds.Preconditioner` and
+    each: at the parameters that it received, for its steps, and at its trained
+    parameters, for the upload. Parameters without an A (norm layers, embeddings, tied
+    weights) take plain steps with the same :math:`\eta` and are averaged, as buffers
+    are. See :class:`flwr_fisher.rounds.Preconditioner` and
     :func:`flwr_fisher.rounds.fedpm_mix`.
 
     Clients must train with ``LocalSGD``, whose learning rate is :math:`\eta`: near 1
@@ -38,8 +38,9 @@ class FedPM(CurvatureStrategy):
         :math:`\delta` of the local steps, as a share of A's mean eigenvalue. The
         paper's is absolute.
     mixing_damping : float, default 1e-3
-        As a share of the mean eigenvalue of :math:`\sum_i p_i A_i`, what draws the
-        mixture to FedAvg's mean. It decides where inputs were hardly ever seen.
+        How strongly the mixture is drawn to FedAvg's mean, as a share of the mean
+        eigenvalue of :math:`\sum_i p_i A_i`. It decides the result in directions in
+        which clients have hardly any inputs.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 
@@ -50,12 +51,13 @@ class FedPM(CurvatureStrategy):
 
     Notes
     -----
-    A rate that is too large for its damping diverges within a few rounds, in clients'
-    errors that say so: lower it, or raise `damping`. A is measured in eval mode, with
-    batch norm's running statistics. A round's metrics have ``mixing-norm``, the length
-    of the way from FedAvg's mean to the mixture, and ``num-averaged-layers``, those
-    whose A cannot be second moments. Nothing is kept from round to round but the model.
-    ``CurvatureResult.details`` is the way from FedAvg's mean to the mixture, by
+    If the learning rate is too large for the damping, the training diverges within a
+    few rounds, and the clients' errors say so: lower the rate, or raise `damping`. A is
+    measured in eval mode, with batch norm's running statistics. A round's metrics have
+    ``mixing-norm``, the distance from FedAvg's mean to the mixture, and
+    ``num-averaged-layers``, how many layers were averaged because their A cannot be
+    second moments. Only the model is kept from round to round.
+    ``CurvatureResult.details`` is the step from FedAvg's mean to the mixture, by
     parameter.
 
     Examples

@@ -24,27 +24,28 @@ _GRADIENT, _DIRECTION = "gradient", "direction"
 class NewtonStrategy(CurvatureStrategy):
     r"""Base of GIANT and DONE, with different solvers of :math:`H_i d_i = g`.
 
-    In a round, clients report the gradients of their whole loss at :math:`\theta`; the
-    same clients then get the mean :math:`g`, solve, and the server steps
-    :math:`\theta \leftarrow \theta - \eta \sum_i p_i d_i`, with :math:`p_i` a client's
-    share of the examples. Two uploads of a model's size; a client that fails in one
-    exchange is asked in the other nonetheless.
+    In a round, clients report the gradients of their whole loss at :math:`\theta`; then
+    the same clients receive the mean :math:`g` and solve, and the server takes the step
+    :math:`\theta \leftarrow \theta - \eta \sum_i p_i d_i`, where :math:`p_i` is a
+    client's share of the examples. A client uploads twice a model's size. A client that
+    fails in one exchange still takes part in the other.
 
     Parameters
     ----------
     lr : float, default 1.0
         :math:`\eta`.
     iterations : int, default 10
-        Of a client's solver, each a Hessian-vector product over its data: two
-        gradients' worth.
+        Iterations of a client's solver. Each takes a Hessian-vector product over the
+        client's data, which costs as much as two gradients.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 
     Raises
     ------
     ConfigurationError
-        If an argument is out of range; or by ``configure_train``, since Flower's own
-        loop knows one exchange a round.
+        If an argument is out of range; or, from ``configure_train``, if Flower's own
+        loop runs the strategy: that loop has one exchange a round, and this strategy
+        needs two.
     """
 
     moves_norms = False  # clients differentiate in eval mode
@@ -96,23 +97,24 @@ class GIANT(NewtonStrategy):
     Each client solves :math:`H_i d_i = g` for the mean gradient :math:`g` by conjugate
     gradients on its own Hessian, and the server steps along the mean of the
     :math:`d_i`. For convex losses; see :func:`flwr_fisher.rounds.giant_direction`.
-    Clients are weighted by their examples, where the paper's have equally many; its
-    line search is left out, `lr` stands in.
+    Clients are weighted by their numbers of examples; in the paper all have equally
+    many. `lr` replaces the paper's line search.
 
     Parameters
     ----------
     lr : float, default 1.0
         :math:`\eta`; 1 is Newton's own step.
     iterations : int, default 10
-        Of conjugate gradients, a pass over a client's data each.
+        Iterations of conjugate gradients. Each takes a pass over a client's data.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 
     Raises
     ------
     ConfigurationError
-        If an argument is out of range; or by ``configure_train``: a round has two
-        exchanges, which Flower's own loop does not know.
+        If an argument is out of range; or, from ``configure_train``, if Flower's own
+        loop runs the strategy: that loop has one exchange a round, and this strategy
+        needs two.
 
     Notes
     -----
@@ -150,15 +152,17 @@ class DONE(NewtonStrategy):
     alpha : float, default 0.05
         :math:`\alpha`; FAGH's comparison takes 0.01 or 0.05.
     iterations : int, default 10
-        The first is free, every other a pass over a client's data.
+        The number of steps. The first is free. Each further one takes a pass over a
+        client's data.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 
     Raises
     ------
     ConfigurationError
-        If an argument is out of range; or by ``configure_train``: a round has two
-        exchanges, which Flower's own loop does not know.
+        If an argument is out of range; or, from ``configure_train``, if Flower's own
+        loop runs the strategy: that loop has one exchange a round, and this strategy
+        needs two.
 
     Notes
     -----

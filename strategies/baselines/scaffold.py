@@ -31,13 +31,13 @@ class Scaffold(CurvatureStrategy):
               \theta \leftarrow \theta - \eta_g \sum_{i \in S} p_i (\theta - \theta_i),
               \qquad c \leftarrow c + \frac{|S|}{N} \sum_{i \in S} p_i (c_i^+ - c_i)
 
-    so that clients of unlike data, however long they train, agree on one optimum,
-    where FedAvg's is another.
+    so that clients with unlike data agree on one optimum, however long they train.
+    FedAvg's result is another one.
 
     Clients must train with ``LocalSGD(momentum=0)``, and upload twice a model's size.
-    Each keeps :math:`c_i` on its own disk (``FisherClient(state_dir=...)``); the server
-    tells which of its rounds it heard of last, so that a round that failed, was
-    repeated or lost a reply leaves no trace in :math:`c_i`.
+    Each keeps :math:`c_i` on its own disk (``FisherClient(state_dir=...)``). With a
+    request, the server names the last round from which it has the client's reply. So a
+    round that failed, was repeated, or lost a reply leaves no trace in :math:`c_i`.
 
     Parameters
     ----------
@@ -55,18 +55,19 @@ class Scaffold(CurvatureStrategy):
     -----
     The paper weights clients equally. Here :math:`c` is the mean of all clients'
     :math:`c_i` weighted by their examples, as the model is, so that the optimum is that
-    of the mean over examples; give all clients one weight for the paper's. For that
-    :math:`|S|/N` is the cohort's share of all clients' weight. N is how many nodes are
-    connected, or have taken part, whichever is more; those never heard of count with
-    the mean weight of the others, and :math:`c` is rescaled when more is known.
+    of the mean over examples. For the paper's method, give all clients the same weight.
+    Accordingly, :math:`|S|/N` is the cohort's share of all clients' weight. N is the
+    number of nodes that are connected, or of those that have taken part, whichever is
+    larger. Nodes that have never replied count with the mean weight of the others. When
+    the server knows more, it rescales :math:`c`.
 
     A client whose disk lost its :math:`c_i` starts from zero, and its log says so. What
     it had added to :math:`c` stays there, and shifts the optimum: look at
-    ``num-lost-states`` among a round's metrics. Another is ``control-norm``. Where the
-    policy cuts a change of :math:`c_i`, the client is told with its next request, and
-    keeps as much of it: :math:`c` remains the mean of all :math:`c_i`, and the optimum
-    is that of all clients' data. Buffers are averaged. ``CurvatureResult.details`` is
-    :math:`c`, by parameter.
+    ``num-lost-states`` among a round's metrics. Another metric is ``control-norm``. If
+    the policy cuts a change of :math:`c_i`, the client's next request says so, and the
+    client keeps the same part of the change. So :math:`c` remains the mean of all
+    :math:`c_i`, and the optimum is that of all clients' data. Buffers are averaged.
+    ``CurvatureResult.details`` is :math:`c`, by parameter.
 
     Examples
     --------

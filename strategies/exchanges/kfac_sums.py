@@ -59,10 +59,10 @@ class KfacSums:
         `anchor` and `iterations` are the server's, `shrink`, `damping` and `balance`
         the clients'.
     options : Mapping[str, …]
-        What says which Fisher clients take.
+        The request's options for the clients' Fisher.
     keep_all : bool
-        Whether all uploads are kept, since a policy weighs them against each other.
-        Else each is added up as it comes.
+        Whether the server keeps all uploads of an exchange, because a policy compares
+        them with each other. If not, it adds each upload to the sum when it arrives.
     """
 
     merge: MergeSettings

@@ -21,7 +21,7 @@ def progress_of_merge() -> Report:
 def step_of(merged: MergeResult) -> Step:
     """Return the step to a merged model; log how its systems were solved.
 
-    And warn of parameters that were not.
+    Warn about parameters whose system was not solved.
     """
     solver = merged.settings and merged.settings.solver
     logger.info(

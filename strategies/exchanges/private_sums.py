@@ -30,11 +30,12 @@ def private_exchange(
     Parameters
     ----------
     privacy : Privacy
-        How far they are clipped, and with what noise the server sees their sum.
+        The norm to which contributions are clipped, and the noise of the sum that the
+        server sees.
     options : Mapping[str, …]
-        What says which Fisher clients take.
+        The request's options for the clients' Fisher.
     merge : Callable[[ServerState, DiagonalSums], Step]
-        What is done with the sums.
+        Computes the step from the sums.
     secure : bool
         Whether clients have added the noise.
     """

@@ -39,14 +39,16 @@ class Regression:
     head : str, optional
         The name of the layer to replace, an ``nn.Linear``. Default: the last one.
     solver : "closed-form" | "steps", default "closed-form"
-        How clients take the M steps. One by one takes M passes over the features in
-        place of three, and has no bound on a client's examples.
+        How clients take the M steps: all at once, or one by one. ``steps`` takes M
+        passes over the features in place of three, and has no limit on a client's
+        examples.
     control_variates : bool, default True
         Without them stage 2 is FedAvg, or with ``local_steps=1`` gradient descent.
     standardise : bool, default True
-        Whether features are standardised. (Without it, a larger `lr` is called for.)
+        Whether features are standardised. If not, a larger `lr` is needed.
     feature_dtype : "float32" | "float16", default "float32"
-        In which clients store features; float16 halves their disks' share.
+        The dtype in which clients store features. With float16 they need half of the
+        disk.
 
     Raises
     ------
@@ -126,7 +128,7 @@ def agree_on_rate(
     Raises
     ------
     ConfigurationError
-        If the one that is given is too large for half of the clients, naming them.
+        If the given rate is too large for half of the clients. It names them.
     """
     eigenvalues = {
         f"one of {u.client} ({place})" if u.members else u.client: value
