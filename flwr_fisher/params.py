@@ -208,6 +208,13 @@ def select(params: Params, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: params[name] for name in names}
 
 
+def bias_of(weight: str, params: Params) -> str | None:
+    """Return the name of the bias that belongs to a weight, or None."""
+    bias = weight.removesuffix("weight") + "bias"
+    fits = bias in params and params[bias].shape == params[weight].shape[:1]
+    return bias if fits else None
+
+
 def flatten(params: Params) -> Tensor:
     """Return all entries as one vector ``[d]``, in the mapping's order."""
     return torch.cat([v.reshape(-1) for v in params.values()])

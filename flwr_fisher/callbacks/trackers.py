@@ -4,6 +4,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,8 @@ class TensorBoard(_Tracker):
 
     def __init__(self, log_dir: str | Path) -> None:
         super().__init__()
-        try:
+        with _installed("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("tensorboard") from error
         self._writer: Any = SummaryWriter(str(log_dir))
 
     def log(self, server_round: int, numbers: dict[str, float]) -> None:
@@ -87,10 +86,8 @@ class MLflow(_Tracker):
 
     def __init__(self, **params: Any) -> None:
         super().__init__()
-        try:
+        with _installed("mlflow"):
             import mlflow
-        except ImportError as error:
-            raise _missing("mlflow") from error
         self._mlflow: Any = mlflow
         if params:
             mlflow.log_params(params)
@@ -120,10 +117,8 @@ class WandB(_Tracker):
     def __init__(self, run: Any = None, **options: Any) -> None:
         super().__init__()
         if run is None:
-            try:
+            with _installed("wandb"):
                 import wandb
-            except ImportError as error:
-                raise _missing("wandb") from error
             run = wandb.init(**options)
         self._run = run
 
@@ -132,8 +127,15 @@ class WandB(_Tracker):
         self._run.log(numbers, step=server_round)
 
 
-def _missing(package: str) -> ConfigurationError:
-    return ConfigurationError(f"'{package}' is not installed: pip install {package}")
+@contextmanager
+def _installed(package: str) -> Iterator[None]:
+    """Import a tracker within a ``with`` block, or say how to install it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigurationError(
+            f"'{package}' is not installed: pip install {package}"
+        ) from error
 
 
 class CSVFile:

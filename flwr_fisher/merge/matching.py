@@ -19,7 +19,7 @@ from flwr_fisher.curvature.operators.layer import LayerCurvature
 from flwr_fisher.curvature.operators.plain import Diagonal
 from flwr_fisher.errors import StructureError, extra
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
-from flwr_fisher.params import Params, layout_of, weighted_mean
+from flwr_fisher.params import Params, bias_of, layout_of, weighted_mean
 
 Order = Tensor  # of integers: the old number of each new unit
 
@@ -79,11 +79,7 @@ def chain_of(params: Params) -> list[Layer]:
     for name, value in layout.items():
         if value.dim() >= 2:
             layers.append(_after(layers[-1] if layers else None, name, value))
-        elif (
-            layers
-            and name == _bias_of(layers[-1])
-            and len(value) == len(layout[layers[-1].weight])
-        ):
+        elif layers and name == bias_of(layers[-1].weight, layout):
             layers[-1] = replace(layers[-1], bias=name)
         else:
             raise StructureError(
@@ -92,10 +88,6 @@ def chain_of(params: Params) -> list[Layer]:
                 "layers follow one another, without normalisation between them"
             )
     return layers
-
-
-def _bias_of(layer: Layer) -> str:
-    return layer.weight.removesuffix("weight") + "bias"
 
 
 def _after(before: Layer | None, name: str, weight: Tensor) -> Layer:

@@ -26,7 +26,7 @@ from flwr_fisher.merge.solvers import (
     paper_adam,
     preconditioner,
 )
-from flwr_fisher.params import Params, add, dot, norm, select
+from flwr_fisher.params import Params, add, all_finite, dot, norm, select
 
 # A step by parameter, or None if a system was not solved.
 Steps = dict[str, Tensor | None]
@@ -207,7 +207,7 @@ def _is_solved(
 
 def is_finite(params: Params) -> bool:
     """Return whether no entry is NaN or infinite."""
-    return all(bool(value.isfinite().all()) for value in params.values())
+    return all(map(all_finite, params.values()))
 
 
 def _solved(system: LinearSystem, settings: MergeSettings) -> Solution:

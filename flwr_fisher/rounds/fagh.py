@@ -11,7 +11,6 @@ from torch import Tensor
 from flwr_fisher.errors import (
     ConfigurationError,
     ParamsError,
-    check_number,
     check_positive,
     check_range,
 )
@@ -216,8 +215,6 @@ def _check_numbers(
 ) -> None:
     check_range("t", t, 1)
     check_range("epsilon", epsilon, 0, 1)
-    check_number("lr", lr)
-    check_number("rho", rho)
     check_positive("lr", lr, or_zero=True)
     check_positive("rho", rho)
     pair = tuple(betas) if isinstance(betas, Sequence) else ()

@@ -16,7 +16,6 @@ from flwr_fisher.params import (
     subtract,
     weighted_mean,
 )
-from flwr_fisher.tangent.spectrum import check_rate
 
 
 def tct_control(
@@ -153,5 +152,5 @@ def tct_average(
 def _gradients_per_move(lr: float, local_steps: int) -> float:
     """Return the factor from a client's total step to its mean gradient."""
     check_range("local_steps", local_steps, 1)
-    check_rate(lr)
+    check_positive("lr", lr)
     return 1 / (local_steps * lr)

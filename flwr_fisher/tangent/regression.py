@@ -10,11 +10,10 @@ SCAFFOLD. :func:`tct_update` computes their end at once, by the eigenvalues of
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ParamsError, check_range
+from flwr_fisher.errors import ParamsError, check_positive, check_range
 from flwr_fisher.tangent.spectrum import (
     Spectrum,
     check_lr,
-    check_rate,
     check_targets,
     times,
     transposed_times,
@@ -145,7 +144,7 @@ def tct_steps(
     """
     check_targets(Z, Y, weight, h)
     check_range("local_steps", local_steps, 1)
-    check_rate(lr)
+    check_positive("lr", lr)
     theta, scale = weight.clone(), lr / len(Z)
     for _ in range(local_steps):
         E = tct_residual(Z, Y, theta)

@@ -12,7 +12,6 @@ from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
     ParamsError,
-    check_number,
     check_positive,
 )
 
@@ -181,7 +180,7 @@ def check_lr(lr: float, largest_eigenvalue: float) -> None:
     Traceback (most recent call last):
     flwr_fisher.errors.ConfigurationError: lr 0.5 is too large for these features: ...
     """
-    check_rate(lr)
+    check_positive("lr", lr)
     if lr > (safe := largest_safe_lr(largest_eigenvalue)):
         # Rounded down, so that the number in the message is itself safe.
         rounded = float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal(safe))
@@ -190,12 +189,6 @@ def check_lr(lr: float, largest_eigenvalue: float) -> None:
             f"{largest_eigenvalue:.6g}, and steps would diverge. The largest safe lr "
             f"is {rounded:g}"
         )
-
-
-def check_rate(lr: float) -> None:
-    """Raise :class:`ConfigurationError` unless `lr` is positive and finite."""
-    check_number("lr", lr)
-    check_positive("lr", lr)
 
 
 def check_features(Z: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature import InputCovariance
 from flwr_fisher.errors import WireError
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, bias_of
 from flwr_fisher.wire.arrays import (
     check_count,
     read_with_model,
@@ -30,7 +30,7 @@ from flwr_fisher.wire.checks import (
     check_second_moment,
 )
 from flwr_fisher.wire.displacement import displacements, drawn_back
-from flwr_fisher.wire.layout import PREFIX, Part, bias_of, check_shape, parse_key
+from flwr_fisher.wire.layout import PREFIX, Part, check_shape, parse_key
 from flwr_fisher.wire.payload import Payload
 
 _START, _END = f"{PREFIX}kfac/", "/A"

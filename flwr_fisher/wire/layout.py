@@ -30,7 +30,7 @@ from flwr_fisher.curvature import (
 from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, bias_of
 from flwr_fisher.wire.checks import check_second_moment
 
 PREFIX = "curvature/"
@@ -214,13 +214,6 @@ def _parse(key: str) -> tuple[Part, list[str]]:
 
 def _misshapen(key: str, shape: Sequence[int], expected: str) -> WireError:
     return WireError(f"shape {tuple(shape)}, expected {expected}", field=key)
-
-
-def bias_of(weight: str, params: Params) -> str | None:
-    """Return the name of the bias that belongs to a weight, or None."""
-    bias = weight.removesuffix("weight") + "bias"
-    fits = bias in params and params[bias].shape == params[weight].shape[:1]
-    return bias if fits else None
 
 
 # K-FAC's factors may arrive packed; all else is tensors to check.

@@ -13,7 +13,7 @@ from flwr_fisher.client.jobs.tct_features import ClientFeatures, Examples
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.trial import on_few_examples
 from flwr_fisher.curvature.batch import Batch
-from flwr_fisher.errors import ClientError, ParamsError
+from flwr_fisher.errors import ClientError, ParamsError, check_positive
 from flwr_fisher.params import Params
 from flwr_fisher.tangent import (
     TCTModel,
@@ -25,7 +25,6 @@ from flwr_fisher.tangent import (
     tct_steps,
     tct_update,
 )
-from flwr_fisher.tangent.spectrum import check_rate
 from flwr_fisher.wire.arrays import bytes_of, text_from
 from flwr_fisher.wire.tangent_sums import EIGENVALUES, eigenvalue_bin, moment_sums
 from flwr_fisher.wire.tangent_upload import TangentUpload
@@ -184,7 +183,7 @@ def _times_shorter(lr: float, largest: float, most: int) -> int:
     ConfigurationError
         If that is more than `most`.
     """
-    check_rate(lr)
+    check_positive("lr", lr)
     if lr <= largest_safe_lr(largest):
         return 1
     if lr * largest > most:

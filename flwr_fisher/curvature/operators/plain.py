@@ -9,7 +9,7 @@ from flwr_fisher.curvature.operators.base import Curvature, Solver
 from flwr_fisher.curvature.operators.layer import to_matrices
 from flwr_fisher.curvature.operators.solvers import divided, eigen
 from flwr_fisher.errors import StructureError
-from flwr_fisher.params import Params, Shapes, flatten, select, unflatten
+from flwr_fisher.params import Params, Shapes, bias_of, flatten, select, unflatten
 
 
 class Diagonal(Curvature):
@@ -124,9 +124,9 @@ class Dense(Curvature):
         rows = unflatten(every, self.shapes)
         for name, weight in rows.items():
             if name.endswith("weight") and weight.dim() > 1:
-                bias = rows.get(name.removesuffix("weight") + "bias")
-                fits = bias is not None and bias.shape == weight.shape[:1]
-                (at,) = to_matrices(weight, bias if fits else None, 1)  # out by in
+                bias = bias_of(name, rows)
+                own = None if bias is None else rows[bias]
+                (at,) = to_matrices(weight, own, 1)  # out by in
                 blocks = at.unsqueeze(2), at.unsqueeze(1)
                 apart[blocks] = matrix[blocks].mean(0)
         return apart
