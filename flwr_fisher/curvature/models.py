@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.errors import ConfigurationError, StructureError
 from flwr_fisher.params import trainable_names
+from flwr_fisher.randomness import generator_states, set_generator_states
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -69,16 +70,61 @@ def place_of(model: nn.Module) -> torch.device | None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode, with gradients, in a ``with`` block; restore it."""
+    """Put the model in eval mode, with gradients, in a ``with`` block; restore it.
+
+    What its ``forward`` changes, even in eval mode, is restored, too: buffers such as
+    counters, weights that it clips, attributes, and the state of global generators.
+    """
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    kept = _KeptModel(model)
+    states = generator_states()
     try:
+        model.eval()
         recurrent = recurrent_backwards(model)
         with torch.inference_mode(False), torch.enable_grad(), recurrent:
             yield
     finally:
+        set_generator_states(states)
+        kept.restore()
         for module, training in modes.items():
             module.training = training
+
+
+class _KeptModel:
+    """What a model's ``forward`` may change: its modules' attributes and tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._attributes = [(module, dict(vars(module))) for module in own]
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in own]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._values = [
+            (tensor, tensor.detach().clone())
+            for tensor in [*trained, *model.buffers()]
+            if _may_change(tensor)
+        ]
+
+    def restore(self) -> None:
+        for module, attributes in self._attributes:
+            now = vars(module)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update(attributes)
+        for buffers, before in self._buffers:
+            buffers.clear()
+            buffers.update(before)
+        for tensor, value in self._values:
+            # On an accelerator, a comparison would wait for it.
+            if tensor.device.type != "cpu" or not torch.equal(tensor, value):
+                tensor.data.copy_(value)
+
+
+def _may_change(tensor: Tensor) -> bool:
+    """Return whether an operation in place can change a tensor, and is undone here."""
+    if tensor.layout != torch.strided or tensor.is_inference():
+        return False
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    return not any(stride == 0 and size > 1 for stride, size in sizes)
 
 
 def outputs_with(

@@ -195,16 +195,10 @@ def _totals(
 @contextmanager
 def norms_training(model: nn.Module, norms: Collection[_BatchNorm]) -> Iterator[None]:
     """Put norms in train mode and the rest in eval mode, in a ``with`` block."""
-    kept = {norm: [b.clone() for b in norm.buffers(recurse=False)] for norm in norms}
-    try:
-        with evaluating(model):
-            for norm in norms:
-                norm.training = True
-            yield
-    finally:
-        for norm, buffers in kept.items():
-            for own, before in zip(norm.buffers(recurse=False), buffers, strict=True):
-                own.detach().copy_(before)
+    with evaluating(model):  # which restores their statistics, too
+        for norm in norms:
+            norm.training = True
+        yield
 
 
 @contextmanager

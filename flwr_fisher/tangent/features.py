@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.models import recurrent_backwards
+from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import DataError, check_range
 from flwr_fisher.randomness import random_stream
 from flwr_fisher.tangent.feature_engine import Chosen, FeatureEngine
@@ -148,8 +148,7 @@ class TangentFeatures:
                 f"examples must be a tensor, or Inputs, got {type(x).__name__}"
             )
         x = replace(x, output_fn=None)  # that the new head's output stands for
-        recurrent = recurrent_backwards(self._network)
-        with torch.inference_mode(False), torch.enable_grad(), recurrent:
+        with evaluating(self._network):
             x = x.mapped(lambda t: t.clone() if t.is_inference() else t.detach())
             shape = len(x), self.num_features
             out = torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -145,8 +145,8 @@ def fisher(
         ``reduce``: an example has its mean input and its summed gradient, which is
         exact where the model is linear up to a mean over positions, and cheaper.
     seed : int, default 0
-        Of all that is drawn: labels, signs, grids, `examples`. The global generator is
-        left as it was, but for what the loader itself draws from it.
+        Of all that is drawn: labels, signs, grids, `examples`. The global generators
+        are left as they were, whatever the model and the loader draw from them.
     examples : int, optional
         At most so many examples, a random subset; by default all. A K-FAC of a few
         hundred merges as well as that of ten thousand.
@@ -227,11 +227,12 @@ def fisher(
     if total_passes is not None:
         check_whole("total_passes", total_passes, 1)
         examples = over_labels.examples_within(total_passes, examples, loader)
-    if examples is not None:
-        # Where all fit, the same data are read in the same order, whatever the seed.
-        order = 0 if _fit(loader, over_labels, total_passes) else seed
-        loader = at_most(loader, model, examples, order, total_passes is not None)
     with evaluating(model):
+        if examples is not None:
+            # Where all fit, the same data are read in the same order, whatever the
+            # seed.
+            order = 0 if _fit(loader, over_labels, total_passes) else seed
+            loader = at_most(loader, model, examples, order, total_passes is not None)
         if engine == "nngeometry":
             results = _by_nngeometry(model, loader, device, structures, over_labels)
         elif expectation == "empirical-batch":
