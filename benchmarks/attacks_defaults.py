@@ -1,4 +1,4 @@
-"""Choose `outlier`, weights, caps and the server's policy on validation data alone.
+"""Choose `outlier`, weights and caps on validation data alone.
 
     python benchmarks/attacks_defaults.py --data-dir DIR   # data as for merges.py
 
@@ -6,6 +6,10 @@ No test image is looked at, and no split is one of ``attacks.py``'s. The attacks
 that page's, one attacker of ten, on four other seeds and 2000 validation images that no
 client has. The splits without attackers are those of ``fedfisher_defaults.py``, too: 5
 clients in most columns, 20 in one, α = 0.2, 0.1 and 0.05.
+
+Uploads are limited before they are merged, to three medians of examples and to a
+*reach* of so many medians of the steps' lengths. By default a server limits nearly
+nothing of this, and by ``Policy.strict()`` more: ``attacks.py`` has both.
 """
 
 import math
@@ -36,12 +40,12 @@ from flwr_fisher.strategies import Policy
 OUTLIERS = (math.inf, 3.0, 2.0, 1.5, 1.25)
 SHARES = (1.0, 0.7, 0.5)
 REACHES = (3.0, 2.0, 1.5)
-REACH = 2.0  # that of the policy beside which the others are chosen
+REACH = 2.0  # that by which uploads are limited before the others are tried
 TEN = "MNIST, lenet, 10 clients"
 Scores = dict[str, dict[str, float]]
 NOTES = """\
 A `max_share` of 0.5 is the strictest, and costs nothing: it is the default. A reach of
-2 median lengths is the strictest that touches no honest client of any column. `outlier`
+2 median lengths is the least of the three that touches no honest client. `outlier`
 is best at 1.5 with ten clients: at 2 more attacks get through, and at 1.25 honest
 clients are left out. It is no default, since among 20 clients at α = 0.05, or 5, one
 that is unlike the others may be left out, or count less, with what it alone knows.
@@ -167,10 +171,10 @@ def page(
     return blocks(
         opening("Choosing how much one client may say", __doc__),
         "## With one attacker",
-        "What is kept of the accuracy without attackers. After the server's policy "
-        f"with a reach of {REACH:g} median lengths, by `outlier`:",
+        "What is kept of the accuracy without attackers. By `outlier`, after a reach "
+        f"of {REACH:g} median lengths:",
         attack_table(hostile, [f"outlier {o:g}" for o in OUTLIERS]),
-        "Without `outlier`, by the policy's reach:",
+        "Without `outlier`, by the reach:",
         attack_table(hostile, [f"reach {r:g}" for r in REACHES]),
         "And by the weights of ``fedfisher_defaults.py``, at the default's other "
         "constants:",

@@ -4,8 +4,8 @@
 
 scikit-learn's digits, 5 clients, `dirichlet-client` with α = 0.1, 5 rounds of 2 local
 epochs (lr 0.01, momentum 0.9, batch 16), ten seeds; test accuracy after each round. The
-default is set beside itself without `trust`, and beside what was the default before: a
-hundred plain conjugate gradients. No choice has seen these seeds, 10 to 19: `trust` was
+default is set beside itself without `trust`, and beside a hundred plain conjugate
+gradients. No choice has seen these seeds, 10 to 19: `trust` was
 chosen on validation images of seeds 200 to 207, and on the test images of seeds 0 to 9.
 """
 

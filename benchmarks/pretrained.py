@@ -16,7 +16,7 @@ GPU, ``--device cuda``; what was not run has no section here.
 5 clients, ``dirichlet-client``, SGD with momentum 0.9 and batches of 64. Fishers are
 those that strategies ask for by default; *packed* is what the default codec sends, and
 all else is not packed. EfficientNet-Lite0's RegMean, FisherMerge and diagonal had
-Fishers of 300 passes more a client, which were the default before.
+Fishers of 300 passes more a client.
 
 *Averaged*: batch norms' statistics are the mean of the clients', as
 ``norm_statistics="average"`` has it. *Refreshed*: each client has run the merged model
