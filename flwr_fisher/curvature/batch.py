@@ -38,18 +38,19 @@ class Inputs:
     Parameters
     ----------
     args : tuple[Any, ...]
-        By position. Every tensor has one row an example; a number, a text or None is
-        passed as it is.
+        Arguments by position. Every tensor has one row for each example; a number, a
+        text or None is passed as it is.
     kwargs : Mapping[str, Any]
         By name.
     output_fn : Callable[[Any], Tensor], optional
-        Takes the outputs of whatever the model returns; by default :func:`logits_of`.
+        Returns the tensor of outputs from what the model returns; by default
+        :func:`logits_of`.
 
     Raises
     ------
     DataError
-        If there is no tensor, tensors have unlike numbers of rows, or one of the inputs
-        is a tuple, a list or a mapping.
+        If there is no tensor, tensors have different numbers of rows, or one of the
+        inputs is a tuple, a list or a mapping.
 
     Examples
     --------
@@ -164,9 +165,10 @@ class Batch:
     Parameters
     ----------
     inputs : Inputs
-        What the model is called with.
+        The arguments of the model's call.
     labels : Any
-        A tensor with one row an example, or whatever the loss takes; None for none.
+        A tensor with one row for each example, or what the loss takes; None if there
+        are no labels.
     """
 
     inputs: Inputs
@@ -201,7 +203,7 @@ class Batch:
 def num_correct(outputs: Tensor, labels: Any) -> float:
     """Return how many labels are the most likely class; -100 is no label.
 
-    NaN where outputs have no classes that labels could name.
+    NaN if the outputs have no classes.
     """
     guess = outputs.argmax(-1)
     if not isinstance(labels, Tensor) or guess.shape != labels.shape:
@@ -237,19 +239,20 @@ def read(
     Parameters
     ----------
     batch : Any
-        What the loader yielded.
+        A batch from the loader.
     model : nn.Module
-        What will be called.
+        The model that will be called.
     batch_fn : Callable, optional
-        Makes ``(inputs, labels)`` of a batch, inputs being a tensor, a tuple or a
-        mapping of them.
+        Makes ``(inputs, labels)`` from a batch; the inputs are a tensor, a tuple or a
+        mapping of tensors.
     output_fn : Callable, optional
-        As of :class:`Inputs`.
+        As for :class:`Inputs`.
 
     Raises
     ------
     DataError
-        If inputs and labels cannot be told, naming the entries.
+        If it is not clear which entries are inputs and which are labels. It names the
+        entries.
     """
     if isinstance(batch, Batch):
         return batch
@@ -410,13 +413,13 @@ def _check_call(inputs: Inputs, model: Callable[..., Any], batch: Any) -> None:
 def logits_of(returned: Any) -> Tensor:
     """Return the tensor of outputs, or logits, from what a model returned.
 
-    It is the tensor itself; what has the name ``logits``, as in transformers' outputs;
-    or the only floating-point tensor of a tuple or mapping.
+    This is the tensor itself; or the entry with the name ``logits``, as in
+    transformers' outputs; or the only floating-point tensor of a tuple or mapping.
 
     Raises
     ------
     StructureError
-        If it cannot be told which one it is.
+        If it is not clear which tensor it is.
 
     Examples
     --------

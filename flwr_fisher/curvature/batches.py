@@ -38,34 +38,34 @@ _on_first_batch: ContextVar[list[Callable[[Batch], object]]] = ContextVar(
 class Pairs(Iterable[Any]):
     """A loader with two functions, which read its batches and a model's outputs.
 
-    It yields what `batch_fn` makes of the loader's batches; whatever reads them for a
-    model, such as :func:`~flwr_fisher.curvature.fisher` or ``LocalSGD``, reads them as
-    told here. By default:
+    It yields what `batch_fn` makes from the loader's batches. All functions that read
+    batches for a model, such as :func:`~flwr_fisher.curvature.fisher` or ``LocalSGD``,
+    follow these rules by default:
 
     - A tensor is the model's one input, without labels.
-    - Of a tuple or list the last part is the labels, what stands before it the inputs,
-      by position: ``(x, y)``, ``(left, right, y)``; also ``((left, right), y)`` and
-      ``({"left": ..., "right": ...}, y)``.
-    - Of a mapping the labels are the one entry named ``label``, ``labels``,
+    - In a tuple or list, the last part is the labels, and the parts before it are the
+      inputs, by position: ``(x, y)``, ``(left, right, y)``; also ``((left, right), y)``
+      and ``({"left": ..., "right": ...}, y)``.
+    - In a mapping, the labels are the one entry named ``label``, ``labels``,
       ``label_ids``, ``y``, ``target``, ``targets`` or ``fine_label``. Tensors whose
-      names are arguments of the model's ``forward`` are passed by name, and what it
-      cannot take is left out, as by transformers' ``Trainer``. One tensor of any other
-      name is the model's first argument.
-    - Labels of whole numbers are read as int64, as PyTorch's losses want them.
-    - A transformers model of causal language, which shifts labels by itself, gets
-      labels shifted by one.
-    - A model's outputs are the tensor that it returns, what it names ``logits``, or the
-      only tensor of floating-point numbers among several things.
+      names are arguments of the model's ``forward`` are passed by name, and tensors
+      that it cannot take are left out, as in transformers' ``Trainer``. If there is
+      only one tensor, with any other name, it is the model's first argument.
+    - Labels that are integers are read as int64, as PyTorch's losses require.
+    - For a causal language model of transformers, which shifts labels by itself, the
+      labels are shifted by one.
+    - A model's outputs are the tensor that it returns, or the entry that it names
+      ``logits``, or the only floating-point tensor of several entries.
 
     Parameters
     ----------
     loader : Iterable
         Batches of any form.
     batch_fn : Callable, optional
-        Makes ``(inputs, labels)`` of a batch, inputs being a tensor, a tuple or a
-        mapping of tensors, for the model by position or by name.
+        Makes ``(inputs, labels)`` from a batch. The inputs are a tensor, a tuple or a
+        mapping of tensors; the model gets them by position or by name.
     output_fn : Callable, optional
-        Takes the one tensor of outputs of whatever the model returns.
+        Returns the one tensor of outputs from what the model returns.
 
     Examples
     --------
@@ -116,15 +116,15 @@ def default_reading(
 ) -> Iterator[None]:
     """Set, within a ``with`` block, how loaders that are no :class:`Pairs` are read.
 
-    So a client's own loop gets its own loader, and may hand it to ``LocalSGD``.
+    So a client's own loop receives its own loader, and may pass it to ``LocalSGD``.
 
     Parameters
     ----------
     batch_fn, output_fn : Callable, optional
         As of :class:`Pairs`.
     on_first_batch : Sequence[Callable[[Batch], object]], default ()
-        Called once, with the first batch that :func:`batches_of` reads, before that is
-        handed on.
+        Called once, with the first batch that :func:`batches_of` reads, before it
+        yields the batch.
     """
     token = _defaults.set((batch_fn, output_fn))
     own = _on_first_batch.set(list(on_first_batch))
@@ -152,16 +152,16 @@ def batches_of(
     model : nn.Module
         What will be called.
     device : torch.device | None
-        Where tensors are moved to; None: they stay where they are.
+        Where tensors are moved to; with None they stay where they are.
     labelled : bool, default False
         Whether a batch without labels is an error.
     report : bool, default True
-        Whether examples that are read count as progress of what is watched.
+        Whether the examples that are read count as progress of the work in the log.
 
     Raises
     ------
     DataError
-        If the loader is one tensor, a batch's form is not to be told, or it lacks
+        If the loader is one tensor, a batch's form is not clear, or a batch lacks
         labels.
     """
     own, on_first_batch = pairs_of(loader), _on_first_batch.get([])
@@ -199,8 +199,8 @@ def pairs_of(loader: Iterable[Any]) -> Pairs:
 def count_of(loader: Any) -> int | None:
     """Return how many examples a loader has, or None if that is not known in advance.
 
-    A batch sampler of a class of its own is copied, and the copy's positions counted;
-    where that fails, it is the data set's length.
+    If the batch sampler is of a user's own class, this counts the positions of a copy.
+    If that fails, it returns the data set's length.
 
     Examples
     --------
@@ -249,11 +249,12 @@ def at_most(
 ) -> Iterable[Any]:
     """Return a loader of at most `count` examples, chosen at random if possible.
 
-    - Of a plain ``DataLoader`` without workers, which goes through a data set in order
-      or shuffled, only the chosen examples are read, from the data set.
-    - Any other that shuffles, or has no length, is read until there are enough.
-    - The rest is read to its end, which is where ``len`` says it is, and random
-      examples of all are kept.
+    - From a plain ``DataLoader`` without workers, which reads a data set in order or
+      shuffled, only the chosen examples are read, from the data set.
+    - Any other loader that shuffles, or has no length, is read until there are enough
+      examples.
+    - All other loaders are read to the end that ``len`` gives, and a random choice of
+      all examples is kept.
 
     Parameters
     ----------
@@ -264,10 +265,10 @@ def at_most(
     examples : int
         At least 1.
     seed : int
-        Of the choice.
+        The seed of the choice.
     at_random : bool, default False
-        Whether a plain ``DataLoader``'s examples are to come in random order, even if
-        they are not too many.
+        Whether the examples of a plain ``DataLoader`` come in random order even if none
+        is left out.
 
     Examples
     --------
@@ -332,11 +333,12 @@ def with_positions(
     Parameters
     ----------
     loader : DataLoader
-        Of a data set with positions, and of no other class, which may do anything.
+        A loader of a data set with positions. It must be a plain ``DataLoader``,
+        because a derived class may do anything.
     batches : Iterable[Sequence[int]]
         Positions in the data set.
     **options
-        Of a ``DataLoader``, in place of its own.
+        Options of a ``DataLoader``, which replace the loader's own.
     """
     own = {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers} | options
     if own["num_workers"]:

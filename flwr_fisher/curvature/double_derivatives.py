@@ -25,13 +25,13 @@ class DoubleDerivatives:
     Parameters
     ----------
     model : nn.Module
-        In eval mode whenever it is called.
+        The model; it must be in eval mode for each call.
     parameters : Mapping[str, Tensor]
-        What to differentiate with respect to.
+        The parameters with respect to which the loss is differentiated.
     loss_fn : Callable[[Tensor, Tensor], Tensor]
         The mean loss of a batch, from outputs and labels.
     vectors : Mapping[str, Tensor]
-        The vector by the names of parameters; zero for those that it lacks.
+        The vector, by the names of parameters; it is zero for names that are missing.
     """
 
     def __init__(

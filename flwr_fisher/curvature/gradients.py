@@ -39,25 +39,26 @@ def gradient(
 
     .. math:: g = \nabla_\theta \frac1n \sum_j \ell(f_\theta(x_j), y_j)
 
-    The model is evaluated in eval mode and left as it was, its ``.grad`` too: without
-    dropout, and with batch norm's running statistics, which do not change. So the
-    result is deterministic, and, as the loss is then a sum over examples, does not
-    depend on how they are batched.
+    The model is evaluated in eval mode: without dropout, and with batch norm's running
+    statistics. It is left as it was, also its ``.grad`` and the statistics. So the
+    result is deterministic. Because the loss is then a sum over examples, the result
+    does not depend on how they are batched.
 
     Parameters
     ----------
     model : nn.Module
-        Any differentiable one.
+        Any differentiable model.
     loader : Iterable
         Batches ``(inputs, labels)`` of tensors, of any sizes.
     loss_fn : Callable[[Tensor, Tensor], Tensor], default ``F.cross_entropy``
         The *mean* loss of a batch's labels, a scalar, from outputs and labels; an
-        integer label of -100 is none. Other reductions, as by weights of classes, are
-        refused: their means would depend on how examples are batched.
+        integer label of -100 does not count. Other reductions, such as weights of
+        classes, are refused, because their means would depend on how examples are
+        batched.
     device : torch.device | str | None
-        Where the model is; by default where its first trainable parameter is.
+        The model's device; by default that of its first trainable parameter.
     max_batch_size : int, optional
-        A larger batch is taken in parts of at most so many examples.
+        A larger batch is computed in parts of at most this many examples.
 
     Returns
     -------
@@ -75,9 +76,9 @@ def gradient(
     DataError
         If the loader yields no examples, something else than batches, or no labels.
     StructureError
-        If `loss_fn` is no mean over labels, an example's loss depends on the others of
-        its batch (a batch norm without running statistics), or the loss on no trainable
-        parameter.
+        If `loss_fn` is not a mean over labels, an example's loss depends on the other
+        examples of its batch (a batch norm without running statistics), or the loss
+        depends on no trainable parameter.
 
     Examples
     --------
@@ -113,7 +114,7 @@ def checked_parameters(
     Raises
     ------
     ConfigurationError, StructureError
-        As for :func:`gradient`, but for what only a batch shows.
+        As for :func:`gradient`, except for errors that only a batch shows.
     """
     device_of(model, device)
     if max_batch_size is not None:
@@ -134,13 +135,13 @@ def mean_derivatives(
     Parameters
     ----------
     model : nn.Module
-        Put in eval mode meanwhile.
+        The model; it is in eval mode meanwhile.
     parameters : Mapping[str, Tensor]
         From :func:`checked_parameters`.
     loader, max_batch_size
         As for :func:`gradient`.
     derivatives : Callable[[Inputs, Any], Derivatives]
-        Takes the inputs and labels of a batch, or of a part of one.
+        Called with the inputs and labels of a batch, or of a part of a batch.
 
     Raises
     ------

@@ -26,7 +26,7 @@ def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
     loss : object
         What a loss function returned.
     differentiable : bool, default True
-        Whether it must be one that can be.
+        Whether the loss must have a gradient.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def loss_of(loss_fn: Loss, outputs: Tensor, labels: Any) -> Tensor:
     Raises
     ------
     DataError
-        If the loss raises an error, with both shapes and dtypes.
+        If the loss raises an error. It names both shapes and dtypes.
     """
     try:
         return loss_fn(outputs, labels)
@@ -91,7 +91,7 @@ def _form(value: Any) -> str:
 class MeanLoss:
     """A loss function; the first batch shows whether it is a mean over labels.
 
-    Then its mean over all data does not depend on how they are batched.
+    If it is, its mean over all data does not depend on how they are batched.
 
     Parameters
     ----------
@@ -126,7 +126,8 @@ class MeanLoss:
 def check_mean_over_labels(outputs: Tensor, labels: Any, loss_fn: Loss) -> bool:
     """Check that a loss is the mean over a batch's labels; return if that was possible.
 
-    It is tried on two parts of the batch; a single label tells nothing.
+    The check computes it on two parts of the batch; with a single label no check is
+    possible.
 
     Parameters
     ----------

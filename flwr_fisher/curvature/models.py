@@ -132,18 +132,18 @@ def outputs_with(
 ) -> Tensor:
     """Return a model's outputs with other parameters or buffers than its own.
 
-    Each stands wherever the model holds its own, under whatever name. A module that has
-    several names is one place: ``functional_call`` would fill it several times, and put
-    back what it had put there itself.
+    Each replaces the model's own tensor under all of its names. A module with several
+    names is replaced once: ``functional_call`` would replace it several times, and in
+    the end restore a tensor that it had put there itself.
 
     Parameters
     ----------
     model : nn.Module
-        Left as it was.
+        The model, which is left as it was.
     state : Mapping[str, Tensor]
         By the names of ``named_parameters`` and ``named_buffers``.
     inputs : Inputs
-        What it is called with.
+        The inputs of the call.
     """
     if not state:
         return inputs(model)

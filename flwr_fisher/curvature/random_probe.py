@@ -13,20 +13,20 @@ def random_probe(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Return a Gaussian vector of length 1 that depends on names, shapes and `seed`.
 
     NumPy draws it on the CPU, each name from a stream of its own. So it does not depend
-    on the device, the order of the names or the version of torch: whoever knows `seed`
-    can make it, and it need not be sent.
+    on the device, the order of the names or the version of torch. Server and clients
+    can draw it from `seed`, and need not send it.
 
     Parameters
     ----------
     like : Mapping[str, Tensor]
-        Tensors with the names, shapes, dtypes and devices that the vector is to have.
+        Tensors with the names, shapes, dtypes and devices of the vector.
     seed : int
         Any integer.
 
     Returns
     -------
     dict[str, Tensor]
-        In the order, dtypes and on the devices of `like`.
+        The vector, in the order and dtypes and on the devices of `like`.
 
     Examples
     --------

@@ -27,16 +27,16 @@ def gradient_and_hvp(
     r"""Compute the gradient of the mean loss and its Hessian's product with a probe.
 
     :math:`Hu = \frac{d}{d\epsilon} \nabla L(\theta + \epsilon u)` at
-    :math:`\epsilon = 0`, exact, in one pass over the loader. With the first coordinate
-    for :math:`u` it is the Hessian's first row, what a client of FAGH reports (Sen, Qin
-    & Mohan, "FAGH: Accelerating Federated Learning with Approximated Global Hessian",
-    Algorithm 1, line 6). The Hessian itself is never formed.
+    :math:`\epsilon = 0`, exact, in one pass over the loader. If :math:`u` is the first
+    coordinate, the result is the Hessian's first row, which a client of FAGH reports
+    (Sen, Qin & Mohan, "FAGH: Accelerating Federated Learning with Approximated Global
+    Hessian", Algorithm 1, line 6). The Hessian itself is never formed.
 
     Parameters
     ----------
     model, loader, loss_fn, device, max_batch_size
-        As in :func:`gradient`, and evaluated like there. The model and the loss must be
-        twice differentiable; a ReLU's Hessian is that of its linear pieces.
+        As for :func:`gradient`, and evaluated in the same way. The model and the loss
+        must be twice differentiable; a ReLU's Hessian is that of its linear pieces.
     probe : Mapping[str, Tensor] | int | str, default "first"
         :math:`u`: a vector with the names and shapes of the trainable parameters; or
         the number of a coordinate, in the order of
@@ -63,12 +63,12 @@ def gradient_and_hvp(
 
     Notes
     -----
-    The gradient is differentiated again by a second backward pass, or, where the model
-    has convolutions, whose double backward is dear, by forward-mode differentiation of
-    the gradient's own computation. Both are exact. Forward mode hands over to the
-    second backward pass, for good, where it is not implemented or would not see what
-    autograd sees: parts under ``torch.no_grad``, which are constants here, and
-    parameters that the loss reaches other than through the module.
+    A second backward pass differentiates the gradient. For models with convolutions,
+    whose double backward pass is expensive, forward-mode differentiation of the
+    gradient's own computation is used instead. Both are exact. The second backward pass
+    also replaces forward mode, for all further batches, where forward mode is not
+    implemented or would differ from autograd: for parts under ``torch.no_grad``, which
+    are constants here, and for parameters that the loss uses without the module.
 
     Attention is computed by its plain formula, the only one that torch differentiates
     twice.
@@ -103,10 +103,10 @@ def hvp(
 ) -> dict[str, Tensor]:
     """Return the product of the mean loss's Hessian with a vector.
 
-    For iterations that have their gradient, as those of
-    :func:`~flwr_fisher.rounds.giant_direction`; the loader is read once a product.
-    The other options, `loss_fn`, `device` and `max_batch_size`, and the errors are
-    those of :func:`gradient_and_hvp`.
+    It is for iterations that already have the gradient, such as those of
+    :func:`~flwr_fisher.rounds.giant_direction`. Each product reads the loader once. The
+    other options, `loss_fn`, `device` and `max_batch_size`, and the errors are those of
+    :func:`gradient_and_hvp`.
 
     Examples
     --------

@@ -16,12 +16,13 @@ def widened(tensor: Tensor) -> Tensor:
 class Sums:
     """Sums of tensors that have the shapes of parameters.
 
-    In half precision a sum stands still once it is some hundred times its terms.
+    In half precision a sum would stop growing when it is some hundred times as large as
+    its terms.
 
     Parameters
     ----------
     parameters : Mapping[str, Tensor]
-        Their shapes are the sums', their dtypes the means'.
+        The sums have their shapes, and the means their dtypes.
     """
 
     def __init__(self, parameters: Params) -> None:

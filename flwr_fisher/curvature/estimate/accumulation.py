@@ -45,7 +45,7 @@ _FEWEST = 8  # examples at once, unless the caller bounds the memory
 class Accumulation:
     """The accumulators of some structures, and the engine that fills them.
 
-    The first batch decides which layers are taken how, and how many examples at once.
+    The first batch decides how each layer is computed, and how many examples at once.
 
     Parameters
     ----------
@@ -54,16 +54,16 @@ class Accumulation:
     inputs : Inputs
         The first batch.
     structures : Sequence[str]
-        Of :data:`STRUCTURES`.
+        Some of :data:`STRUCTURES`.
     max_batch_bytes : int | None
-        How much an engine may hold beyond the forward pass; by default so much that all
-        is no more than about what a training step on the first batch takes.
+        How much memory an engine may take in addition to the forward pass. By default
+        all of it together takes about as much as a training step on the first batch.
     positions : Positions
         Which of a layer's positions count.
     weight_sharing : str
-        Of :data:`WEIGHT_SHARINGS`: what K-FAC does with several positions.
+        One of :data:`WEIGHT_SHARINGS`: what K-FAC does with several positions.
     kfac : Curvature | None
-        The K-FAC of the same model, whose eigenbasis ``ekfac`` takes.
+        The K-FAC of the same model; ``ekfac`` takes its eigenbasis.
 
     Raises
     ------

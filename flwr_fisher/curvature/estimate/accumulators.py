@@ -29,14 +29,14 @@ _MOST = 16  # blocks of rows
 class SecondMoment:
     r"""Second moments :math:`\sum_k w_k x_k x_k^\top`, one matrix for each group.
 
-    Of each block of rows, the diagonal block and all that is right of it are computed;
-    the rest is copied from its mirror image in the end. For large matrices this is
-    little more than half the work.
+    In each block of rows, only the diagonal block and the entries to the right of it
+    are computed. The other entries are copied from their mirror images at the end. For
+    large matrices this is little more than half of the work.
 
     Parameters
     ----------
     groups, size : int
-        Of the matrices ``[groups, size, size]``.
+        The sizes of the matrices, ``[groups, size, size]``.
     like : Tensor
         Gives dtype and device.
     """
@@ -99,16 +99,16 @@ class LayerAccumulator(ABC):
     def observe(self, columns: Tensor, weight: float, share: Share) -> None:
         """Add every example's input columns ``[n, groups, in, T]``, once each.
 
-        Each column stands for so many as `weight` says. `share` ``[n]`` says which
-        share of an example's positions counts; the columns of all others are 0.
+        Each column stands for `weight` columns. `share` ``[n]`` is the share of an
+        example's positions that count; the columns of all other positions are 0.
         """
         raise AssertionError("only accumulators that observe are shown inputs")
 
     def add_gradients(self, gradients: Columns, weight: float, share: Share) -> None:
         """Add some examples' gradient columns, one tensor for each backward pass.
 
-        Each column counts for `weight` in a mean over positions, of which `share`
-        count.
+        Each column counts `weight` times in a mean over positions; `share` is the share
+        of the positions that count.
         """
         raise AssertionError("only accumulators without inputs get gradients alone")
 
@@ -242,8 +242,9 @@ class DiagonalAccumulator(LayerAccumulator):
 class GroupedDiagonalAccumulator(DiagonalAccumulator):
     """The exact diagonal of a convolution with many groups, such as a depthwise one.
 
-    Its columns are several times its input, and their products small: examples'
-    gradients come from a convolution instead.
+    The columns of such a layer take several times the memory of its input, and their
+    products are small. So the examples' gradients are computed by a convolution
+    instead.
     """
 
     takes_inputs, takes_calls = False, True

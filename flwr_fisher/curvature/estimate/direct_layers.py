@@ -80,11 +80,11 @@ class DirectLayer(ABC):
         Parameters
         ----------
         prepared : Any
-            What :meth:`prepared` returned of ``[n, ...]``.
+            What :meth:`prepared` returned for an input ``[n, ...]``.
         output : Tensor
             The gradient of the layer's output, ``[n, ...]``.
         function : Callable[[Tensor], Tensor]
-            Of each entry, 0 at 0.
+            A function of each entry, 0 at 0.
         """
 
 
@@ -217,11 +217,11 @@ class SharedParameter(DirectLayer):
     Parameters
     ----------
     layer : nn.Module
-        Whose own parameter it is.
+        The module that has the parameter.
     names : dict[str, str]
-        Its one name there, and in the model.
+        The parameter's one name in the module, with its name in the model.
     shape : torch.Size
-        The parameter's, but for axes of length 1.
+        The parameter's shape, except for axes of length 1.
     """
 
     shape: torch.Size

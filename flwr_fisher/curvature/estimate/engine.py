@@ -57,11 +57,11 @@ class Engine:
     jacobians : list[JacobianAccumulator]
         The sums to take for other parameters.
     positions : Positions
-        Which of each layer's positions count, where it has several.
+        Which positions of a layer count, if it has several.
     chunk : int
-        At most this many examples at once.
+        The largest number of examples at once.
     spread : bool, default False
-        As of :func:`~flwr_fisher.curvature.estimate.taps.tapped_forward`.
+        As for :func:`~flwr_fisher.curvature.estimate.taps.tapped_forward`.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class Engine:
         inputs : Inputs
             The examples.
         make_pieces : MakePieces
-            Makes a :class:`Pieces` of outputs and their rows in the batch, whose
-            tensors are made as needed.
+            Makes a :class:`Pieces` from outputs and their rows in the batch. Its
+            tensors are made when they are needed.
         tolerance : float
             In [0, 1].
         label_mask : Tensor, optional

@@ -44,7 +44,7 @@ class Expectation:
     def passes(self) -> int:
         """An estimate of how many backward passes an example takes at most.
 
-        With ``exact``, `max_passes`, or 9 where nothing bounds it.
+        With ``exact`` it is `max_passes`, or 9 without this limit.
         """
         if self.kind == "exact":
             return _PASSES if self.max_passes is None else self.max_passes
@@ -80,12 +80,12 @@ class Expectation:
         Parameters
         ----------
         engine : Engine
-            What keeps the sums.
+            The engine, which has the sums.
         batch : Batch
-            Positions labelled -100 are left out; what the other labels are matters to
-            the empirical Fisher alone.
+            Positions with the label -100 are left out. The values of the other labels
+            matter only for the empirical Fisher.
         generator : torch.Generator
-            Draws labels, and the random passes that stand for those above `max_passes`.
+            Draws labels, and the random passes that replace those above `max_passes`.
         """
         labels, label_mask = batch.labels, self._label_mask(batch)
 
@@ -129,8 +129,9 @@ def squared_batch_gradients(
     r"""Return :math:`\frac1B \sum_b (\nabla \bar\ell_b)^2`, elementwise.
 
     :math:`\bar\ell_b` is a batch's mean negative log-likelihood of the given labels
-    (FedFish, Algorithm 2, which takes the sum over batches): as ``F.cross_entropy``'s,
-    over the labels other than -100, of which an example has one a position.
+    (FedFish, Algorithm 2, which takes the sum over batches): as for
+    ``F.cross_entropy``, the mean is over the labels other than -100. An example has one
+    label for each position.
 
     Parameters
     ----------

@@ -90,97 +90,100 @@ def fisher(
     .. math:: F = \frac1n \sum_x E_{y \sim p(\cdot|x)}\big[ g_y g_y^\top \big], \qquad
               g_y = \nabla_\theta \log p(y|x)
 
-    (FedFisher, eq. 4). With the default expectation it is over the model's own
-    predictions, so labels are not used: the *true* Fisher. The model is evaluated in
-    eval mode (no dropout, batch norm's running statistics) and left as it was. Frozen
-    parameters stay out.
+    (FedFisher, eq. 4). With the default, the expectation is over the model's own
+    predictions, so labels are not used: this is the *true* Fisher. The model is
+    evaluated in eval mode (without dropout, with batch norm's running statistics) and
+    left as it was. Frozen parameters are not covered.
 
     Parameters
     ----------
     model : nn.Module
         Maps a batch ``[n, ...]`` to outputs ``[n, C]``, or ``[n, T, C]`` for tokens:
-        classes last, not second as ``F.cross_entropy`` wants them.
+        the classes are the last dimension, not the second as in ``F.cross_entropy``.
     loader : Iterable
-        Batches ``(inputs, labels)``, or bare ``inputs`` where labels are not used
-        (but a label of -100 always says that there is none);
-        mappings with an entry ``label``, or any others by way of
-        :class:`~flwr_fisher.curvature.Pairs`. Read twice for ``ekfac``.
+        Batches ``(inputs, labels)``, or only ``inputs`` if labels are not used (but a
+        label of -100 always means that there is no label); mappings with an entry
+        ``label``; or batches of any other form with
+        :class:`~flwr_fisher.curvature.Pairs`. For ``ekfac`` it is read twice.
     structure : str | list[str] | tuple[str, ...], default "kfac"
-        One of the following, or several, which share every pass:
-        ``kfac``, a :class:`Kronecker` for each linear or convolution layer (queries,
-        keys and values apart in ``nn.MultiheadAttention``'s self-attention) and the
-        exact diagonal for any other parameter, and for a layer with more than 16 384
-        inputs or outputs, such as a vocabulary's; ``ekfac``, an :class:`EigenKronecker`
-        in place of it; ``block``, a :class:`Dense` for each such layer; ``diagonal``;
-        ``dense``, the whole matrix. The last four are exact in what they keep.
+        One of the following, or several, which share every pass. ``kfac``: a
+        :class:`Kronecker` for each linear or convolution layer (one each for queries,
+        keys and values in ``nn.MultiheadAttention``'s self-attention). Any other
+        parameter has its exact diagonal, and so has a layer with more than 16 384
+        inputs or outputs, such as a vocabulary's. ``ekfac``: an :class:`EigenKronecker`
+        in place of the :class:`Kronecker`. ``block``: a :class:`Dense` for each such
+        layer. ``diagonal``. ``dense``: the whole matrix. The last four are exact in the
+        entries that they have.
     expectation : str, default "exact"
-        ``exact``: over all labels, up to `tolerance`. ``sampled``: labels drawn from
-        the model, unbiased. ``empirical``: the given labels, example by example; -100,
-        PyTorch's ``ignore_index``, is none and adds nothing. ``empirical-batch``: the
-        squared gradient of each batch's mean loss, which is over its labels without
-        -100, a mean over batches (FedFish's Fisher); for ``diagonal`` only.
+        ``exact``: over all labels, up to `tolerance`. ``sampled``: over labels drawn
+        from the model, which is unbiased. ``empirical``: over the given labels, example
+        by example; a label of -100, PyTorch's ``ignore_index``, adds nothing.
+        ``empirical-batch``: the mean over batches of the squared gradient of a batch's
+        mean loss, over its labels without -100 (FedFish's Fisher); for ``diagonal``
+        only.
     likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
         Softmax over the last dimension (the default); independent sigmoids;
         unit-variance regression; or a :class:`Likelihood` of your own.
     tolerance : float, default 1e-3
-        With ``exact``: the share of each batch's
-        :math:`\sum_{x,c} p_c (1 - p_c)` (the trace of the Fisher with respect to the
-        outputs) that may be left out to save backward passes. 0 takes all.
+        With ``exact``: the share of each batch's :math:`\sum_{x,c} p_c (1 - p_c)` (the
+        trace of the Fisher with respect to the outputs) that may be left out to save
+        backward passes. With 0 nothing is left out.
     num_samples : int, default 1
-        With ``sampled``: labels an example.
+        With ``sampled``: how many labels are drawn for each example.
     max_passes : int, optional
         With ``exact``: about how many backward passes an example may cost; by default
-        any number. Where it would be more, the result is an unbiased estimate: the
-        likeliest labels are taken exactly, and one that is drawn from the others stands
-        for them; positions (tokens) share passes, with random signs.
+        any number. If it would cost more, the result is an unbiased estimate: the most
+        likely labels are taken exactly, and one label that is drawn from the others
+        represents them. Positions (tokens) share passes, with random signs.
     max_positions : int, optional
-        How many of a layer's positions (of a convolution's output, or tokens) count for
-        K-FAC's :math:`A` in an example, at most; for :math:`G`, whose gradients vary
-        more, twice as many. On a grid with a random origin, which is unbiased. By
-        default all.
+        At most how many positions of a layer (of a convolution's output, or tokens)
+        count in an example for K-FAC's :math:`A`. For :math:`G`, whose gradients vary
+        more, it is twice as many. The positions lie on a grid with a random origin,
+        which is unbiased. By default all count.
     weight_sharing : "expand" | "reduce", default "expand"
-        What K-FAC's factors are where a layer has several positions (Eschenhagen et
-        al., NeurIPS 2023). ``expand``: every position is an input of its own
-        (:math:`A` is summed over them, :math:`G` averaged; Grosse & Martens 2016).
-        ``reduce``: an example has its mean input and its summed gradient, which is
-        exact where the model is linear up to a mean over positions, and cheaper.
+        How K-FAC's factors are computed if a layer has several positions (Eschenhagen
+        et al., NeurIPS 2023). ``expand``: every position is an input of its own
+        (:math:`A` is summed over positions, :math:`G` averaged; Grosse & Martens 2016).
+        ``reduce``: an example counts with its mean input and its summed gradient. This
+        is cheaper, and exact if the model is linear up to a mean over positions.
     seed : int, default 0
-        Of all that is drawn: labels, signs, grids, `examples`. The global generators
-        are left as they were, whatever the model and the loader draw from them.
+        The seed of all random numbers: labels, signs, grids, `examples`. The global
+        generators are left as they were, whatever the model and the loader draw from
+        them.
     examples : int, optional
-        At most so many examples, a random subset; by default all. A K-FAC of a few
-        hundred merges as well as that of ten thousand.
+        Take a random subset of at most this many examples; by default all. A K-FAC of a
+        few hundred examples merges as well as one of ten thousand.
     total_passes : int, optional
-        About how many passes all examples together may take, forward or backward; by
-        default any number. The first of them in random order are taken, until there are
-        so many; from a loader that has an order of its own, as many as would take them
-        at the most, at random.
+        About how many passes, forward or backward, all examples together may take; by
+        default any number. Examples are taken in random order until this number of
+        passes is reached. From a loader with its own order, a random subset is taken,
+        so small that it takes at most this many passes.
     engine : "auto" | "nngeometry", default "auto"
         ``nngeometry`` computes the exact expectation through that library, for
-        comparison; it refuses layers that it is known to get wrong, and also has the
-        structures ``lowrank``, ``quasidiag`` and ``implicit``.
+        comparison; it refuses layers for which its result is known to be wrong, and
+        also has the structures ``lowrank``, ``quasidiag`` and ``implicit``.
     device : torch.device | str | None
-        Where the model is; by default where its first trainable parameter is.
+        The model's device; by default that of its first trainable parameter.
     max_batch_bytes : int, optional
-        A bound on unfolded inputs and gradients; a larger batch is taken in parts. By
-        default the whole takes about as much memory as a training step on the batch,
-        or 64 MiB if that is more.
+        A limit for unfolded inputs and gradients; a larger batch is computed in parts.
+        By default the whole computation takes about as much memory as a training step
+        on the batch, or 64 MiB if that is more.
 
     Returns
     -------
     Curvature | tuple[Curvature, ...]
-        Over the trainable parameters, in the parameters' dtype, summed in at least
-        float32; a tuple where several structures are named.
+        The curvature over the trainable parameters, in the parameters' dtype, summed in
+        at least float32. It is a tuple if several structures are named.
 
     Raises
     ------
     ConfigurationError
-        If the model has no trainable parameter, or is on another device or one without
-        float64, such as MPS; an argument is out of range or not known, or the
-        expectation does not fit the structure.
+        If the model has no trainable parameter, is on another device, or is on a device
+        without float64, such as MPS; if an argument is out of range or not known; or if
+        the expectation does not fit the structure.
     DataError
-        If the loader yields no examples, or something else than batches; or where the
-        expectation is over given labels and they do not fit the outputs.
+        If the loader yields no examples, or something else than batches; or if the
+        expectation needs the given labels and they do not fit the outputs.
     StructureError
         If the model's output does not fit the likelihood, labels show that its classes
         are not last, a parameter has neither a Kronecker form nor per-example
@@ -188,12 +191,12 @@ def fisher(
 
     Notes
     -----
-    On a GPU the loop does not wait for the device, except once a batch, or a part of
-    it, where a tolerance lets it choose its passes, or labels are checked or drawn.
-    Under ``torch.autocast`` the model runs in half precision, and what it leaves is
-    multiplied and summed in at least float32. Where TF32 is allowed, float32 products
-    have its three digits. Neither changes which structure a layer has. Recurrent layers
-    run without cuDNN, which has no backward pass for them in eval mode.
+    On a GPU the loop waits for the device at most once a batch, or a part of a batch:
+    when a tolerance lets it choose its passes, or when labels are checked or drawn.
+    Under ``torch.autocast`` the model runs in half precision, and its results are
+    multiplied and summed in at least float32. If TF32 is allowed, float32 products have
+    the three digits of TF32. Neither changes which structure a layer has. Recurrent
+    layers run without cuDNN, which has no backward pass for them in eval mode.
 
     Examples
     --------

@@ -46,27 +46,28 @@ _TOLERANCE = 5e-3
 class FormTrial:
     """A trial: outputs and gradients on a few examples, some without a gradient.
 
-    So the others' are exactly zero wherever a row is an example's.
+    The gradients of these examples must be exactly zero, wherever each row belongs to
+    one example.
 
     Parameters
     ----------
     model : nn.Module
         In eval mode.
     inputs : Inputs
-        A batch, of which a few examples are taken.
+        A batch; the trial takes a few of its examples.
     layers : Mapping[str, KroneckerLayer | DirectLayer]
-        Those whose calls matter.
+        The layers whose calls matter.
 
     Attributes
     ----------
     inputs : Inputs
-        The examples, more than one.
+        The examples of the trial, more than one.
     outputs, direction : Tensor
-        What the model returns, and a random gradient of it.
+        What the model returns, and a random gradient with respect to it.
     others : Tensor
         Booleans: which examples have no gradient.
     spread : bool
-        Whether what a layer makes once for the whole batch is given to each example.
+        Whether each example gets a copy of what a layer makes once for the whole batch.
     calls : dict[str, Tap]
         The call of each layer that was called once.
     at_outputs : dict[str, Tensor | None]
@@ -176,17 +177,19 @@ class Forms:
     Parameters
     ----------
     layers : dict[str, KroneckerLayer]
-        Those with a Kronecker form, by their modules' names.
+        The layers with a Kronecker form, by their modules' names.
     direct : dict[str, DirectLayer]
-        Norms, embeddings and what all examples share, by a name of their own.
+        Norms, embeddings and parameters that all examples share, each by a name of its
+        own.
     inputs : dict[str, Tensor]
-        What each of these was called with for a few examples.
+        The inputs of each of these layers for a few examples.
     others : list[str]
         All other parameters.
     spread : bool
-        As of :class:`FormTrial`.
+        As for :class:`FormTrial`.
     tied : dict[tuple[str, str], Pair]
-        Embeddings and heads of one weight, by their modules' names; `inputs` has both.
+        Embeddings and heads that share one weight, by their modules' names; `inputs`
+        has both.
     """
 
     layers: dict[str, KroneckerLayer]
@@ -205,7 +208,7 @@ class Forms:
         model : nn.Module
             In eval mode.
         inputs : Inputs
-            A batch, of which a few examples are tried.
+            A batch; a few of its examples are tried.
         """
         layers, direct = kronecker_layers(model), direct_layers(model)
         tied = tied_pairs(model)
@@ -230,7 +233,8 @@ class Forms:
 def kronecker_layers(model: nn.Module) -> dict[str, KroneckerLayer]:
     """Return the layers that may have a Kronecker form, by their modules' names.
 
-    Their weight is trained, and theirs alone; attention's projections are last.
+    Their weight is trained, and no other layer has it. The projections of attention are
+    last.
     """
     layers = {}
     for name, module, trained in _sole_owners(model):
@@ -291,7 +295,7 @@ def explained_layers(
 ) -> tuple[dict[str, KroneckerLayer], dict[str, Tap], bool]:
     """Return a model's :func:`explained` layers by name, except for some classes.
 
-    With the call of each, and whether `tapped_forward` is to spread rows.
+    Also return the call of each, and whether `tapped_forward` must spread rows.
     """
     layers = {
         name: layer
@@ -361,8 +365,8 @@ def shared_parameters(
     Notes
     -----
     A model that looks up entries of a parameter may look them up among the copies, out
-    of range, which ends a process with a GPU: one that looks anything up is tried in a
-    copy on the CPU.
+    of range. On a GPU this would end the process. So a model that looks up anything is
+    tried in a copy on the CPU.
     """
     if not names or len(trial.others) != len(trial.inputs):
         return {}

@@ -66,28 +66,29 @@ def input_covariances(
 
     .. math:: A = \frac1n \sum_x \sum_t a_t(x) a_t(x)^\top
 
-    This is the factor `A` of :func:`~flwr_fisher.curvature.fisher`'s ``kfac``
-    (Martens & Grosse 2015; for convolutions Grosse & Martens 2016), all that FOOF
-    (Benzing 2022) needs. One forward pass over the data, and no backward pass: only a
-    few examples go backwards, to try which layers their inputs explain.
+    This is the factor `A` of :func:`~flwr_fisher.curvature.fisher`'s ``kfac`` (Martens
+    & Grosse 2015; for convolutions Grosse & Martens 2016), and all that FOOF (Benzing
+    2022) needs. It takes one forward pass over the data. Only a few examples take a
+    backward pass, which shows for which layers the inputs are enough.
 
     Parameters
     ----------
     model : nn.Module
         Used in eval mode, and left as it was.
     loader : Iterable
-        Batches ``(inputs, labels)``, or bare ``inputs``; labels are not used.
+        Batches ``(inputs, labels)``, or only ``inputs``; labels are not used.
     device : torch.device | str | None
-        Where the model is; by default where its first trainable parameter is.
+        The model's device; by default that of its first trainable parameter.
     max_batch_bytes : int, default 64 MiB
-        A bound on one layer's unfolded inputs; a larger batch is taken in parts.
+        A limit for one layer's unfolded inputs; a larger batch is computed in parts.
 
     Returns
     -------
     dict[str, InputCovariance]
-        By the weight's name, in float32, or float64 for a float64 layer. Layers whose
-        gradients do not follow from the inputs of one call are left out (a weight that
-        is used twice, time folded into the batch), as ``kfac`` leaves them out.
+        The second moments by the weight's name, in float32, or float64 for a float64
+        layer. As in ``kfac``, layers are left out whose gradients do not follow from
+        the inputs of one call: for example, if a weight is used twice, or time is
+        folded into the batch.
 
     Raises
     ------

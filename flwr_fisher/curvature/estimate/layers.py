@@ -58,7 +58,7 @@ class KroneckerLayer(ABC):
         Parameters
         ----------
         name : str
-            The module's, in the model.
+            The module's name in the model.
         layer : nn.Module
             The module.
         bias : bool
@@ -88,14 +88,14 @@ class KroneckerLayer(ABC):
         inputs : Tensor
             Its input: ``[n, ..., in]``, or ``[n, in, *spatial]`` for a convolution.
         grid : tuple[slice, ...], optional
-            Which positions to take, along each axis of :meth:`positions`.
+            The positions to take, along each axis of :meth:`positions`.
 
         Returns
         -------
         Tensor
             ``[n, groups, in / groups * kernel (+ 1), T]``, ending with ones for a
-            trained bias, with all examples' positions side by side in memory, as their
-            second moment wants them, or else a view.
+            trained bias, either with all examples' positions next to each other in
+            memory, which suits their second moment, or a view.
         """
 
     @abstractmethod
@@ -106,7 +106,7 @@ class KroneckerLayer(ABC):
     def positions(self, inputs: torch.Size) -> list[int]:
         """Return how many output positions there are along each axis, for such inputs.
 
-        A linear layer has one axis, whatever lies between examples and features.
+        A linear layer has one axis, whatever axes are between examples and features.
         """
 
     @abstractmethod
@@ -257,7 +257,8 @@ class ConvolutionLayer(KroneckerLayer):
     def gradient_rows(self, inputs: Tensor, output: Tensor) -> Tensor:
         """Return each example's gradient ``[n, groups, out / groups, in (+ 1)]``.
 
-        Without columns, which are several times the input.
+        It does not compute the columns, which take several times the memory of the
+        input.
 
         Parameters
         ----------

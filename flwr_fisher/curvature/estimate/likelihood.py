@@ -27,12 +27,12 @@ from flwr_fisher.errors import DataError, StructureError, check_known
 class Likelihood(ABC):
     """A distribution over labels, given a model's outputs; base of users' own.
 
-    Derive from it for a loss that has no name here, and pass an instance as the
+    For a loss that has no name here, derive from it, and pass an instance as the
     `likelihood` of :func:`~flwr_fisher.curvature.fisher` or of a ``FisherClient``.
 
     Examples
     --------
-    Counts, of whose rate the model returns the logarithm:
+    Counts; the model returns the logarithm of their rate:
 
     >>> class Poisson(Likelihood):
     ...     def columns(self, outputs):
@@ -61,8 +61,8 @@ class Likelihood(ABC):
         Parameters
         ----------
         outputs : Tensor
-            Of a batch, ``[n, ...]``, seen as ``[n, T, C]``: C numbers at each of T
-            positions that are independent given the outputs.
+            The outputs of a batch, ``[n, ...]``, seen as ``[n, T, C]``: C numbers at
+            each of T positions, which are independent given the outputs.
 
         Returns
         -------
@@ -95,7 +95,7 @@ class Likelihood(ABC):
         Parameters
         ----------
         outputs, labels : Tensor
-            ``[n, ...]``; what labels look like is the likelihood's own matter.
+            ``[n, ...]``; each likelihood has its own form of labels.
 
         Returns
         -------
@@ -128,10 +128,10 @@ class Likelihood(ABC):
         outputs : Tensor
             ``[n, ...]``.
         max_passes : int, optional
-            About how many an example may have; by default any number. Where there are
-            more, they are an unbiased estimate.
+            About how many pieces an example may have; by default any number. If there
+            are more, the result is an unbiased estimate.
         generator : torch.Generator, optional
-            Draws it.
+            Draws the estimate.
 
         Raises
         ------
@@ -173,7 +173,8 @@ class Categorical(Likelihood):
     ) -> OutputVectors:
         """Return the same lazily, or the most likely class's piece and a drawn one.
 
-        At most `most`, of which the last is a label drawn from all other labels.
+        They are at most `most`; the last is then a label that is drawn from all other
+        labels.
         """
         logits = _at_least_2d(outputs)
         seen = logits.reshape(len(logits), -1, logits.shape[-1])
@@ -226,7 +227,8 @@ class Categorical(Likelihood):
     def check_order(self, outputs: Tensor, labels: object) -> None:
         """Raise an error if labels show that the last dimension is not the classes.
 
-        They fit classes in PyTorch's place, second; or there is one for each output.
+        They show it if they fit classes as the second dimension, PyTorch's order, or if
+        there is one label for each output.
         """
         if not isinstance(labels, Tensor):
             return

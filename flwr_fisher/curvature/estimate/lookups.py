@@ -15,7 +15,8 @@ class LookupRefusedError(Exception):
 class NoLookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that refuses every operation with integers and floats as inputs.
 
-    All that look something up are such. Out of range, they end a process with a GPU.
+    All operations that look something up have such inputs. If they are out of range on
+    a GPU, they end the process.
 
     Examples
     --------

@@ -1,6 +1,6 @@
 """The Fisher by nngeometry: an alternative engine, against which ours is tested.
 
-The only file that imports nngeometry.
+No other file imports nngeometry.
 """
 
 from collections.abc import Iterator
@@ -51,8 +51,9 @@ def nngeometry_fisher(
     Raises
     ------
     StructureError
-        For a layer that nngeometry does not know, or is known to get wrong: grouped
-        convolutions, and padding other than zeros given as numbers.
+        For a layer that nngeometry does not support, or for which its result is known
+        to be wrong: grouped convolutions, and padding other than zeros given as
+        numbers.
     """
     if not batches:
         raise DataError("the loader has no examples, so it has no Fisher")

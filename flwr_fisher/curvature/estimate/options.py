@@ -24,33 +24,34 @@ LARGEST_FACTOR = 2**14  # rows, which take a GiB in float32: a vocabulary has mo
 class FisherOptions:
     """The options with which a server asks clients for a Fisher.
 
-    By default a client takes it of few examples, in few passes and at few positions: as
-    accurate on real images as all of them, at a fraction of the cost
-    (benchmarks/results/budget.md), which is below that of a local epoch. With packing
-    it is so for most clients of 300 examples; a small one of a large model pays
-    a little more (benchmarks/results/client.md).
+    By default a client computes it from few examples, in few passes and at few
+    positions. On real images this is as accurate as with all of them, at a fraction of
+    the cost (benchmarks/results/budget.md). The cost is below that of a local epoch.
+    With packing this holds for most clients of 300 examples; a small client with a
+    large model pays a little more (benchmarks/results/client.md).
 
     Parameters
     ----------
     expectation : "exact" | "sampled" | "empirical" | "empirical-batch"
-        Over which labels; ``exact``, all classes, by default. See
+        The labels of the expectation; by default ``exact``, all classes. See
         :func:`flwr_fisher.curvature.fisher`.
     tolerance : float, default 1e-3
-        Share of the Fisher that a client may leave out to save time.
+        The share of the Fisher that a client may leave out to save time.
     examples : int | None | "auto", default "auto"
-        Of how many examples at most it is taken; ``None``: all. By default 1000, and
-        a bound on passes, forward and backward. A client of n examples takes at most
-        n - 300 passes, since packing costs about 300; or n / 2, or 128, where that is
-        more. With three passes an example that is an eighth to a quarter of its
-        examples, and more where the model is so sure that they need fewer. A client may
-        take fewer, as its ``ClientLimits`` say.
+        From how many examples at most it is computed; with ``None`` from all. ``auto``
+        is 1000, with a limit on passes, forward and backward: a client of n examples
+        takes at most n - 300 passes, because packing costs about 300; or n / 2, or 128,
+        if one of these is more. With three passes an example, this is an eighth to a
+        quarter of its examples. If the model is so certain that examples need fewer
+        passes, it is more of them. A client's ``ClientLimits`` may reduce the number.
     max_passes : int | None, default 3
-        In how many backward passes an example, with ``exact``; ``None``: in one for
+        With ``exact``: how many backward passes an example takes; with ``None`` one for
         each class that matters.
     max_positions : int | None, default 32
-        At how many of a layer's positions, for ``kfac`` and ``ekfac``; ``None``: all.
+        For ``kfac`` and ``ekfac``: how many positions of a layer count; with ``None``
+        all.
     weight_sharing : "expand" | "reduce", default "expand"
-        What ``kfac`` and ``ekfac`` do where a layer has several positions; ``reduce``
+        What ``kfac`` and ``ekfac`` do if a layer has several positions; ``reduce``
         takes all of them.
 
     Raises
@@ -90,7 +91,7 @@ class FisherOptions:
         Parameters
         ----------
         count : int | None
-            How many examples it has; None if that is not known.
+            How many examples the client has; None if that is not known.
         """
         options = asdict(self)
         if self.examples == AUTO:
@@ -124,7 +125,7 @@ class FisherOptions:
         UnknownNameError
             If a structure or the engine is not known.
         ConfigurationError
-            If an option is none of theirs.
+            If an option does not apply to them.
         """
         check_known("engine", engine, ENGINES)
         own = engine == "auto"
@@ -164,7 +165,7 @@ class FisherOptions:
         Raises
         ------
         ConfigurationError
-            If a name is not known, or a number is none or out of range.
+            If a name is not known, or a number is not a number or out of range.
         """
         counts = {name: options.get(name.replace("_", "-")) for name in _COUNTS}
         return cls(

@@ -40,7 +40,7 @@ class OutputVectors(ABC):
     def at(self, index: Tensor) -> Tensor:
         """Return one vector at each position of an example, ``[n, T, C]``.
 
-        `index` is ``[n]``: which one of an example's.
+        `index` ``[n]`` is the number of the vector, for each example.
         """
 
     @abstractmethod
@@ -89,18 +89,18 @@ class SoftmaxVectors(OutputVectors):
     columns leave is the Fisher of a softmax again, over the other classes, times
     :math:`q_k`; one label drawn from these is an unbiased estimate of it.
 
-    A column is made when it is asked for: memory is that of a few tensors like the
-    logits.
+    A column is computed when it is needed, so the memory is that of a few tensors like
+    the logits.
 
     Parameters
     ----------
     logits : Tensor
         ``[n, T, C]`` with at least two classes.
     most : int, optional
-        How many vectors there may be: where columns are more, the last vector is a
+        The largest number of vectors. If there are more columns, the last vector is a
         drawn label. By default all columns.
     generator : torch.Generator, optional
-        Draws, on the logits' device.
+        Draws the label, on the logits' device.
 
     Examples
     --------
@@ -175,7 +175,7 @@ class MaskedVectors(OutputVectors):
     Parameters
     ----------
     vectors : OutputVectors
-        The other.
+        The other vectors.
     mask : Tensor
         Booleans ``[n, T]``.
     """
@@ -320,11 +320,11 @@ class Group:
     Parameters
     ----------
     size : int
-        The power of two that their numbers of pieces begin with.
+        The power of two with which the range of their numbers of pieces begins.
     rows : Tensor
-        Which examples of the batch.
+        The numbers of these examples in the batch.
     pieces : Pieces
-        Of these examples.
+        The pieces of these examples.
     order : Tensor
         ``[passes, len(rows)]``: which piece of an example each pass takes.
     counts : Tensor
@@ -352,8 +352,9 @@ class Group:
 def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
     """Group a batch's examples by their number of pieces, without those that have none.
 
-    They are one group if that takes no more passes: apart, each group has a forward
-    pass of its own; one of the whole batch needs none beyond what `pieces` took.
+    They are one group if that takes no more passes. Separate groups need a forward pass
+    each; one group of the whole batch needs no forward pass in addition to that of
+    `pieces`.
 
     Parameters
     ----------

@@ -22,11 +22,11 @@ class LayerPlan:
     parameters : tuple[str, ...]
         Their names.
     form : str
-        In words.
+        The form, in words.
     nbytes : int
-        What the curvature takes in memory, and without a codec on the wire.
+        The bytes of the curvature in memory, and in an upload without a codec.
     slow : bool
-        Whether it takes per-example gradients: a pass of their own for each of an
+        Whether it needs per-example gradients, which take another pass for each of an
         example's backward passes.
     """
 
@@ -43,9 +43,9 @@ class FisherPlan:
     Parameters
     ----------
     layers : list[LayerPlan]
-        A row for each form of a layer's.
+        A row for each form in each layer.
     examples_at_once : int
-        How many of a batch's examples are run together, by memory.
+        How many examples of a batch are run together, as memory allows.
     """
 
     layers: list[LayerPlan]
@@ -72,15 +72,15 @@ def fisher_plan(
 ) -> FisherPlan:
     """Return what :func:`~flwr_fisher.curvature.fisher` will compute for each layer.
 
-    Which parameters have which form is found by trial on a few examples, so it can be
-    asked before anything is trained.
+    A trial on a few examples shows which parameters have which form. So you can call it
+    before anything is trained.
 
     Parameters
     ----------
     model : nn.Module
         Used in eval mode, and left as it was.
     inputs : Any
-        A batch as the loader will yield them, on the model's device.
+        A batch of the form that the loader yields, on the model's device.
     structure : str, default "kfac"
         As for ``fisher``.
     max_batch_bytes : int, optional

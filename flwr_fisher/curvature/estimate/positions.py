@@ -11,16 +11,17 @@ Grid = tuple[slice, ...]  # along each axis of positions
 class Positions:
     """Draws positions of a layer, each with the same probability.
 
-    They lie on a grid with a random origin, so that none are next to each other: a
-    convolution's neighbours see nearly the same.
+    They lie on a grid with a random origin, so that no two are next to each other: the
+    inputs of a convolution's neighbouring positions are nearly the same.
 
     Parameters
     ----------
     most : int, optional
-        About how many of an example's count in the inputs' factor; by default all. In
-        the gradients', which vary more from one position to the next, twice as many.
+        About how many positions of an example count in the inputs' factor; by default
+        all. In the gradients' factor it is twice as many, because gradients vary more
+        from one position to the next.
     seed : int
-        Of the origins.
+        The seed of the origins.
     """
 
     def __init__(self, most: int | None, seed: int) -> None:

@@ -199,8 +199,8 @@ def tapped_forward(
     layers : Mapping[str, KroneckerLayer | DirectLayer]
         The layers to record, from :func:`kronecker_layers` and :func:`direct_layers`.
     spread : bool, default True
-        Whether what a layer makes once for the whole batch, in one row, as position
-        embeddings are, is given to each example, so that each has a gradient there.
+        Whether each example gets its own copy of what a layer makes once for the whole
+        batch, such as position embeddings. Then each example has a gradient there.
     """
     taps: dict[str, list[Tap]] = {name: [] for name in layers}
 
@@ -249,7 +249,8 @@ def single_calls(taps: Mapping[str, list[Tap]], num_examples: int) -> dict[str, 
     Raises
     ------
     StructureError
-        Naming a layer that was called several times, or not with a row an example.
+        If a layer was called several times, or not with one row for each example. It
+        names the layer.
     """
     for name, calls in taps.items():
         if len(calls) != 1:

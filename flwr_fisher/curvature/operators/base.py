@@ -97,9 +97,9 @@ class Curvature(ABC):
         Parameters
         ----------
         shrink : float
-            In [0, 1], for correlations between inputs.
+            How much correlations between inputs are reduced, in [0, 1].
         damping : float
-            In [0, 1], for those between outputs.
+            How much correlations between outputs are reduced, in [0, 1].
         """
         return self
 
@@ -130,7 +130,7 @@ class Curvature(ABC):
         Raises
         ------
         ConfigurationError
-            If the dtype is none of floats.
+            If the dtype is not floating-point.
 
         Examples
         --------
@@ -161,14 +161,14 @@ class Curvature(ABC):
 
         Notes
         -----
-        It is solved block by block in float64, by eigenvalues: with :math:`\lambda = 0`
-        by the pseudo-inverse, in which a matrix's eigenvalues count as 0 up to
+        Each block is solved in float64, by its eigenvalues. With :math:`\lambda = 0`
+        this is the pseudo-inverse: an eigenvalue counts as 0 if it is at most
         :math:`n \varepsilon` of the largest, for n rows and the dtype's
-        :math:`\varepsilon`. For :class:`Kronecker` these are its two factors'; the
-        entries of a :class:`Diagonal` and moments of an :class:`EigenKronecker` count
-        as they are. A sum has no eigenvalues at hand: there conjugate gradients reduce
-        the residual to 1e-10 of :math:`b`, which must be in the range of :math:`F`
-        where :math:`\lambda = 0`.
+        :math:`\varepsilon`. A :class:`Kronecker` uses the eigenvalues of its two
+        factors. The entries of a :class:`Diagonal` and the moments of an
+        :class:`EigenKronecker` are used as they are. The eigenvalues of a sum are not
+        known, so conjugate gradients reduce the residual to 1e-10 of :math:`b`. With
+        :math:`\lambda = 0`, :math:`b` must then be in the range of :math:`F`.
 
         Examples
         --------
@@ -184,7 +184,7 @@ class Curvature(ABC):
     def inverse(self, damping: float = 0.0) -> "Inverse":
         r"""Return :math:`(F + \lambda I)^{-1}`, whose ``@`` is :meth:`solve`.
 
-        What it takes to factorise is done at the first product, and once.
+        The factorisation is computed once, at the first product.
         """
         return Inverse(self, damping)
 

@@ -18,7 +18,7 @@ class SymmetricFactor(ABC):
     """Symmetric positive semi-definite matrices, one for each group of a layer.
 
     It multiplies tensors ``[groups, ...]`` from either side, with ``@``. It is a
-    :class:`DenseFactor`, or a :class:`LowRankFactor` as it comes off the wire.
+    :class:`DenseFactor`, or, if it was uploaded, a :class:`LowRankFactor`.
     """
 
     @staticmethod
@@ -95,8 +95,8 @@ class SymmetricFactor(ABC):
 class DenseFactor(SymmetricFactor):
     r"""A factor with all of its entries: :math:`s M + \operatorname{diag}(d)`.
 
-    What is added and multiplied is held apart: a merge regularises those of every
-    client, and copies none.
+    The scale and the diagonal are stored separately, so that a merge can regularise the
+    factors of every client without a copy.
 
     Parameters
     ----------
@@ -194,22 +194,22 @@ class DenseFactor(SymmetricFactor):
 class LowRankFactor(SymmetricFactor):
     r"""A factor of low rank plus a diagonal: :math:`V V^\top + \operatorname{diag}(d)`.
 
-    Of few directions, nothing of the size ``n x n`` is formed but by :meth:`to_dense`.
-    They are held apart from their lengths, so that they stay the small integers that
-    they travel as, and a factor is scaled without a copy of them: a merge holds those
-    of every client.
+    Only :meth:`to_dense` makes a matrix of the size ``n x n``. The directions are
+    stored separately from their lengths. So they remain the small integers that were
+    uploaded, and a factor is scaled without a copy of them. This matters because a
+    merge holds the factors of every client.
 
     Parameters
     ----------
     directions : Tensor
         ``[groups, n, rank]``, of any dtype and length.
     lengths : Tensor
-        ``[groups, rank]``, not negative; :math:`V` is the directions times them.
+        ``[groups, rank]``, not negative; :math:`V` is the directions times the lengths.
     rest : Tensor
-        :math:`d`, ``[groups, n]``, not negative; of one value a group as it comes off
-        the wire.
+        :math:`d`, ``[groups, n]``, not negative; in an upload, one value for each
+        group.
     rows : Tensor, optional
-        ``[groups, n]``, with which the rows of :math:`V` are multiplied, too.
+        ``[groups, n]``; the rows of :math:`V` are multiplied by it, too.
 
     Examples
     --------

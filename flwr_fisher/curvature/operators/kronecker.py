@@ -16,12 +16,12 @@ from flwr_fisher.errors import StructureError
 class Kronecker(LayerCurvature):
     r"""One layer's Fisher as :math:`G \otimes A` (Martens & Grosse 2015).
 
-    With the layer's weight as a matrix :math:`W`, outputs by inputs, the bias as its
-    last column where there is one, :math:`F \operatorname{vec} W` is
+    Let :math:`W` be the layer's weight as a matrix, outputs by inputs, with the bias,
+    if there is one, as its last column. Then :math:`F \operatorname{vec} W` is
     :math:`\operatorname{vec}(G W A)`. For a convolution the inputs are the unfolded
     patches (KFC, Grosse & Martens 2016); `A` is summed over output positions and `G`
-    averaged. A grouped convolution has one pair a group and no curvature between
-    groups.
+    averaged. A grouped convolution has one pair of factors for each group, and no
+    curvature between groups.
 
     Parameters
     ----------
@@ -143,9 +143,10 @@ _BENT = 1e-4  # of a unit vector; float32's rounding is far less
 class EigenKronecker(LayerCurvature):
     r"""One layer's Fisher in K-FAC's eigenbasis: E-KFAC (George et al. 2018).
 
-    :math:`F \operatorname{vec} W = \operatorname{vec}\big(U_G\,(S \circ
-    (U_G^\top W U_A))\,U_A^\top\big)`, where :math:`S` has the gradients' exact second
-    moments in that basis: of all curvatures diagonal in it, the nearest to the Fisher.
+    :math:`F \operatorname{vec} W = \operatorname{vec}\big(U_G\,(S \circ (U_G^\top W
+    U_A))\,U_A^\top\big)`, where :math:`S` has the gradients' exact second moments in
+    that basis. Of all curvatures that are diagonal in this basis, it is the nearest to
+    the Fisher.
 
     Parameters
     ----------
@@ -194,8 +195,8 @@ class EigenKronecker(LayerCurvature):
         `damping` draws the moments to their mean over outputs. `shrink` mixes in the
         curvature without correlations between inputs, which has the moments
         :math:`S\,(U_A \circ U_A)^\top` in the inputs' own basis. Traces stay as they
-        are. Where columns of a basis were left out by a codec, damping reaches those
-        directions, too.
+        are. If a codec left out columns of a basis, damping also affects their
+        directions.
         """
         damped = self._damped(damping) if damping else self
         if not shrink:
@@ -255,7 +256,8 @@ class EigenKronecker(LayerCurvature):
     def solver(self, damping: float) -> Solver:
         """Return a solver: by the moments, or by conjugate gradients.
 
-        A codec may have rounded the bases, so that they are no longer orthonormal.
+        Conjugate gradients are needed if a codec has rounded the bases, so that they
+        are no longer orthonormal.
         """
         (U_A, R_A), (U_G, R_G) = map(_orthonormal, (self.basis_A, self.basis_G))
         if R_A is None or R_G is None:

@@ -41,7 +41,8 @@ ScaledFactor = tuple[SymmetricFactor, Tensor]
 class LayerCurvature(Curvature):
     """A curvature over one layer: its weight as a matrix, with the bias as last column.
 
-    `a` and `g` are the shapes of what acts on its inputs and on its outputs.
+    `a` and `g` are the shapes of the matrices that act on its inputs and on its
+    outputs.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class LayerCurvature(Curvature):
 
         For :math:`G \otimes A` they are :math:`\operatorname{tr}(G) A` and
         :math:`\operatorname{tr}(A) G`; both have the trace of the whole. Each is a
-        factor and what it is to be multiplied by, ``[groups]``, so that none is copied.
+        factor and its multiplier ``[groups]``, so that no factor is copied.
         """
 
     def renumbered(
@@ -98,8 +99,8 @@ class LayerCurvature(Curvature):
         Parameters
         ----------
         outputs, inputs : Tensor, optional
-            Which of the layer's outputs, and of its inputs (channels of a convolution),
-            is at each new place. A layer of several groups has none.
+            For each new position, the number of the layer's old output, or of its old
+            input (a channel of a convolution). Not for a layer of several groups.
         """
         _, rows, columns = self.matrix_shape
         left = torch.arange(rows) if outputs is None else outputs

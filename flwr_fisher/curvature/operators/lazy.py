@@ -17,17 +17,18 @@ from flwr_fisher.params import Params, flatten, select, unflatten
 class Deferred(Curvature):
     """A curvature that is computed each time it is used, and not kept.
 
-    Many clients' uploads stay packed by it, or on disk, until a merge comes to a layer.
-    Every use makes it again; :meth:`made` and :meth:`regularised` return it as it is.
+    With it, the uploads of many clients stay packed, or on disk, until a merge needs a
+    layer. Every use computes the curvature again; :meth:`made` and :meth:`regularised`
+    return it as it is.
 
     Parameters
     ----------
     like : Curvature
-        Gives the kind and the parameters; it is not kept.
+        A curvature of the same kind and parameters; it is not kept.
     make : Callable[[], Curvature]
         Makes the curvature.
     trace : float, optional
-        Its trace, where that is known without it.
+        The curvature's trace, if it is known in advance.
 
     Examples
     --------
@@ -269,9 +270,9 @@ Curvature.summed = _summed
 def shared_blocks(curvatures: Sequence[Curvature]) -> list[tuple[Curvature, ...]]:
     """Return, for each block that all curvatures share, every curvature's part.
 
-    These are the smallest groups of parameters that no block of any curvature goes
-    beyond, in the first curvature's order. A part is one of the curvature's blocks, or
-    a :class:`BlockDiagonal` of several.
+    The blocks are the smallest groups of parameters such that no block of any curvature
+    crosses the border of a group. They are in the first curvature's order. A part is
+    one of the curvature's blocks, or a :class:`BlockDiagonal` of several.
     """
     per_curvature = [curvature.blocks() for curvature in curvatures]
     group: dict[str, tuple[str, ...]] = {}

@@ -109,11 +109,11 @@ class Dense(Curvature):
         r"""Return the matrix shrunk towards simpler ones; its trace does not change.
 
         Off-diagonal entries are scaled by ``1 - shrink``. Then `damping` mixes in a
-        matrix without correlations between outputs, in which each layer (a
-        ``…weight`` of two or more dimensions and its ``…bias``) has for all outputs
-        the mean of their blocks, and any other parameter its diagonal. This is what
-        it is to :meth:`Kronecker.regularised` where the matrix is one layer's
-        :math:`G \otimes A` without groups.
+        matrix without correlations between outputs. In that matrix each layer (a
+        ``…weight`` of two or more dimensions and its ``…bias``) has, for every output,
+        the mean of the outputs' blocks, and any other parameter has its diagonal. If
+        the matrix is one layer's :math:`G \otimes A` without groups, the result is that
+        of :meth:`Kronecker.regularised`.
         """
         matrix = self.matrix.lerp(torch.diag(self.matrix.diagonal()), shrink)
         return Dense(self.shapes, matrix.lerp(self._outputs_apart(matrix), damping))

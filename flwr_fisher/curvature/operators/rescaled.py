@@ -63,7 +63,7 @@ def _shifted(tensor: Tensor, exponent: int) -> Tensor:
 def rescaled(curvature: Curvature) -> tuple[Curvature, int]:
     r"""Return a curvature as :math:`2^{-e} F`, and e.
 
-    Of a kind of curvature that is not known here, itself and 0.
+    For a kind of curvature that is not known here, return the curvature itself and 0.
 
     Examples
     --------

@@ -20,8 +20,8 @@ def divided(rhs: Tensor, eigenvalues: Tensor, damping: float) -> Tensor:
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors in the matrices' dtype, at least float32.
 
-    LAPACK does not converge on some finite matrices in float32, which it tells or gives
-    NaN for; float64 does.
+    For some finite matrices in float32, LAPACK does not converge: it raises an error or
+    returns NaN. Then float64 is used.
 
     Parameters
     ----------
@@ -45,8 +45,8 @@ def eigen(matrices: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     matrices : Tensor
         ``[..., n, n]``, symmetric positive semi-definite.
     damping : float
-        If 0, eigenvalues that may be rounding are 0: with nothing added to them, they
-        would be divided by.
+        If it is 0, eigenvalues that may be mere rounding are set to 0, because a solver
+        would divide by them.
     """
     values, vectors = torch.linalg.eigh(matrices.double())
     share = 0.0 if damping else matrices.shape[-1] * torch.finfo(matrices.dtype).eps
@@ -64,12 +64,12 @@ class Solution:
     Parameters
     ----------
     values, residual : dict[str, Tensor]
-        The solution, and what it leaves of the right-hand side.
+        The solution, and the residual.
     norms : Tensor
-        The residual's norm before each iteration and at the end, in float64. Those
-        after the last step are of nothing.
+        The residual's norm before each iteration and at the end, in float64. Entries
+        after the last step have no meaning.
     steps : Tensor
-        How many steps were taken, a scalar.
+        The number of steps, a scalar.
     """
 
     values: dict[str, Tensor]
@@ -89,8 +89,8 @@ _LOOK = 128  # more iterations than a merge's conjugate gradients have by defaul
 class Iteration:
     """The state of an iteration, which ends as soon as the residual is small enough.
 
-    An accelerator is not waited for: whether an iteration goes on is decided there, and
-    what is still done after its end changes nothing.
+    The CPU does not wait for an accelerator: the accelerator itself decides whether the
+    iteration goes on, and steps after the end change nothing.
 
     Parameters
     ----------
@@ -183,13 +183,14 @@ def conjugate_gradient(
     Returns
     -------
     Solution
-        Where no step can be taken, because the matrix is not positive along it or a
-        product is not finite, it ends with the iterate before.
+        If no step is possible, because the matrix is not positive in its direction or a
+        product is not finite, the iteration ends with the last iterate.
 
     Notes
     -----
-    On a singular system float32 loses the least norm in many hundreds of iterations
-    past convergence: give a tolerance above rounding, an anchor, or float64.
+    On a singular system in float32, many hundreds of iterations after convergence lead
+    away from the solution of least norm. Use a tolerance above rounding, an anchor, or
+    float64.
     """
     iteration = Iteration(rhs, iterations, tolerance, look)
     direction = dict[str, Tensor]()
