@@ -36,16 +36,17 @@ def moved_norms(before: Params, after: Params, *, in_eval: bool = False) -> list
     """Return the norms whose statistics a round's mean of clients no longer fits.
 
     A norm that stays in eval mode while clients train is frozen: its statistics are a
-    part of the network, and right for whatever weights it has. Its count of batches
-    stays, which is exact in any mean; where a norm has none, its statistics tell.
+    part of the network, and right for all weights. Such a norm is recognised by its
+    count of batches, which does not change, and which a mean over clients keeps
+    exactly. If a norm has no count, its statistics decide.
 
     Parameters
     ----------
     before, after : Mapping[str, Tensor]
         A model's parameters and buffers at the start of a round, and merged.
     in_eval : bool, default False
-        Whether all norms are in eval mode while clients train. Then those are frozen
-        whose own parameters stay.
+        Whether all norms are in eval mode while clients train. Then a norm is frozen if
+        its own parameters do not change.
 
     Examples
     --------
@@ -76,7 +77,7 @@ def shifts_of(mean: Tensor, square: Tensor, variance: Tensor) -> tuple[Tensor, T
     Parameters
     ----------
     mean, square : Tensor [C]
-        Of :math:`x - \mu`, and of its square, over all inputs.
+        The means of :math:`x - \mu` and of its square over all inputs.
     variance : Tensor [C]
         :math:`v`.
     """
@@ -87,15 +88,15 @@ def shifts_of(mean: Tensor, square: Tensor, variance: Tensor) -> tuple[Tensor, T
 def with_shifts(params: Params, shifts: Params) -> dict[str, Tensor]:
     r"""Return parameters with their norms' statistics moved by a mean of shifts.
 
-    Exact in the sense of one pass over all inputs: :math:`E[x]` and
-    :math:`E[x^2] - E[x]^2`, in float64.
+    The result is exact: it equals :math:`E[x]` and :math:`E[x^2] - E[x]^2` of one pass
+    over all inputs. It is computed in float64.
 
     Parameters
     ----------
     params : Mapping[str, Tensor]
-        With the statistics that were shifted.
+        The parameters and buffers with the old statistics.
     shifts : Mapping[str, Tensor]
-        As of :func:`shifts_of`, under the names of those statistics.
+        The result of :func:`shifts_of`, under the names of these statistics.
 
     Raises
     ------
@@ -120,7 +121,7 @@ def with_shifts(params: Params, shifts: Params) -> dict[str, Tensor]:
 def check_shifts(shifts: Params) -> None:
     """Raise :class:`ParamsError` if no inputs could have such shifts.
 
-    The mean square is at least the square of the mean, wherever both are taken from.
+    For any inputs, the mean of the squares is at least the square of the mean.
     """
     for prefix in norms_of(shifts):
         names = prefix + MEAN, prefix + VARIANCE

@@ -46,22 +46,24 @@ def fedfisher(
               + \lambda_\ell \|\theta - \bar\theta\|^2, \qquad
               \bar\theta = \sum_i p_i \theta_i,
 
-    FedFisher's eq. 6 with :math:`w_i = p_i` and :math:`\lambda = 0`; of its many
-    minimisers then the one nearest :math:`\bar\theta` (eq. 7, Lemma 1; with ``adam``
-    and ``pcg``, some minimiser). The paper assumes clients of equal size; the
-    :math:`p_i = n_i / \sum_j n_j` is what its derivation gives. No data is needed,
-    except by `score`. What no curvature covers (buffers) is averaged.
+    FedFisher's eq. 6 with :math:`w_i = p_i` and :math:`\lambda = 0`; With
+    :math:`\lambda = 0` there are many minimisers: the result is the one nearest to
+    :math:`\bar\theta` (eq. 7, Lemma 1), but with ``adam`` and ``pcg`` it may be any of
+    them. The paper assumes clients of equal size; the :math:`p_i = n_i / \sum_j n_j` is
+    what its derivation gives. Only `score` needs data. Tensors that no curvature covers
+    (buffers) are averaged.
 
     Parameters
     ----------
     posteriors : Sequence[LocalPosterior]
-        One a client, all with the same keys, shapes and dtypes.
+        One for each client, all with the same keys, shapes and dtypes.
     solver : "pcg" | "cg" | "closed-form" | "adam" | "gd", default "pcg"
         ``pcg``: conjugate gradients, preconditioned by the product of each layer's
-        partial traces; a few iterations. ``cg``: the same without a preconditioner. Of
-        a diagonal layer both take the exact solution, a division. ``closed-form``:
-        FisherMerge's, for diagonals. ``adam``: the optimiser of the paper's
-        experiments. ``gd``: the gradient descent of its Algorithm 1.
+        partial traces; it takes a few iterations. ``cg``: the same without a
+        preconditioner. For a diagonal layer both compute the exact solution, a
+        division. ``closed-form``: the solution of FisherMerge, for diagonals. ``adam``:
+        the optimiser of the paper's experiments. ``gd``: the gradient descent of its
+        Algorithm 1.
     anchor : float, optional
         :math:`\rho \ge 0`; :math:`\lambda_\ell` is that share of the mean eigenvalue of
         the layer's :math:`\sum_i w_i F_i`. Default 0.1 with ``pcg``, 0.03 with
@@ -72,69 +74,72 @@ def fedfisher(
         statistics are among its parameters; 0.1 with ``cg``, otherwise 0.
     damping : float, optional
         In [0, 1]: draws the second moment of a layer's output gradients towards the
-        multiple of the identity with the same trace; a client that is sure of nearly
-        every example estimates it from few. Of no effect on a diagonal. Default 0.3
-        with ``cg``, otherwise 0.
+        multiple of the identity with the same trace. This is useful if a client is
+        certain of nearly every example, so that only a few examples determine the
+        moment. It has no effect on a diagonal. Default 0.3 with ``cg``, otherwise 0.
     balance : float, optional
         :math:`\gamma` in [0, 1]: in layer :math:`\ell`,
         :math:`w_i \propto p_i / (\operatorname{tr} F_{i\ell})^\gamma`, since an
         over-confident client's Fisher is small. Default 0.5 with ``pcg``, 1 with
         ``cg``, otherwise 0.
     robust : float, optional
-        :math:`\kappa \ge 0`: in layer :math:`\ell`,
-        :math:`w_i \propto p_i / (1 + \kappa q_i / \operatorname{median}_j q_j)`, where
-        :math:`q_i = \|\bar\theta - \theta_i\|^2_{F_i}` is twice the rise of its loss
-        that the client's Fisher expects at the mean. A client far out says little about
-        its loss there. These are one step's weights of a Cauchy loss of q. Default 1
-        with ``pcg``, otherwise 0.
+        :math:`\kappa \ge 0`: in layer :math:`\ell`, :math:`w_i \propto p_i / (1 +
+        \kappa q_i / \operatorname{median}_j q_j)`, where
+        :math:`q_i = \|\bar\theta - \theta_i\|^2_{F_i}` is twice the rise of the
+        client's loss at the mean, as its Fisher predicts it. For a client far from the
+        mean, this prediction says little. The weights are those of one step for a
+        Cauchy loss of q. Default 1 with ``pcg``, otherwise 0.
     max_share : float, optional
         In [0.5, 1]: of a layer's :math:`\sum_i w_i \operatorname{tr} F_i`, one client
         of three or more has at most this share; its :math:`w_i` is lowered to that.
         Default 0.5 with ``pcg`` and ``cg``, otherwise 1.
     outlier : float, default inf
-        Robust merging, from three clients on; 1.5 is what benchmarks/results/attacks.md
-        measures. A client is left out if its distance :math:`d_i` from the median model
-        is more than this times the median distance,
+        Robust merging, for three clients or more. benchmarks/results/attacks.md
+        measures 1.5. A client is left out if its distance :math:`d_i` from the median
+        model is more than this times the median distance,
 
         .. math:: d_i^2 = \operatorname{mean}_\ell \operatorname{median}_{j \ne i}
                   \frac{\|\theta_i - c\|^2_{F_{j\ell}}}
                   {\operatorname{median}_k \|\theta_k - c\|^2_{F_{j\ell}}}, \qquad
                   c = \operatorname{median}_i \theta_i \text{ (of each entry)},
 
-        as the other clients' Fishers have it, whatever it says of its own. Of those
-        that stay, :math:`n_i` counts up to this times the median of all, and in a layer
-        :math:`w_i \operatorname{tr} F_i`. It costs :math:`M^2` products with a Fisher,
-        20 M for more than 20 clients. A direction that no client's data determine is
-        not measured; bounds on uploads limit how far a client may go there.
+        which only the other clients' Fishers measure, not its own. For the clients that
+        stay, :math:`n_i` is limited to this times the median of all, and so is
+        :math:`w_i \operatorname{tr} F_i` in each layer. It costs :math:`M^2` products
+        with a Fisher, 20 M for more than 20 clients. Directions that no client's data
+        determine are not measured; the limits on uploads restrict how far a client may
+        go in them.
     trust : float, default inf
         A layer's step away from the mean is at most this times :math:`\sqrt{M - 1}`
         times the root of :math:`\sum_i p_i \|\theta_i - \bar\theta\|^2`, for M clients:
-        at 1 about as long as all clients' own steps, unlike each other, added up.
+        with 1, it is about as long as the sum of all clients' own steps, if these are
+        unlike each other.
     iterations : int, optional
         At most this many: by default 4 (``pcg``), 100 (``cg``) or 2000 (``adam``,
         ``gd``).
     tolerance : float, default 1e-6
-        ``pcg``, ``cg`` and ``gd`` stop when a layer's residual has fallen by so much.
+        ``pcg``, ``cg`` and ``gd`` stop when a layer's residual has fallen by this
+        factor.
     lr : float, default 0.01
         The step of ``adam``.
     score : Callable[[dict[str, Tensor]], float], optional
-        For ``adam``: called with the merged parameters every 100 steps, the best of
-        which (the highest) is returned. The paper scores on 500 examples that its
-        server holds.
+        For ``adam``: called with the merged parameters every 100 steps. The parameters
+        with the highest score are returned. The paper scores on 500 examples on the
+        server.
     progress : Callable[[str], object], optional
-        Called with how each layer's solution went, in words.
+        Called with a text about the solution of each layer.
     device : torch.device | str, optional
-        Where layers are merged, one after the other. By default where the clients'
-        tensors are.
+        The device where layers are merged, one after another. By default that of the
+        clients' tensors.
     **options
         `solver` and the eleven after it, as described above.
 
     Returns
     -------
     MergeResult
-        On the device of the clients' parameters. A layer that the solver did not solve
-        stays at the mean, and is named in ``unsolved``. The share of a client that is
-        left out is 0.
+        The merged model, on the device of the clients' parameters. A layer that the
+        solver did not solve stays at the mean, and ``unsolved`` names it. A client that
+        is left out has the share 0.
 
     Raises
     ------
@@ -147,14 +152,14 @@ def fedfisher(
         If there is no posterior, their layouts or dtypes differ, or a client's
         parameters or curvature are not finite, or its curvature is negative.
     StructureError
-        If curvatures cover different parameters, or a closed form is wanted of a
-        structure that has none.
+        If curvatures cover different parameters, or a structure has no closed form but
+        the solver needs one.
 
     Notes
     -----
-    Curvatures of any scale that their dtype holds are merged as in exact arithmetic, up
-    to rounding: what a float cannot hold the products of is taken as a power of two
-    times what it can, and by ``adam`` in float64.
+    Curvatures may have any scale that their dtype can hold: the result is that of exact
+    arithmetic, up to rounding. If products would be too large or too small for a float,
+    the curvature is first rescaled by a power of two; ``adam`` computes in float64.
 
     Examples
     --------
@@ -173,7 +178,7 @@ def fedfisher(
     >>> model.load_state_dict(merged.params)
     <All keys matched successfully>
 
-    By hand: the surer client counts for more.
+    With numbers: the more certain client has more weight.
 
     >>> from flwr_fisher.curvature import Diagonal
     >>> sure = LocalPosterior({"w": torch.zeros(1)}, Diagonal({"w": torch.ones(1)}), 5)
@@ -234,7 +239,7 @@ class _ClientShares:
 def fisher_merge(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:
     r"""Return FisherMerge's average (Matena & Raffel 2022), for diagonal curvatures.
 
-    Elementwise :math:`\sum_i p_i F_i \theta_i / \sum_i p_i F_i`, and FedAvg's mean
-    where the denominator is below 1e-6 of its tensors' largest.
+    Elementwise :math:`\sum_i p_i F_i \theta_i / \sum_i p_i F_i`, and FedAvg's mean in
+    entries where the denominator is below 1e-6 of the largest in its tensor.
     """
     return fedfisher(posteriors, solver="closed-form").params

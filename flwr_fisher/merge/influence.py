@@ -25,9 +25,9 @@ class Influence:
     distance : float
         :math:`\|\theta - \theta_{-i}\| / \|\theta_{-i}\|` over the parameters that the
         curvature covers, with :math:`\theta_{-i}` the merge of all others: how far the
-        client moves the model. Of M clients that are alike, some 1/M of how unlike they
-        are; above 1, the client has more say than all others together. The numerator
-        where the denominator is 0.
+        client moves the model. For M similar clients it is about 1/M of the difference
+        between them. If it is above 1, the client has more influence than all others
+        together. If the denominator is 0, it is the numerator.
     score : float, optional
         The score of :math:`\theta_{-i}`.
     """
@@ -48,10 +48,10 @@ def influence(
     Parameters
     ----------
     posteriors : Sequence[LocalPosterior]
-        What was merged; at least two.
+        The merged posteriors; at least two.
     merged : MergeResult
-        Of :func:`~flwr_fisher.merge.fedfisher`, with whose settings the others are
-        merged. A score that ``solver="adam"`` took there has no part in it.
+        The result of :func:`~flwr_fisher.merge.fedfisher`. The other merges use its
+        settings, but not a score that ``solver="adam"`` used.
     score : Callable[[dict[str, Tensor]], float], optional
         Scores parameters, such as by their accuracy.
     device : torch.device | str, optional
@@ -69,7 +69,7 @@ def influence(
 
     Examples
     --------
-    Two clients agree, and the third is far out:
+    Two clients agree, and the third is far away:
 
     >>> import torch
     >>> from flwr_fisher.curvature import Diagonal

@@ -20,13 +20,13 @@ def balanced(
 ) -> Curvature:
     r"""Return a client's curvature as it enters the sums, except for its example count.
 
-    Layer by layer :math:`F / (\operatorname{tr} F)^\gamma`, regularised, which a client
-    can do by itself.
+    It is :math:`F / (\operatorname{tr} F)^\gamma` in each layer, regularised. A client
+    can compute it by itself.
 
     Parameters
     ----------
     curvature : Curvature
-        Its Fisher.
+        The client's Fisher.
     shrink, damping, balance : float
         As for :func:`~flwr_fisher.merge.fedfisher`; `balance` is :math:`\gamma`.
 
@@ -50,12 +50,13 @@ def balanced(
 def partial_traces(curvature: Curvature) -> Curvature:
     r"""Return layers' partial traces, each as a product :math:`\bar G \otimes \bar A`.
 
-    Both factors have the layer's trace. What is no layer's is left with its diagonal.
+    Both factors have the layer's trace. Parameters that belong to no layer keep their
+    diagonal.
 
     Raises
     ------
     StructureError
-        Naming a block that is neither.
+        If a block is neither. It names the block.
     """
     blocks: list[Curvature] = []
     for block in curvature.blocks():

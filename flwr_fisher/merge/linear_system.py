@@ -60,7 +60,8 @@ class LinearSystem:
     """One independent system, ``(curvature + ridge I) delta = rhs``.
 
     The curvature and the ridge are divided by `scale`, the step delta by its unit, and
-    the right-hand side by both: floats may not hold them in the uploads' scale.
+    the right-hand side by both, because a float may not hold them in the scale of the
+    uploads.
     """
 
     curvature: WeightedSum
@@ -126,8 +127,8 @@ def linear_systems(
 ) -> SystemMakers:
     """Return functions that compute each layer's system for its step from the mean.
 
-    So that no more than one layer's are held, each is made when it is due, on the
-    device or where its tensors are.
+    A system is computed when it is needed, so that only one layer's tensors are in
+    memory. They are on the given device, or where the clients' tensors are.
     """
     blocks = shared_blocks([posterior.curvature for posterior in posteriors])
     return [

@@ -35,10 +35,10 @@ class Layer:
     bias : str | None
         The bias's name, if there is one.
     outputs : int
-        How many units it has.
+        How many units the layer has.
     repeats : int
-        How many inputs belong to each unit of the layer before, one after another: the
-        positions of a channel where it was flattened, else 1.
+        How many consecutive inputs belong to each unit of the layer before. If channels
+        were flattened, this is the number of a channel's positions; otherwise 1.
     """
 
     weight: str
@@ -50,14 +50,14 @@ class Layer:
 def chain_of(params: Params) -> list[Layer]:
     """Return the layers of a network that is a chain, from first to last.
 
-    It knows parameters alone, in their order: a network with branches whose layers are
-    equally wide, such as a residual one without normalisation, passes for a chain.
+    It sees only the parameters, in their order. So it does not notice branches between
+    layers of equal width, as in a residual network without normalisation.
 
     Parameters
     ----------
     params : Mapping[str, Tensor]
-        Weights ``[out, in, *kernel]`` in the order of the layers, and biases ``[out]``
-        named as they are, ``x.weight`` and ``x.bias``.
+        Weights ``[out, in, *kernel]`` in the order of the layers, and biases ``[out]``,
+        with the names ``x.weight`` and ``x.bias``.
 
     Raises
     ------
@@ -114,9 +114,9 @@ def renumbered(
     params : Mapping[str, Tensor]
         The network's parameters.
     layers : Sequence[Layer]
-        :func:`chain_of` them.
+        The result of :func:`chain_of` for the parameters.
     orders : Sequence[Tensor]
-        For each layer but the last, which of its units is at each new place.
+        For each layer but the last, the old number of the unit at each new position.
     """
     new = dict(params)
     for layer, outputs, inputs in _places(layers, orders):
@@ -187,25 +187,25 @@ def matched(posteriors: Sequence[LocalPosterior]) -> list[LocalPosterior]:
     r"""Return the clients' posteriors with all hidden units in the same order.
 
     MergeMany (Algorithm 3): each client in turn is matched to the mean of the others,
-    by their examples, until none moves. They begin with the order of the client with
-    the most examples. Clients that started from one model and trained for a short time
-    mostly stay as they are.
+    weighted by examples, until no client changes. The first order is that of the client
+    with the most examples. Clients that started from one model and trained for a short
+    time mostly stay as they are.
 
     Parameters
     ----------
     posteriors : Sequence[LocalPosterior]
-        Of networks whose layers follow one another
-        (``flwr_fisher.merge.matching.chain_of``), with a diagonal curvature or one of
+        Posteriors of networks whose layers follow one another
+        (``flwr_fisher.merge.matching.chain_of``), with a diagonal curvature or one with
         layers.
 
     Raises
     ------
     MissingExtraError
-        Without SciPy.
+        If SciPy is not installed.
     ParamsError
         If the posteriors cannot be merged.
     StructureError
-        If the layers are no chain, or the curvature cannot be renumbered.
+        If the layers are not a chain, or the curvature cannot be renumbered.
     """
     check_posteriors(posteriors)
     layers = chain_of(posteriors[0].params)
@@ -247,23 +247,24 @@ def match(
 ) -> list[Order]:
     r"""Return the order of a network's units that brings it nearest to another network.
 
-    Weight matching (Algorithm 1): it maximises :math:`\sum_l \langle W_l^{ref}, P_l
-    W_l P_{l-1}^\top \rangle` layer by layer, each a linear assignment of a unit's
-    incoming and outgoing weights, until none moves.
+    Weight matching (Algorithm 1): it maximises
+    :math:`\sum_l \langle W_l^{ref}, P_l W_l P_{l-1}^\top \rangle` layer by layer, until
+    no unit changes. Each layer is a linear assignment of the units by their incoming
+    and outgoing weights.
 
     Parameters
     ----------
     params, reference : Mapping[str, Tensor]
-        The network, and the one to match.
+        The network, and the network that it is matched to.
     layers : Sequence[Layer]
-        Both networks' (``flwr_fisher.merge.matching.chain_of``).
+        The layers of both networks (``flwr_fisher.merge.matching.chain_of``).
     orders : Sequence[Tensor]
-        Where to begin; by default as they are.
+        The order to begin with; by default that of the parameters.
 
     Returns
     -------
     list[Tensor]
-        For each layer but the last, which unit is at each place.
+        For each layer but the last, the number of the unit at each position.
 
     Examples
     --------

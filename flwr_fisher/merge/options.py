@@ -52,18 +52,18 @@ class MergeOptions:
     Parameters
     ----------
     anchor, shrink, damping, balance, robust, max_share : float, optional
-        Regularisation and weights; the solver's own by default.
+        Regularisation and weights; by default those of the solver.
     outlier : float, default inf
-        Robust merging, with 1.5 for example: at how many times the median distance,
-        which the other clients' Fishers measure, a client is left out, and how many
-        times the median's examples and curvature it may have.
+        Robust merging, for example with 1.5. A client is left out if its distance,
+        measured by the other clients' Fishers, is more than this times the median. Its
+        examples and its curvature are limited to this times the median.
     trust : float, optional
-        How far a layer may move from the clients' mean, from the second round on: in a
-        few rounds of short training, longer steps lose accuracy now and then. 1 by
-        default.
+        How far a layer may move from the clients' mean, from the second round on. With
+        short training in a few rounds, longer steps sometimes lose accuracy. Default 1.
     iterations : int, optional
-        Of the solver, at most. Default: 4 with ``pcg``, but 1 where clients regress
-        (``likelihood="gaussian"``); 100 with ``cg``, 2000 with ``gd`` and ``adam``.
+        At most this many iterations of the solver. Default: 4 with ``pcg``, but 1 if
+        the clients' task is a regression (``likelihood="gaussian"``); 100 with ``cg``,
+        2000 with ``gd`` and ``adam``.
 
     Raises
     ------
@@ -147,10 +147,10 @@ def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
     Parameters
     ----------
     solver : str, default "pcg"
-        Of :data:`SOLVERS`.
+        One of :data:`SOLVERS`.
     **options
-        Other fields of :class:`MergeSettings`. None stands for the solver's default, of
-        those that it has: not for that of `tolerance` or `lr`.
+        Other fields of :class:`MergeSettings`. None means the solver's default, except
+        for `tolerance` and `lr`, which have none.
 
     Examples
     --------

@@ -29,8 +29,8 @@ class LocalPosterior:
     params : Mapping[str, Tensor]
         The client's parameters and buffers after training.
     curvature : Curvature
-        Its Fisher there, a mean over its examples. It covers the parameters to merge
-        by curvature; all others (buffers) are averaged.
+        The client's Fisher at these parameters, a mean over its examples. It covers the
+        parameters to merge by curvature; all others (buffers) are averaged.
     num_examples : float
         The client's weight, as Flower counts it.
 
@@ -39,7 +39,7 @@ class LocalPosterior:
     ConfigurationError
         If `num_examples` is not positive.
     ParamsError
-        If the curvature covers a parameter that is missing or shaped otherwise.
+        If the curvature covers a parameter that is missing or has another shape.
     """
 
     params: Params
@@ -72,9 +72,10 @@ class LocalPosterior:
 def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
     """Raise :class:`ParamsError` unless they can be merged.
 
-    There must be some, finite, of one layout and one dtype for each parameter and its
-    curvature, and no curvature negative on a diagonal. Deferred
-    values are not looked at here: an upload's were checked when it was read.
+    There must be at least one. All must be finite, and have the same layout, and the
+    same dtype for each parameter and its curvature. No diagonal may be negative.
+    Deferred values are not checked here: those of an upload were checked when it was
+    read.
     """
     if not posteriors:
         raise ParamsError("there is no posterior to merge: pass at least one")

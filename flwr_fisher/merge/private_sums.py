@@ -36,7 +36,7 @@ def contribution(
     Parameters
     ----------
     start, params : Mapping[str, Tensor]
-        Before and after training.
+        The parameters before and after training.
     fisher : Mapping[str, Tensor]
         The Fisher's diagonal, over the parameters that were trained.
     clipping_norm : float
@@ -67,7 +67,8 @@ def private_sums(mean: Params, start: Params, clipping_norm: float) -> DiagonalS
     mean : Mapping[str, Tensor]
         The contributions' mean, with noise, by ``<vector>/<parameter>``.
     start : Mapping[str, Tensor]
-        What clients started from. Parameters and buffers that have no Fisher stay.
+        The parameters from which clients started. Parameters and buffers without a
+        Fisher stay as they are.
     clipping_norm : float
         C.
 

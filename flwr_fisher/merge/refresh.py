@@ -26,31 +26,32 @@ _TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one 
 def refresh_norms(model: nn.Module, loader: Iterable[Any]) -> None:
     r"""Set a model's batch norms to the statistics of their inputs on some data.
 
-    For models that were merged: their batch norms' running statistics are means over
-    the clients', which are of other weights, and in eval mode such a model can be far
-    worse than what it was merged from. One forward pass mends it: with the batch norms
-    in train mode, and all else in eval mode, the statistics become
+    Use it for merged models. The running statistics of their batch norms are means over
+    the clients' statistics, which belong to other weights. In eval mode, such a model
+    can be far worse than the clients' models. One forward pass corrects this: with the
+    batch norms in train mode, and all other modules in eval mode, the statistics become
 
     .. math:: \mu = E[x], \qquad \sigma^2 = E[x^2] - E[x]^2
 
-    over all inputs x of a norm, of all batches, whatever its ``momentum``. As a norm in
-    train mode normalises by its batch, they depend on how examples are batched, as in
-    training, but for the first norm's. Norms that are frozen (none of whose parameters
-    is trained) and those without running statistics are left alone.
+    over all inputs x of a norm, of all batches, whatever its ``momentum``. A norm in
+    train mode normalises by its batch. So, as in training, the statistics of all norms
+    but the first depend on how examples are batched. Frozen norms (without a trained
+    parameter) and norms without running statistics stay as they are.
 
     Parameters
     ----------
     model : nn.Module
-        Changed in place; its parameters and modes stay as they are.
+        The model, whose statistics are changed in place; its parameters and modes stay
+        as they are.
     loader : Iterable
         Batches of any form that :class:`~flwr_fisher.curvature.Pairs` reads; labels are
-        not looked at. For several clients' data: ``itertools.chain(*loaders)``. A batch
-        of one example which a norm refuses in train mode is left out.
+        not used. For the data of several clients, pass ``itertools.chain(*loaders)``. A
+        batch of one example is left out if a norm refuses it in train mode.
 
     Raises
     ------
     DataError
-        If it gives no batch that a norm takes in train mode.
+        If the loader has no batch that a norm accepts in train mode.
 
     Examples
     --------
@@ -79,19 +80,20 @@ def norm_shifts(
     Parameters
     ----------
     model : nn.Module
-        Left as it was.
+        The model, which is left as it was.
     loader : Iterable
         As for :func:`refresh_norms`.
     prefixes : Collection[str], optional
-        Of which norms, as :func:`~flwr_fisher.merge.batch_norms.norms_of` names them.
-        All others stay in eval mode. Default: of those that are not frozen.
+        The norms to measure, by the names of
+        :func:`~flwr_fisher.merge.batch_norms.norms_of`. All others stay in eval mode.
+        Default: all norms that are not frozen.
 
     Returns
     -------
     dict[str, Tensor]
-        As of :func:`~flwr_fisher.merge.batch_norms.shifts_of`, in float64 on the CPU,
-        under the names of the statistics. Zero for what is no batch norm, or is not
-        used.
+        The shifts of :func:`~flwr_fisher.merge.batch_norms.shifts_of`, in float64 on
+        the CPU, under the names of the statistics. A shift is zero if its name is not a
+        batch norm's, or the norm is not used.
 
     Raises
     ------
@@ -219,7 +221,7 @@ def _watched(totals: Mapping[_BatchNorm, _Total]) -> Iterator[None]:
 def norms_by_prefix(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the batch norms with running statistics, by the prefix of their names.
 
-    Under each of its names, if it has several.
+    A norm with several names is returned under each of them.
     """
     return {
         f"{name}." if name else "": module

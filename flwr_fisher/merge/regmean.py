@@ -16,7 +16,8 @@ def regmean(
 ) -> dict[str, Tensor]:
     r"""Return the parameters of RegMean's merge.
 
-    For each layer with a Kronecker curvature, with its weight as ``[out, in]``,
+    For each layer with a Kronecker curvature, and its weight as a matrix ``[out, in]``,
+    the result is
 
     .. math:: W = \Big(\sum_i p_i W_i A_i\Big)\Big(\sum_i p_i A_i\Big)^{+},
 
@@ -26,7 +27,7 @@ def regmean(
     Parameters
     ----------
     posteriors : Sequence[LocalPosterior]
-        With ``structure="kfac"``; only the input factors are used.
+        Posteriors with ``structure="kfac"``; only the input factors are used.
     off_diagonal : float, default 0.9
         In [0, 1]; the FedFisher paper tries 0.1 and 0.9.
 

@@ -44,23 +44,25 @@ class MergeResult:
     params : dict[str, Tensor]
         The merged parameters, with the keys, shapes and dtypes of the clients'.
     residuals : list[float]
-        The norm of the residual over all layers, before the first iteration and after
-        each, relative to the first; for a closed form, before and after it.
+        The norm of the residual over all layers, relative to the first: before the
+        first iteration and after each iteration. For a closed form: before and after
+        it.
     iterations : int
         How many iterations the slowest layer took.
     shares : list[float]
-        Each client's share of the summed curvature's trace; they add up to 1. Empty
-        where only sums over the clients are known.
+        Each client's share of the summed curvature's trace; they add up to 1. Empty if
+        only sums over the clients are known.
     unsolved : list[str]
-        The parameters whose system the solver did not solve: it could take no step, or
-        what it ended with is not finite, or worse than the mean. They are the mean's.
+        The parameters whose system the solver did not solve, because it could take no
+        step, or because its result is not finite or worse than the mean. These
+        parameters stay at the mean.
     outliers : dict[int, float]
-        The places of the clients that were left out, each with its distance from the
-        others in multiples of the median.
+        The clients that were left out, by their numbers in the order of the posteriors,
+        with their distance from the others in multiples of the median.
     settings : MergeSettings, optional
-        What the merge was done with.
+        The settings of the merge.
     mean : dict[str, Tensor], optional
-        FedAvg's mean, where only sums over the clients are known.
+        FedAvg's mean, if only sums over the clients are known.
     """
 
     params: dict[str, Tensor] = field(repr=False)
@@ -82,7 +84,8 @@ def solve(
 ) -> MergeResult:
     """Solve each layer's system for its step away from the mean; take the steps.
 
-    A layer whose system is not solved stays at the mean, and is named.
+    If a layer's system is not solved, the layer stays at the mean, and the result names
+    it.
     """
     reads = Reads()
     if settings.solver == "adam":

@@ -26,16 +26,17 @@ def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
               \bar G = \frac{\sum_i w_i \operatorname{tr}(A_i) G_i}
                             {\sum_i w_i \operatorname{tr}(A_i) \operatorname{tr}(G_i)},
 
-    has its trace and, seen from inputs alone or outputs alone, its shape. With the
-    ridge :math:`\lambda` shared between the two, as in Martens & Grosse (2015, section
-    6.3), its inverse is that of :math:`(\bar G + \sqrt\lambda I) \otimes
-    (\bar A + \sqrt\lambda I)`, where both are scaled to one mean eigenvalue. For dense
-    matrices it is exact, and for any other mixture the diagonal's.
+    has the same trace and, seen only from the inputs or only from the outputs, the same
+    shape. With the ridge :math:`\lambda` shared between the two, as in Martens & Grosse
+    (2015, section 6.3), its inverse is that of
+    :math:`(\bar G + \sqrt\lambda I) \otimes (\bar A + \sqrt\lambda I)`, where both are
+    scaled to one mean eigenvalue. For dense matrices the inverse is exact. For any
+    other mixture it is the inverse of the diagonal.
 
     Parameters
     ----------
     curvature : WeightedSum
-        Of one layer, with a mean eigenvalue of 1.
+        The curvature of one layer, with a mean eigenvalue of 1.
     ridge : float
         At least 0; here it counts as at least 1e-4.
     """
@@ -142,7 +143,8 @@ _EVERY = 100  # steps from one score to the next
 def largest_eigenvalue(matvec: Matvec, like: Params, iterations: int = 100) -> Tensor:
     """Return the largest eigenvalue by power iteration from a fixed random start.
 
-    A scalar in float64, 0 where a product is; an accelerator is not waited for.
+    It is a scalar in float64, and 0 if a product is 0. The CPU does not wait for an
+    accelerator.
     """
     generator = torch.Generator().manual_seed(0)
     vector = {
@@ -196,7 +198,7 @@ def paper_adam(
     Yields
     ------
     tuple[dict[str, Tensor], Tensor]
-        The iterate, and the residual's norm there, a scalar; endless.
+        The iterate, and the norm of its residual, a scalar. The iterates have no end.
     """
     iterate = {k: torch.zeros_like(v) for k, v in rhs.items()}
     momentum = second = iterate
@@ -220,8 +222,8 @@ def best_of(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Score some of the iterates; return the best one and all residual norms.
 
-    Without a score it is the last one that is returned. An accelerator is waited for
-    where progress is told, or a score taken.
+    Without a score, return the last one. The CPU waits for an accelerator only to
+    report progress or to compute a score.
     """
     norms: list[Tensor] = []
     best: tuple[float, dict[str, Tensor]] | None = None

@@ -52,7 +52,8 @@ _OF_CLIENTS = {
 class DiagonalSums:
     r"""The sums over the clients, divided by :math:`N = \sum n_i`.
 
-    One client's contribution is that of a federation in which it is alone.
+    A client's contribution has the same form: it is the sums of a federation with this
+    client alone.
 
     Parameters
     ----------
@@ -61,7 +62,7 @@ class DiagonalSums:
     fisher : dict[str, Tensor]
         :math:`\sum n_i F_i / N`, over the parameters to merge by curvature.
     fisher_params : dict[str, Tensor]
-        :math:`\sum n_i F_i \theta_i / N`, over the same.
+        :math:`\sum n_i F_i \theta_i / N`, over the same parameters.
 
     Raises
     ------
@@ -83,16 +84,16 @@ class DiagonalSums:
         r"""Return them of clients whose posteriors are known.
 
         Floats are float32, or float64 for a float64 model; integers are int64. float32
-        is enough: no :math:`F_i` is negative, so that in
-        :math:`\sum n_i F_i \theta_i / \sum n_i F_i` rounding costs some 1e-7 of the
-        largest :math:`|\theta_i|`.
+        is enough: no :math:`F_i` is negative, so the rounding of
+        :math:`\sum n_i F_i \theta_i / \sum n_i F_i` is about 1e-7 of the largest
+        :math:`|\theta_i|`.
 
         Raises
         ------
         ParamsError
-            If there is none, their layouts differ, one is not finite, of several
-            dtypes, or its curvature is negative; or if a sum is more than its dtype
-            holds.
+            If there is no posterior, layouts differ, or a posterior is not finite, has
+            several dtypes, or has a negative curvature; or if a sum is too large for
+            its dtype.
         StructureError
             If a curvature is not diagonal.
 
@@ -127,7 +128,7 @@ class DiagonalSums:
         Parameters
         ----------
         like : Mapping[str, Tensor], optional
-            Gives the dtypes. Default: those of the sums.
+            Tensors with the dtypes of the result. Default: the dtypes of the sums.
         """
         like = self.params if like is None else like
         check_same_layout(like, self.params, "sums")
@@ -146,16 +147,18 @@ def fedfisher_from_sums(
 
     With :math:`N = \sum n_i`, :math:`\bar\theta = \sum n_i \theta_i / N` and
     :math:`F = \sum n_i F_i / N` it solves the same system,
-    :math:`F \delta = \sum n_i F_i \theta_i / N - F \bar\theta`, so that the parts give
-    the same model within 1e-5 (of a tensor's largest entry, or of 1). Where Fishers are
-    above 1, ``adam`` magnifies any rounding to some 1e-3, of the parts as of the sums.
+    :math:`F \delta = \sum n_i F_i \theta_i / N - F \bar\theta`, so the model is the
+    same as from the clients' parts, within 1e-5 of a tensor's largest entry, or of 1.
+    With Fishers above 1, ``adam`` magnifies any rounding to about 1e-3, with the parts
+    as with the sums.
 
     Parameters
     ----------
     sums : DiagonalSums
-        Over all clients.
+        The sums over all clients.
     like : Mapping[str, Tensor], optional
-        Gives the result's dtypes, which sums of integers and of half floats have lost.
+        Tensors with the dtypes of the result. Sums of integers and of half floats have
+        other dtypes.
     score, progress : optional
         As for ``fedfisher``.
     **options
@@ -164,7 +167,7 @@ def fedfisher_from_sums(
     Returns
     -------
     MergeResult
-        Its ``shares`` are empty: the server cannot know them.
+        The merged model. Its ``shares`` are empty, because the server cannot know them.
 
     Raises
     ------
@@ -201,14 +204,14 @@ def sums_settings(
 ) -> MergeSettings:
     """Return :func:`merge_settings` for sums, where no client's curvature is known.
 
-    `shrink` and `damping` do nothing to a diagonal. For ``structure="kfac"`` clients
-    balance their Fishers themselves, so `balance` may be what it likes.
+    `shrink` and `damping` have no effect on a diagonal. With ``structure="kfac"``
+    clients balance their Fishers themselves, so `balance` may have any value.
 
     Raises
     ------
     ConfigurationError
-        If `balance`, `robust`, `max_share`, `trust` or `outlier` is given another value
-        than the one that does nothing, or an option is out of range.
+        If `balance`, `robust`, `max_share`, `trust` or `outlier` has another value than
+        the one without effect, or if an option is out of range.
     """
     of_clients = dict(_OF_CLIENTS)
     if structure == "kfac":

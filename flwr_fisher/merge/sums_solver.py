@@ -29,7 +29,7 @@ class Iterate:
     solution, residual, direction : dict[str, Tensor]
         Over all parameters with a curvature. The clients multiply `direction`.
     decrease : list[float]
-        For each layer, the residual's product with what it was preconditioned to.
+        For each layer, the product of the residual with the preconditioned residual.
     norms : list[list[float]]
         For each layer, the residual's norm at the start and after each iteration.
     """
@@ -135,7 +135,7 @@ def merged(
 ) -> MergeResult:
     """Return the model of the current state.
 
-    A layer for which they found no step stays at the mean, and is named.
+    If no step was possible for a layer, it stays at the mean, and the result names it.
 
     Parameters
     ----------

@@ -26,9 +26,9 @@ def layer_weights(
     r"""Return the clients' weights :math:`w_i` in a layer, which add up to 1.
 
     :math:`w_i \propto n_i / (t_i^\gamma (1 + \kappa q_i / \operatorname{median} q))`,
-    with the options `balance` (:math:`\gamma`) and `robust` (:math:`\kappa`). Then no
-    :math:`w_i t_i` of three or more is above `outlier` times the median, or above
-    `max_share` of the sum.
+    with the options `balance` (:math:`\gamma`) and `robust` (:math:`\kappa`). For three
+    or more clients, each :math:`w_i t_i` is then limited to `outlier` times the median,
+    and to `max_share` of the sum.
 
     Parameters
     ----------
@@ -37,10 +37,11 @@ def layer_weights(
     traces : Sequence[float]
         :math:`t_i = \operatorname{tr} F_i`, at any one scale.
     squared_distances : Sequence[float]
-        :math:`q_i = \|\bar\theta - \theta_i\|^2_{F_i}`, of each client from the mean as
-        its own Fisher measures it: twice the rise of its loss there that it expects.
+        :math:`q_i = \|\bar\theta - \theta_i\|^2_{F_i}`, each client's distance from the
+        mean, measured by its own Fisher. It is twice the rise of its loss at the mean
+        that the Fisher predicts.
     settings : MergeSettings
-        Of the merge.
+        The settings of the merge.
     """
     # A client without curvature has nothing to balance.
     powers = [trace**settings.balance if trace > 0 else 1.0 for trace in traces]
@@ -112,33 +113,34 @@ def without_outliers(
     r"""Return the clients without outliers, with capped example counts.
 
     In layer :math:`\ell`, with the coordinate-wise median :math:`c` of the clients'
-    parameters, client j's Fisher finds client i at
+    parameters, client j's Fisher measures client i by
 
     .. math:: q_{ij\ell} = \|\theta_{i\ell} - c_\ell\|^2_{F_{j\ell}}, \qquad
               d_i^2 = \operatorname{mean}_\ell \operatorname{median}_{j \ne i}
               \frac{q_{ij\ell}}{\operatorname{median}_k q_{kj\ell}}.
 
-    A client is left out where :math:`d_i` is more than `outlier` times the median; of
-    the others, :math:`n_i` counts up to `outlier` times the median of all. What a
-    client says of its own curvature and examples moves neither its distance nor, but
-    for its place among the medians, anyone else's. What no curvature covers is measured
-    by the Euclidean norm. Where no majority is (two clients), all stay as they are.
+    A client is left out if :math:`d_i` is more than `outlier` times the median. For the
+    others, :math:`n_i` is limited to `outlier` times the median of all. The curvature
+    and the number of examples that a client reports do not change its own distance, and
+    change those of the others only by way of the medians. Parameters without a
+    curvature are measured by the Euclidean norm. Two clients have no majority, so both
+    stay as they are.
 
-    Of more than 20 clients, 20 evenly spaced ones measure.
+    With more than 20 clients, 20 evenly spaced ones measure.
 
     Parameters
     ----------
     posteriors : Sequence[LocalPosterior]
-        One a client.
+        One for each client.
     outlier : float
         At least 1.
     device : torch.device | str, optional
-        Where layers are measured, one after the other.
+        The device where layers are measured, one after another.
 
     Raises
     ------
     ParamsError
-        As :func:`~flwr_fisher.merge.fedfisher` does.
+        As from :func:`~flwr_fisher.merge.fedfisher`.
     """
     check_posteriors(posteriors)
     everyone = list(range(len(posteriors)))

@@ -45,10 +45,10 @@ class FaghStep:
     params : dict[str, Tensor]
         The new parameters, in the old ones' order and dtypes.
     moments : FaghMoments
-        For the next step.
+        The moments for the next step.
     direction : dict[str, Tensor]
-        :math:`(H + \rho I)^{-1} G`, what the step subtracted `lr` times. Divided by its
-        norm, it is the next round's probe where the probe is to be the momentum.
+        :math:`(H + \rho I)^{-1} G`, which the step subtracted, times `lr`. Divided by
+        its norm, it is the next round's probe if the probe is the momentum.
     curvature : float
         The bias-corrected :math:`u^\top H u`.
     fell_back : bool
@@ -104,12 +104,13 @@ def fagh_step(
     params : Mapping[str, Tensor]
         The global parameters and buffers.
     gradient : Mapping[str, Tensor]
-        :math:`g`, over the parameters to step. Other params come back as they are.
+        :math:`g`, over the parameters that the step changes. Other params are returned
+        as they are.
     hvp : Mapping[str, Tensor]
-        :math:`v`, over the same.
+        :math:`v`, over the same parameters.
     probe_dot : float | Tensor
-        :math:`u^\top v` for a probe :math:`u` of length 1: the first entry of `hvp`
-        where the probe is the first coordinate, otherwise
+        :math:`u^\top v` for a probe :math:`u` of length 1: the first entry of `hvp` if
+        the probe is the first coordinate, otherwise
         ``flwr_fisher.params.dot(probe, hvp)``.
     moments : FaghMoments | None
         What the last step returned; None before the first.
@@ -120,27 +121,27 @@ def fagh_step(
     rho : float
         :math:`\rho > 0`, what is added to every eigenvalue.
     betas : tuple[float, float], default (0.9, 0.99)
-        :math:`\beta_1` and :math:`\beta_2`, in [0, 1). As :math:`c` is averaged beside
-        :math:`V`, a probe may change between steps; then :math:`V` mixes the
-        :math:`H u` of different :math:`u`, and :math:`\beta_2 = 0` keeps to the last.
+        :math:`\beta_1` and :math:`\beta_2`, in [0, 1). A probe may change between
+        steps, because :math:`c` is averaged together with :math:`V`. Then :math:`V`
+        mixes the :math:`H u` of different :math:`u`; with :math:`\beta_2 = 0` it is
+        only the last one.
     epsilon : float, default 1e-6
-        In [0, 1]: where :math:`c \le \epsilon \|V\|`, the curvature along the probe is
-        not positive, or not more than rounding, and the direction is
-        :math:`G / \rho`. :math:`c / \|V\|` is the cosine of the angle between
-        :math:`u` and :math:`H u`.
+        In [0, 1]. If :math:`c \le \epsilon \|V\|`, the curvature along the probe is not
+        positive or is mere rounding, and the direction is :math:`G / \rho`.
+        :math:`c / \|V\|` is the cosine of the angle between :math:`u` and :math:`H u`.
 
     Returns
     -------
     FaghStep
-        With the new parameters. Computed in float64.
+        The new parameters and moments, computed in float64.
 
     Raises
     ------
     ConfigurationError
         If a number is out of range.
     ParamsError
-        If layouts differ, a value is not finite, given or made, or the moments are of
-        another model or are missing where `t` is above 1.
+        If layouts differ, an argument or the result is not finite, the moments belong
+        to another model, or they are missing although `t` is above 1.
 
     Examples
     --------

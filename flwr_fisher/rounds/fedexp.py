@@ -43,16 +43,16 @@ def fedexp_step(
 
     (Jhunjhunwala, Wang & Joshi, "FedExP: Speeding Up Federated Averaging via
     Extrapolation", ICLR 2023, Algorithm 1). The paper has equal clients, for which
-    :math:`p_i = 1 / |S|`; its released code weights them like here, and multiplies
-    :math:`\epsilon` by :math:`|S|`.
+    :math:`p_i = 1 / |S|`. Its released code weights them as this function does, and
+    multiplies :math:`\epsilon` by :math:`|S|`.
 
     Parameters
     ----------
     params : Mapping[str, Tensor]
         The global parameters and buffers.
     deltas : Sequence[Mapping[str, Tensor]]
-        A client's :math:`\Delta_i = \theta - \theta_i`, over the parameters that were
-        trained (their norms are taken). Other params come back as they are.
+        A client's :math:`\Delta_i = \theta - \theta_i`, over the trained parameters,
+        whose norms count. Other params are returned as they are.
     weights : Sequence[float]
         A client's weight; :math:`p_i` is its share.
     epsilon : float, default 1e-3
@@ -61,7 +61,8 @@ def fedexp_step(
     Returns
     -------
     FedExpStep
-        The paper does not report its ``params``, but :func:`last_two_mean` of them.
+        The new parameters and the rate. The paper does not report these parameters, but
+        :func:`last_two_mean` of them.
 
     Raises
     ------

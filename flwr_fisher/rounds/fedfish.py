@@ -38,29 +38,31 @@ def fedfish_average(
     Parameters
     ----------
     deltas : Sequence[Mapping[str, Tensor]]
-        A client's :math:`\Delta_i = \theta_G - \theta_i`, of any shapes, all with the
-        same keys and shapes. Parameters :math:`\theta_i` may stand in their place.
+        A client's :math:`\Delta_i = \theta_G - \theta_i`, all with the same keys and
+        shapes. They may be parameters :math:`\theta_i` instead.
     fishers : Sequence[Mapping[str, Tensor]]
-        A client's diagonal :math:`F_i \ge 0`, shaped like its update. A key that they
-        lack (a buffer) gets FedAvg's value.
+        A client's diagonal :math:`F_i \ge 0`, shaped like its update. For a key that
+        they lack (a buffer), the result is FedAvg's value.
     weights : Sequence[float]
         A client's :math:`w_i \ge 0`, not all zero; the paper's are :math:`|D_i|`.
 
     Returns
     -------
     dict[str, Tensor]
-        With the first client's order and dtypes.
+        The pseudo-gradient, in the first client's order and dtypes.
 
     Raises
     ------
     ParamsError
-        Naming client and key, if layouts differ, an update is not finite, or a Fisher
-        is negative or not finite; also if there is no client or weights are unusable.
+        If layouts differ, an update is not finite, or a Fisher is negative or not
+        finite; it names the client and the key. Also if there is no client or weights
+        are unusable.
 
     Notes
     -----
-    Sums are taken in float64, and each entry's Fishers divided by the largest of them
-    first: their common scale does not matter, and no product overflows or vanishes.
+    Sums are computed in float64. First, the Fishers of each entry are divided by the
+    largest of them. Their common scale does not matter, and so no product overflows or
+    vanishes.
 
     Examples
     --------
@@ -99,7 +101,7 @@ def fedfish_quotient(
     product : Mapping[str, Tensor]
         :math:`\sum_i w_i F_i \Delta_i`, at any scale.
     fisher : Mapping[str, Tensor]
-        :math:`\sum_i w_i F_i`, at the same.
+        :math:`\sum_i w_i F_i`, at the same scale.
     deltas : Mapping[str, Tensor]
         :math:`\sum_i w_i \Delta_i / \sum_i w_i`, for entries without a Fisher.
 

@@ -22,20 +22,20 @@ def fedga_start(
     back their mean, clients displace and train, and the server averages their models
     as FedAvg does.
 
-    The displacements' mean is zero, with the weights that made the mean gradient, so
-    the average is not moved by them. Gradients at displaced points have, to first order
-    in :math:`\beta`, the mean :math:`\nabla \big( f + \frac\beta2 \sum_i p_i
-    \|\nabla f_i - \nabla f\|^2 \big)`: they descend the loss and the disagreement.
+    With the weights of the mean gradient, the mean of the displacements is zero, so
+    they do not move the average. Gradients at displaced points have, to first order in
+    :math:`\beta`, the mean :math:`\nabla \big( f + \frac\beta2 \sum_i p_i \|\nabla f_i
+    - \nabla f\|^2 \big)`: they reduce the loss and the disagreement of the clients.
 
     Parameters
     ----------
     params : Mapping[str, Tensor]
         :math:`\theta`, parameters and buffers.
     mean_gradient : Mapping[str, Tensor]
-        :math:`\nabla f(\theta)`, the server's mean over the cohort, over the parameters
-        that are trained. Other params come back as they are.
+        :math:`\nabla f(\theta)`, the server's mean over the cohort, over the trained
+        parameters. Other params are returned as they are.
     gradient : Mapping[str, Tensor]
-        The client's :math:`\nabla f_i(\theta)`, over the same.
+        The client's :math:`\nabla f_i(\theta)`, over the same parameters.
     beta : float
         :math:`\beta \ge 0`; 0 is FedAvg.
 

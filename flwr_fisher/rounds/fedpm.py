@@ -26,8 +26,8 @@ class Preconditioner:
 
     The paper's :math:`\delta` is absolute. Here it is a share of A's mean eigenvalue,
     :math:`\delta = d\, \operatorname{tr} A / n`: layers' inputs differ in scale by
-    orders of magnitude (a convolution's A is summed over positions), and one share
-    suits all of them.
+    orders of magnitude (a convolution's A is summed over positions), and one share fits
+    all of them.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Preconditioner:
         Parameters
         ----------
         covariances : Mapping[str, InputCovariance]
-            By the weights' names.
+            The second moments, by the weights' names.
         damping : float
             d, positive.
 
@@ -90,7 +90,7 @@ class Preconditioner:
         Parameters
         ----------
         gradient : Mapping[str, Tensor]
-            Over the trained parameters; a layer that it lacks is left out.
+            The gradient over the trained parameters; a layer that it lacks is left out.
         """
         direction = dict(gradient)
         for name, layer in self.covariances.items():
@@ -112,11 +112,11 @@ class FedPMMixture:
     params : dict[str, Tensor]
         The mixed model, in the first client's order and dtypes.
     correction : dict[str, Tensor]
-        :math:`W - \bar W`, how far mixing is from FedAvg's mean, in float64.
+        :math:`W - \bar W`, the difference to FedAvg's mean, in float64.
     averaged : list[str]
         Weights of layers that were averaged because the mean of their A has a negative
-        eigenvalue, or no finite solution: no second moment is like that, so a client
-        sent something else.
+        eigenvalue, or no finite solution. No second moment has that, so a client sent
+        something else.
     """
 
     params: dict[str, Tensor]
@@ -137,19 +137,20 @@ def fedpm_mix(
 
     .. math:: W = \Big(\sum_i p_i W_i A_i\Big) \Big(\sum_i p_i A_i\Big)^{-1}
 
-    (FedPM, AAAI 2026), the least-squares fit to what every client's layer makes of its
-    own inputs; :func:`~flwr_fisher.merge.regmean` is its one-shot relative. Where no
-    client's inputs reach (MNIST's black border), the inverse does not exist. Here it is
-    the step away from FedAvg's mean :math:`\bar W = \sum_i p_i W_i` that is solved for,
+    (FedPM, AAAI 2026), the least-squares fit to the outputs that every client's layer
+    has for its own inputs; :func:`~flwr_fisher.merge.regmean` is the similar method for
+    one shot. If no client has inputs in some direction (MNIST's black border), the
+    inverse does not exist. So this function solves for the step away from FedAvg's mean
+    :math:`\bar W = \sum_i p_i W_i`,
 
     .. math:: W = \bar W + \Big(\sum_i p_i (W_i - \bar W) A_i\Big)
               \Big(\sum_i p_i A_i + \delta I\Big)^{-1}, \qquad
               \delta = \frac dn \operatorname{tr} \sum_i p_i A_i
 
     the minimum of :math:`\sum_i p_i \|(W - W_i) A_i^{1/2}\|^2 + \delta \|W - \bar
-    W\|^2`. It is the paper's for d = 0, the mean in the null space of all
-    :math:`A_i`, and the mean altogether where they are equal. Everything without an A
-    is averaged.
+    W\|^2`. With d = 0 it is the paper's mixture. In the null space of all :math:`A_i`
+    it is the mean, and if all :math:`A_i` are equal, it is the mean everywhere.
+    Parameters without an A are averaged.
 
     Parameters
     ----------
@@ -160,9 +161,9 @@ def fedpm_mix(
     weights : Sequence[float]
         A client's weight, such as its number of examples.
     damping : float, default 1e-3
-        d, positive. A is in float32, whose rounding is about 1e-7 of the largest
-        eigenvalue, that is up to n 1e-7 of the mean one: a d well above it keeps
-        rounding out of the null space.
+        d, positive. A is in float32, so its rounding is about 1e-7 of the largest
+        eigenvalue, which is up to n 1e-7 of the mean eigenvalue. With a d well above
+        this, rounding has no effect in the null space.
 
     Raises
     ------
@@ -174,7 +175,7 @@ def fedpm_mix(
 
     Examples
     --------
-    Each client is followed along the inputs that it alone has seen:
+    Along the inputs that only one client has seen, the mixture follows that client:
 
     >>> models = [{"w": torch.tensor([[1.0, 1.0]])}, {"w": torch.tensor([[5.0, 5.0]])}]
     >>> seen = [torch.diag(torch.tensor(d))[None] for d in ([1.0, 0.0], [0.0, 1.0])]

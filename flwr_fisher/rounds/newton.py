@@ -44,9 +44,9 @@ def giant_direction(
     Returns
     -------
     dict[str, Tensor]
-        :math:`d_i`, to be subtracted. GIANT is for convex losses: where a direction of
-        no positive curvature turns up, the iterate before it, or :math:`g` if there is
-        none, so that stepping against it descends.
+        :math:`d_i`, which must be subtracted. GIANT is for convex losses. If an
+        iteration meets a direction without positive curvature, this is the iterate
+        before it, or :math:`g` if there is none: a step against it still descends.
 
     Raises
     ------
@@ -85,10 +85,10 @@ def done_direction(
     .. math:: d_i \leftarrow d_i + \alpha (g - H_i d_i), \qquad d_i^{(0)} = 0
 
     (Dinh, Tran, Nguyen, Bao, Rezaei Balef, Zhou & Zomaya, "DONE: Distributed
-    Approximate Newton-type Method for Federated Edge Learning", IEEE TPDS 2022; its
-    sign is the other). It converges where :math:`0 < \alpha < 2 / \lambda_\max(H_i)`
-    and the Hessian is positive definite. FAGH's comparison takes 10 iterations and
-    :math:`\alpha` of 0.01 or 0.05.
+    Approximate Newton-type Method for Federated Edge Learning", IEEE TPDS 2022; the
+    paper's :math:`d_i` has the opposite sign). It converges where
+    :math:`0 < \alpha < 2 / \lambda_\max(H_i)` and the Hessian is positive definite.
+    FAGH's comparison takes 10 iterations and :math:`\alpha` of 0.01 or 0.05.
 
     Parameters
     ----------
@@ -146,9 +146,11 @@ def newton_step(
     params : Mapping[str, Tensor]
         :math:`\theta`, parameters and buffers.
     directions : Sequence[Mapping[str, Tensor]]
-        A client's direction :math:`d_i`. Params that they lack come back as they are.
+        A client's direction :math:`d_i`. Params that they lack are returned as they
+        are.
     weights : Sequence[float]
-        A client's weight; :math:`p_i` is its share. Both papers' are equal.
+        A client's weight; :math:`p_i` is its share. In both papers all weights are
+        equal.
     lr : float, default 1
         :math:`\eta`; 1 is Newton's own step.
 

@@ -43,12 +43,13 @@ def scaffold_step(
         :math:`c`, over the parameters that are trained; zeros before the first round.
     deltas : Sequence[Mapping[str, Tensor]]
         A client's :math:`\Delta_i = \theta - \theta_i`, shaped like `control`. Other
-        params come back as they are.
+        params are returned as they are.
     control_deltas : Sequence[Mapping[str, Tensor]]
         A client's :math:`\Delta c_i = c_i^+ - c_i`, from :func:`scaffold_control`.
     weights : Sequence[float]
-        A client's weight; :math:`p_i` is its share in the cohort. With all ones it is
-        the paper's; with :math:`n_i` the fixed point is that of the mean over examples.
+        A client's weight; :math:`p_i` is its share in the cohort. If all weights are 1,
+        it is the paper's method. With :math:`n_i` the fixed point is that of the mean
+        over examples.
     participation : float, default 1
         In (0, 1]: the cohort's share of all clients, :math:`|S| / N`, or of their
         weights. Then :math:`c` stays the mean of all clients' :math:`c_i`.
@@ -92,9 +93,9 @@ def scaffold_control(
 
     .. math:: c_i^+ = c_i - c + \frac{\theta - \theta_i}{K \eta_l}
 
-    (Algorithm 1, line 12), for K local steps of plain SGD with the rate
-    :math:`\eta_l`: then it is the mean of the gradients along the client's way. With
-    momentum it is not.
+    (Algorithm 1, line 12), for K local steps of plain SGD with the rate :math:`\eta_l`:
+    then it is the mean of the gradients along the client's steps. With momentum it is
+    not.
 
     Parameters
     ----------

@@ -95,20 +95,22 @@ def server_step(
     params : Mapping[str, Tensor]
         The global parameters and buffers, of any shapes.
     gradient : Mapping[str, Tensor]
-        What to descend, shaped like `params`. Its floating tensors are stepped; other
-        params come back as they are, so leave out a batch norm's statistics.
+        The gradient to descend, shaped like `params`. The step changes its
+        floating-point tensors; other params are returned as they are, so leave out a
+        batch norm's statistics.
     state : Mapping[str, Tensor]
         What the last step returned; empty before the first.
     factory : Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-        From :func:`make_optimizer`. It is called at every step: what it was given is
+        From :func:`make_optimizer`. It is called at every step, so its arguments are
         not part of the state.
 
     Returns
     -------
     params, state : dict[str, Tensor]
         The new parameters in the old ones' order, and the optimiser's state under keys
-        ``<param>/<entry>``. Saved and restored between steps, it leaves them
-        those of one optimiser, bit for bit. A Python value's key ends in ``:<type>``.
+        ``<param>/<entry>``. If the state is saved and restored between steps, the
+        parameters are those of one optimiser, bit for bit. A Python value's key ends in
+        ``:<type>``.
 
     Raises
     ------

@@ -35,8 +35,8 @@ def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tenso
 def stepped_names(params: Params, trained: Collection[str] | None = None) -> list[str]:
     """Return the names to step, where uploads do not say which parameters are trained.
 
-    By default everything of floating point that is not named like the statistics of
-    torch's batch norm.
+    By default, these are all floating-point tensors except those that are named like
+    the statistics of torch's batch norm.
     """
     if trained is not None:
         return [key for key in params if key in trained]
@@ -52,7 +52,7 @@ def updates(
 ) -> list[dict[str, Tensor]]:
     r"""Return each client's :math:`\Delta_i = \theta - \theta_i`, in float64.
 
-    It is over those names, and has a gradient's sign: a server steps against it.
+    They cover these names, and have a gradient's sign: a server steps against them.
     """
     before = double(start, names)
     return [subtract(before, double(params, names)) for params in models]
@@ -73,7 +73,7 @@ def with_averages(
     moved : Mapping[str, Tensor]
         The new values of some of them.
     models : Sequence[Mapping[str, Tensor]]
-        What the clients' training made of them, for all others.
+        The clients' trained models, which give the mean of all other tensors.
     weights : Sequence[float]
         The clients' weights.
 
