@@ -34,8 +34,8 @@ def tct_control(
     :func:`~flwr_fisher.rounds.scaffold_control` for one matrix. The next round's
     correction is :math:`h_i = c_i - c`, with the server's next :math:`c`. While all
     clients are in every round, that is the paper's
-    :math:`h_i \leftarrow h_i + (\Theta^+ - \Theta_i) / (M \eta)`; a client that missed
-    some knows no :math:`\Theta^+`, and with the next :math:`\Theta` in its place the
+    :math:`h_i \leftarrow h_i + (\Theta^+ - \Theta_i) / (M \eta)`; A client that missed
+    a round does not know :math:`\Theta^+`. With the next :math:`\Theta` instead, the
     paper's form does not reach the optimum.
 
     Parameters
@@ -44,7 +44,7 @@ def tct_control(
         ``[p, C]``, :math:`c_i` and the server's :math:`c`; zeros before round 1.
     weight, new_weight : Tensor
         ``[p, C]``, :math:`\Theta` and :math:`\Theta_i`, the latter as it is uploaded,
-        since the server computes :math:`c_i^+ - c_i` from that.
+        because the server computes :math:`c_i^+ - c_i` from the upload.
     lr : float
         :math:`\eta`.
     local_steps : int
@@ -87,24 +87,25 @@ def tct_average(
               \Delta c_i = \frac{\Theta - \Theta_i}{M \eta} - c
 
     SCAFFOLD's server (:func:`~flwr_fisher.rounds.scaffold_step`). With full-batch steps
-    it can tell :math:`\Delta c_i` from :math:`\Theta_i`, so that clients upload nothing
-    else.
+    it can compute :math:`\Delta c_i` from :math:`\Theta_i`, so that clients upload
+    nothing else.
 
     Parameters
     ----------
     weight : Tensor
-        ``[p, C]``, :math:`\Theta`, what the clients started from.
+        ``[p, C]``, :math:`\Theta`, from which the clients started.
     control : Tensor
-        ``[p, C]``, :math:`c`, what they were sent; zeros before round 1.
+        ``[p, C]``, :math:`c`, which the server sent them; zeros before round 1.
     locals : Sequence[Tensor]
         Each client's :math:`\Theta_i`, ``[p, C]``.
     weights : Sequence[float]
         Each client's weight, its number of examples; :math:`p_i` is its share in the
-        cohort. Equal weights, as in the paper's code, solve another problem where
-        clients differ in size.
+        cohort. If clients differ in size, equal weights, as in the paper's code, solve
+        another problem.
     parts : Sequence[float], optional
-        To which part of its length each client's :math:`\Theta_i - \Theta` was cut
-        before: its :math:`\Delta c_i` is cut to the same part. Default: all ones.
+        The part of its length to which each client's :math:`\Theta_i - \Theta` was cut
+        before. The client's :math:`\Delta c_i` is cut to the same part. Default: all
+        ones.
     participation : float, default 1
         :math:`\rho` in (0, 1], the cohort's share of all clients' weights.
     lr : float
@@ -115,7 +116,8 @@ def tct_average(
     Returns
     -------
     weight, control : Tensor
-        In the dtypes of `weight` and `control`; computed in float64.
+        The new :math:`\Theta` and :math:`c`, in the dtypes of `weight` and `control`;
+        computed in float64.
 
     Raises
     ------

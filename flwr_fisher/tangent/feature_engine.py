@@ -53,7 +53,7 @@ class FeatureEngine:
     Parameters
     ----------
     network : nn.Module
-        In eval mode; returns one number an example.
+        The network, in eval mode. It returns one number for each example.
     chosen : Mapping[str, Chosen]
         The parameters with at least one chosen entry.
     inputs : Inputs
@@ -62,7 +62,8 @@ class FeatureEngine:
     Raises
     ------
     StructureError
-        If an example has not exactly one output, or not one of its own.
+        If an example does not have exactly one output, or if its output depends on
+        other examples.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class FeatureEngine:
         inputs : Inputs
             The examples.
         out : Tensor
-            Takes the features, ``[n, p]``.
+            The features are written here, ``[n, p]``.
         """
         parts = inputs.split(self.chunk), torch.split(out, self.chunk)
         for x, rows in zip(*parts, strict=True):

@@ -28,25 +28,25 @@ class TangentFeatures:
               \in \mathbb{R}^p
 
     (TCT, section 4.1.) :math:`f_1` is the network with its last layer replaced by a
-    freshly initialised one with a single output; what the model does behind that layer,
-    such as a log-softmax, has no part in it. S takes p coordinates at random. Both are
-    drawn from `seed`, so that everyone who knows it and the weights has the same
-    features. The network is in eval mode: no dropout, batch norm's running statistics.
+    freshly initialised one with a single output; what the model does after that layer,
+    such as a log-softmax, is left out. S takes p random coordinates. The new layer and
+    S are drawn from `seed`, so the seed and the weights determine the features. The
+    network is in eval mode: without dropout, with batch norm's running statistics.
 
-    Features are in the order of ``model.named_parameters()``, with the new layer in the
-    old one's place, each parameter flattened as in memory; frozen parameters stay out,
-    but the new layer never does.
+    Features are in the order of ``model.named_parameters()``, with the new layer in
+    place of the old one, and each parameter flattened as in memory. Frozen parameters
+    have no features, but the new layer always has.
 
     Parameters
     ----------
     model : nn.Module
-        Its parameters' values are those at construction: it is copied, and neither
-        changed nor looked at again.
+        The network. It is copied, so later changes of its parameters have no effect,
+        and it is not changed.
     num_features : int
-        How many coordinates to take; all, where the network has no more.
+        How many coordinates to take. If the network has fewer, all are taken.
     seed : int, default 0
-        Of the new layer's weights and of the coordinates, each a stream of its own.
-        The global generators are left as they were.
+        The seed of the new layer's weights and of the coordinates; each has its own
+        random numbers. The global generators are left as they were.
     head : str, optional
         The name of the layer to replace, an ``nn.Linear``. By default the last in the
         model's definition; the first batch shows whether it is also called last.
@@ -56,33 +56,33 @@ class TangentFeatures:
     head : str
         The name of the layer that was replaced.
     num_classes : int
-        The outputs that it had.
+        The number of outputs that this layer had.
     num_features : int
         p, at most the number of trained parameters.
     digest : str
-        Of everything that must agree between clients, besides the parameters' values:
-        the head's name, the seed, parameters' names and shapes, the coordinates and the
-        new layer's weights. 64 hexadecimal digits.
+        A digest, in 64 hexadecimal digits, of everything that must be the same on all
+        clients, except the parameters' values: the head's name, the seed, parameters'
+        names and shapes, the coordinates and the new layer's weights.
     dtype : torch.dtype
-        Of the features: float64 where the head is, or else float32.
+        The dtype of the features: float64 if the head is in float64, otherwise float32.
     device : torch.device
-        Of the features, and where examples must be.
+        The device of the features; examples must be there, too.
 
     Raises
     ------
     ConfigurationError
         If `num_features` is below 1, or `head` names no linear layer.
     StructureError
-        If there is no linear layer, the head shares its weight with another layer or is
-        not called exactly once, a linear layer is called after it that no `head` was
-        named for, or an example's output depends on the others of its batch; the last
-        three on the first batch.
+        If there is no linear layer, or the head shares its weight with another layer.
+        On the first batch also if the head is not called exactly once, if a linear
+        layer is called after it although no `head` was named, or if an example's output
+        depends on the other examples of its batch.
 
     Notes
     -----
-    Linear and convolution layers that are called once, one row an example, share one
-    backward pass of the batch, and only the chosen entries of an example's gradient are
-    formed. Other parameters go through ``torch.func``.
+    Linear and convolution layers that are called once, with one row for each example,
+    share one backward pass of the batch, and only the chosen entries of an example's
+    gradient are computed. Other parameters go through ``torch.func``.
 
     Examples
     --------

@@ -18,7 +18,7 @@ from flwr_fisher.tangent.head import linear_layer
 class HeadSums:
     r"""The sums over data from which a linear regression on features is solved.
 
-    Sums over clients are those of their pooled data.
+    If they are added up over clients, the result is the sums of the pooled data.
 
     Parameters
     ----------
@@ -27,7 +27,8 @@ class HeadSums:
     cross : Tensor
         :math:`\sum x y^\top`, ``[f, C]`` in float64.
     count : float
-        Over how many examples; a sequence is one, with a row for each of its positions.
+        The number of examples. A sequence is one example, with a row for each of its
+        positions.
     """
 
     gram: Tensor
@@ -52,8 +53,8 @@ def head_sums(model: nn.Module, loader: Iterable[Any], head: str) -> HeadSums:
     model : nn.Module
         Used in eval mode, and left as it was.
     loader : Iterable
-        Batches ``(inputs, labels)``; labels are classes, or what a regression predicts,
-        with as many numbers an example as the head has outputs.
+        Batches ``(inputs, labels)``; labels are classes, or the targets of a
+        regression: for each example as many numbers as the head has outputs.
     head : str
         The linear layer, called once, whose inputs are the features.
 
@@ -101,24 +102,25 @@ def closed_form_head(sums: HeadSums, *, bias: bool, ridge: float) -> tuple[Tenso
 
     .. math:: W = \Big(\sum x x^\top + \lambda I\Big)^{-1} \sum x y^\top
 
-    Analytic federated learning (AFL; He et al., CVPR 2025) reaches it from clients'
-    solutions; of sums it is one solve, whatever the split.
+    Analytic federated learning (AFL; He et al., CVPR 2025) computes it from the
+    clients' solutions. From sums it takes one solution of a linear system, however the
+    data are split.
 
     Parameters
     ----------
     sums : HeadSums
-        Over all clients.
+        The sums over all clients.
     bias : bool
-        Whether every x ends in a 1; its weight, the bias, is not drawn to 0.
+        Whether every x ends in a 1. The weight of this 1, the bias, is not regularised.
     ridge : float
-        :math:`\lambda` as a share of the features' mean square, at least 0. Features
-        that are linearly dependent need some.
+        :math:`\lambda` as a share of the features' mean square, at least 0. If features
+        are linearly dependent, it must be positive.
 
     Returns
     -------
     tuple[Tensor, ...]
-        The weight ``[C, f]``, and the bias ``[C]`` if there is one; in float64. Of
-        several solutions it is the shortest.
+        The weight ``[C, f]``, and the bias ``[C]`` if there is one; in float64. If
+        there are several solutions, it is the shortest.
     """
     check_range("ridge", ridge, 0)
     penalty = torch.ones(len(sums.gram), dtype=sums.gram.dtype)

@@ -21,14 +21,15 @@ def find_head(model: nn.Module, head: str | None) -> str:
     model : nn.Module
         The network.
     head : str | None
-        What the caller calls it; None takes the ``nn.Linear`` that is defined last.
+        The layer's name. None takes the ``nn.Linear`` that is defined last.
 
     Raises
     ------
     ConfigurationError
         If `head` names no layer, or one that is not linear.
     StructureError
-        If the model has no linear layer, or shares this one's weight with another.
+        If the model has no linear layer, or the layer shares its weight with another
+        one.
     """
     modules = dict(model.named_modules())
     linear = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
@@ -72,8 +73,8 @@ def linear_layer(model: nn.Module, name: str) -> nn.Linear:
 def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
     """Return a copy of the model that returns its new head's output.
 
-    Whatever the model does after its head, such as a log-softmax (of one output always
-    zero), has no part in it. Frozen parameters stay frozen; the head is trained.
+    What the model does after its head, such as a log-softmax (which is zero for a
+    single output), is left out. Frozen parameters stay frozen; the head is trained.
 
     Parameters
     ----------
@@ -82,7 +83,7 @@ def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
     head : str
         The layer to replace.
     seed : int
-        Of the new layer's weights.
+        The seed of the new layer's weights.
 
     Raises
     ------
@@ -118,8 +119,8 @@ def check_last(network: nn.Module, head: str, inputs: Inputs, *, named: bool) ->
     Raises
     ------
     StructureError
-        If a linear layer is called after the head, or what the model does after it
-        fails for want of its other outputs.
+        If a linear layer is called after the head, or if what the model does after the
+        head fails because there is only one output.
     """
     called: list[str] = []
 

@@ -26,20 +26,20 @@ class TCTModel(nn.Module):
 
     .. math:: f(x) = \frac{\phi(x) - \mu}{\sigma} \, \Theta
 
-    (TCT, section 4.2.) The class is the largest entry; they are regressions on one-hot
-    labels minus 1/C, not log-probabilities.
+    (TCT, section 4.2.) The class is that of the largest entry. The entries are
+    regressions on one-hot labels minus 1/C, not log-probabilities.
 
     Parameters
     ----------
     model : nn.Module
-        The network as it was trained, with its own head. It is copied; eval mode is
-        used for features whatever the mode.
+        The trained network, with its own head. It is copied. Features are always
+        computed in eval mode.
     weight : Tensor
         :math:`\Theta`, ``[p, C]``.
     mean, std : Tensor
-        Of each feature, ``[p]``; `std` is positive.
+        The mean and the standard deviation of each feature, ``[p]``; `std` is positive.
     seed : int
-        Of the features.
+        The seed of the features.
     head : str, optional
         The layer that features replace, as for
         :class:`~flwr_fisher.tangent.TangentFeatures`.
@@ -58,7 +58,7 @@ class TCTModel(nn.Module):
     ParamsError
         If shapes do not fit each other or the model, or a `std` is not positive.
     ConfigurationError, StructureError
-        As :class:`~flwr_fisher.tangent.TangentFeatures`.
+        As from :class:`~flwr_fisher.tangent.TangentFeatures`.
 
     Examples
     --------
@@ -111,8 +111,8 @@ class TCTModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return scores ``[B, C]`` of examples ``[B, ...]``; the largest is the class.
 
-        Arguments are those of the network. No gradients: neither with respect to the
-        examples nor to the features.
+        The arguments are those of the network. The scores have no gradients, neither
+        with respect to the examples nor to the features.
         """
         size = max(1, _AT_ONCE // self.num_features)
         x = Inputs(args, kwargs)
@@ -148,10 +148,11 @@ class TCTModel(nn.Module):
         Returns
         -------
         dict[str, Tensor]
-            What :func:`~flwr_fisher.params.shared_state` gives for the network, then
-            ``tct/weight`` ``[p, C]``, ``tct/mean`` and ``tct/std`` ``[p]``,
-            ``tct/seed``, an int64 scalar, and ``tct/head``, the layer's name in UTF-8
-            as uint8. On the CPU, sharing no memory with the model.
+            The tensors that :func:`~flwr_fisher.params.shared_state` returns for the
+            network, then ``tct/weight`` ``[p, C]``, ``tct/mean`` and ``tct/std``
+            ``[p]``, ``tct/seed``, an int64 scalar, and ``tct/head``, the layer's name
+            in UTF-8 as uint8. The tensors are on the CPU, and share no memory with the
+            model.
         """
         state = shared_state(self.model)
         state |= {f"{_PREFIX}{k}": getattr(self, k) for k in ("weight", "mean", "std")}
@@ -169,11 +170,12 @@ class TCTModel(nn.Module):
         Parameters
         ----------
         model : nn.Module
-            Of the same architecture, with its own head. Its values do not matter, but
-            for frozen parameters, which the tensors do not hold; it is left as it was.
+            A network of the same architecture, with its own head. Only the values of
+            its frozen parameters matter, because the tensors do not have these. It is
+            left as it was.
         tensors : Mapping[str, Tensor]
-            As :meth:`to_tensors` returns them; a TCT run's arrays from the end of its
-            stage 1 on are such.
+            Tensors as :meth:`to_tensors` returns them. From the end of stage 1 on, a
+            TCT run's arrays are such tensors.
 
         Raises
         ------
@@ -200,7 +202,7 @@ class TCTModel(nn.Module):
         Parameters
         ----------
         path : Path | str
-            The file, which is replaced where it exists.
+            The file. An existing one is replaced.
 
         Raises
         ------

@@ -63,22 +63,24 @@ def tct_update(
     weight : Tensor
         ``[p, C]``, :math:`\Theta_0`, the round's global weights.
     h : Tensor | None
-        ``[p, C]``, the correction :math:`c_i - c`; none is FedAvg's local training.
+        ``[p, C]``, the correction :math:`c_i - c`; without it this is FedAvg's local
+        training.
     spectrum : Spectrum
-        Of `Z`, from :func:`gram_spectrum`.
+        The spectrum of `Z`, from :func:`gram_spectrum`.
     lr : float
         :math:`\eta`, below :math:`2 / \lambda_\max`.
     local_steps : int
         M; 1 is full-batch gradient descent.
     residual : Tensor | None
-        ``[n, C]``, :math:`E` from :func:`tct_residual`, where it is known already.
+        ``[n, C]``, :math:`E` from :func:`tct_residual`, if it is known already.
 
     Returns
     -------
     Tensor
-        :math:`\Theta_M`, of `weight`'s shape and dtype. Products with `Z` are taken in
-        the wider of float32, `Z`'s and `weight`'s dtype, what is :math:`n \times n`
-        in float64. With float32 the result is within some 1e-5 of the exact one.
+        :math:`\Theta_M`, in `weight`'s shape and dtype. Products with `Z` are computed
+        in the widest of float32, `Z`'s dtype and `weight`'s dtype; matrices
+        :math:`n \times n` are in float64. With float32 the result is within about 1e-5
+        of the exact one.
 
     Raises
     ------
@@ -129,9 +131,9 @@ def tct_steps(
     .. math:: \Theta \leftarrow \Theta - \eta \big( Z^\top (Z \Theta - Y) / n - h \big)
 
     (Yu, Wei, Karimireddy, Ma & Jordan, "TCT: Convexifying Federated Learning using
-    Bootstrapped Neural Tangent Kernels", NeurIPS 2022, stage 2). Needs no spectrum, so
-    also for clients with too many examples for one; an `lr` above
-    :math:`2 / \lambda_\max` diverges. Parameters, dtypes and errors are those of
+    Bootstrapped Neural Tangent Kernels", NeurIPS 2022, stage 2). It needs no spectrum,
+    so it also works for clients with too many examples for one. With an `lr` above
+    :math:`2 / \lambda_\max` it diverges. Parameters, dtypes and errors are those of
     :func:`tct_update`.
 
     Examples
@@ -157,8 +159,9 @@ def tct_steps(
 def tct_residual(Z: Tensor, Y: Tensor, weight: Tensor) -> Tensor:
     r"""Return :math:`E = Z \Theta - Y`, ``[n, C]`` in float64.
 
-    The client's loss is ``E.square().sum() / (2 * n)``, and its accuracy is known from
-    where ``E + Y`` is largest. Pass it on to :func:`tct_update`, which needs it anyway.
+    The client's loss is ``E.square().sum() / (2 * n)``, and its predictions are the
+    classes where ``E + Y`` is largest. Pass it to :func:`tct_update`, which needs it,
+    too.
 
     Parameters
     ----------

@@ -101,15 +101,15 @@ def gram_spectrum(Z: Tensor) -> Spectrum:
     r"""Return the spectrum of :math:`K = Z Z^\top / n`.
 
     Its eigenvalues are those of the regression's Hessian :math:`Z^\top Z / n`, so that
-    gradient steps converge below a rate of :math:`2 / \lambda_\max`. K is summed, as it
-    is decomposed, in float64, over blocks of columns: an error in K is amplified by up
-    to :math:`\eta M`, and float32 would cost more digits than a round's float32 does.
+    gradient steps converge below a rate of :math:`2 / \lambda_\max`. K is summed and
+    decomposed in float64, over blocks of columns. An error in K is amplified by up to
+    :math:`\eta M`, so float32 would lose more digits here than in the rest of a round.
 
     Parameters
     ----------
     Z : Tensor
-        ``[n, p]``, of any floating dtype, also memory-mapped. Takes some
-        :math:`32 n^2` bytes beside it, and time as :math:`n^2 p + 10 n^3`.
+        ``[n, p]``, of any floating dtype, also memory-mapped. The computation takes
+        about :math:`32 n^2` further bytes, and time as :math:`n^2 p + 10 n^3`.
 
     Raises
     ------
@@ -139,8 +139,8 @@ def gram_spectrum(Z: Tensor) -> Spectrum:
 def largest_safe_lr(largest_eigenvalue: float) -> float:
     r"""Return the largest learning rate below :math:`2 / \lambda_\max`; infinity for 0.
 
-    From :math:`2 / \lambda_\max` on, gradient steps on the regression diverge. At
-    :math:`1 / \lambda_\max` they are the fastest along the steepest direction.
+    With :math:`2 / \lambda_\max` or more, gradient steps on the regression diverge.
+    With :math:`1 / \lambda_\max` they are the fastest along the steepest direction.
 
     Parameters
     ----------
@@ -227,9 +227,9 @@ _VECTORS, _ITERATIONS = 8, 60
 def largest_gram_eigenvalue(Z: Tensor) -> float:
     r"""Return :math:`\lambda_\max` of :math:`Z Z^\top / n`, rounded up.
 
-    The matrix is not formed: subspace iteration from a fixed start. The Ritz value of
-    the steepest direction is at most :math:`\lambda_\max`, so the norm of its residual,
-    which bounds how far an eigenvalue is from it, is added.
+    It takes subspace iteration from a fixed start, and does not compute the matrix. The
+    Ritz value of the steepest direction is at most :math:`\lambda_\max`. So the norm of
+    its residual is added, which bounds the distance to an eigenvalue.
 
     Parameters
     ----------

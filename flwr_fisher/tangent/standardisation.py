@@ -50,8 +50,8 @@ class FeatureMoments:
 def feature_moments(Z: Tensor) -> FeatureMoments:
     r"""Return the moments of a client's features.
 
-    Summed in float64 over blocks of rows, each about its own mean, so that a mean far
-    above the deviation costs no digits.
+    They are summed in float64 over blocks of rows, each relative to its own mean. So no
+    digits are lost if the mean is far above the deviation.
 
     Parameters
     ----------
@@ -80,18 +80,18 @@ def combine_moments(moments: Sequence[FeatureMoments]) -> FeatureMoments:
     .. math:: \bar z = \sum_i \frac{n_i}{N} \bar z_i, \qquad
               M_2 = \sum_i \big( M_{2,i} + n_i (\bar z_i - \bar z)^2 \big)
 
-    (Chan, Golub & LeVeque 1983). No difference of large squares is taken.
+    (Chan, Golub & LeVeque 1983). So no large squares are subtracted from each other.
 
     Parameters
     ----------
     moments : Sequence[FeatureMoments]
-        Each client's.
+        The moments of each client.
 
     Raises
     ------
     ParamsError
         If there are none, their numbers of features differ, or a sum of squared
-        deviations is more than float64 holds.
+        deviations is too large for float64.
 
     Examples
     --------
@@ -131,14 +131,15 @@ def _refuse(moments: Sequence[FeatureMoments], feature: int) -> None:
 def standardisation(moments: FeatureMoments) -> tuple[Tensor, Tensor]:
     r"""Return the mean and standard deviation for standardising features.
 
-    The population's, :math:`\sqrt{M_2 / N}`. A constant feature has the standard
-    deviation 1: less its mean it is zero, and does not count. Constant is what varies
-    by no more than the rounding of float32, in which features are computed.
+    The deviation is that of the population, :math:`\sqrt{M_2 / N}`. A constant feature
+    gets the standard deviation 1: minus its mean it is zero, and has no effect. A
+    feature counts as constant if it varies by no more than the rounding of float32, in
+    which features are computed.
 
     Parameters
     ----------
     moments : FeatureMoments
-        Of all clients together.
+        The moments of all clients together.
 
     Returns
     -------

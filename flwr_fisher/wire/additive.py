@@ -55,7 +55,7 @@ class Additive(Payload):
     Parameters
     ----------
     parts : Mapping[str, Mapping[str, Tensor]]
-        By their names, and by what they are of.
+        Tensors, by the part's name and the parameter's name.
 
     Examples
     --------
@@ -125,9 +125,10 @@ class Additive(Payload):
     def reader(cls, *parts: str, of_one: bool = True) -> "partial[Additive]":
         """Return a function that reads these parts from a record.
 
-        That of one client (`of_one`) needs no ``fisher-params``: they are made of its
-        Fisher and its parameters, and pull no parameter to a value that it does not
-        have. The sum over several is taken at its word.
+        The record of one client (`of_one`) needs no ``fisher-params``: the reader
+        computes them from the client's Fisher and parameters, so that they fit
+        together. In the sum over several clients they cannot be computed, and are read
+        from the record.
         """
         return partial(cls.from_arrays, parts=parts, of_one=of_one)
 
@@ -145,20 +146,20 @@ class Additive(Payload):
         Parameters
         ----------
         record : ArrayRecord
-            What arrived.
+            The received record.
         like : Mapping[str, Tensor]
-            The parameters that were sent out: names and shapes must be theirs.
+            The parameters that the server sent. Names and shapes must be the same.
         parts : Sequence[str]
-            Which parts there must be. All but ``params`` and ``buffers`` are over the
-            same parameters.
+            The parts that the record must have. All but ``params`` and ``buffers``
+            cover the same parameters.
         of_one : bool, default True
-            Whether it is one client's; see :meth:`reader`.
+            Whether the record is one client's; see :meth:`reader`.
 
         Raises
         ------
         WireError
-            Naming the key that is missing, unexpected, unreadable, of another shape or
-            dtype, not finite, or of a sign that cannot be.
+            It names the key that is missing, unexpected or unreadable, has another
+            shape or dtype, is not finite, or has an impossible sign.
         """
         limit, most = len(parts) * _room(like), len(parts) * len(like)
         tensors = arrays_to_tensors(record, limit=limit, most=most)
@@ -192,8 +193,8 @@ def take_parts(
     Raises
     ------
     WireError
-        Naming what does not fit; all that is over trained parameters must be over the
-        same ones.
+        It names what does not fit. All parts over trained parameters must cover the
+        same parameters.
     """
     found: dict[str, Params] = {part: _take(part, tensors, like) for part in parts}
     if tensors:
@@ -253,8 +254,8 @@ class Added(Payload):
 class RunningMean:
     """The weighted mean of uploads in float64, one for each layout.
 
-    What float64 loses in an addition is kept beside the sum (Knuth's two-sum), so that
-    the order in which uploads come does not matter to the result's bits.
+    The rounding error of each addition in float64 is stored beside the sum (Knuth's
+    two-sum). So the result is the same, bit for bit, in whatever order uploads arrive.
 
     Examples
     --------
@@ -281,7 +282,7 @@ class RunningMean:
         Raises
         ------
         ParamsError
-            If of the latter others were added, too.
+            If other uploads of this layout were added, too.
         """
         first, _ = uploads[0]
         if isinstance(first, Additive):

@@ -35,15 +35,15 @@ class Answer:
     of_library : bool
         Whether the ClientApp is of this library.
     partition : int | None
-        Which partition the client holds.
+        The client's partition.
     trained : frozenset[str] | None
         The names of the parameters that it trains.
     frozen : frozenset[str] | None
         The names of those that it does not train, each with a digest of its values.
     problem : str
-        What it says that cannot be.
+        What is impossible in the answer.
     any_job : bool
-        Whether it does every job, and not a training alone.
+        Whether it can do every job, not only a training.
     """
 
     of_library: bool
@@ -107,7 +107,7 @@ def split_frozen(record: ArrayRecord) -> tuple[ArrayRecord, str]:
     Raises
     ------
     WireError
-        If it is no digest.
+        If it is not a digest.
     """
     if _FROZEN not in record:
         return record, ""

@@ -55,7 +55,7 @@ def tensors_to_arrays(tensors: Params) -> ArrayRecord:
     Raises
     ------
     WireError
-        Naming the key of a tensor whose dtype NumPy lacks, such as bfloat16.
+        If NumPy lacks a tensor's dtype, such as bfloat16. It names the key.
     """
     arrays = {}
     for key, tensor in tensors.items():
@@ -112,7 +112,7 @@ def arrays_to_tensors(
 ) -> dict[str, Tensor]:
     """Read every array of a record; the tensors share no memory with it.
 
-    Whatever the bytes are, this allocates no more than about as many as arrived.
+    Whatever the bytes are, this allocates about as many as arrived, and no more.
 
     Parameters
     ----------
@@ -126,10 +126,10 @@ def arrays_to_tensors(
     Raises
     ------
     WireError
-        Naming the key of an array that cannot be read, has a dtype that torch does not
-        have or that is complex, is not what it is declared as, or holds NaN or
-        infinity; or of the largest array, if all together exceed `limit`; or if there
-        are more than `most`, before any of them is looked at.
+        If an array cannot be read, has a dtype that torch lacks or that is complex,
+        differs from its declaration, or has NaN or infinity; it names the key. Also if
+        all arrays together exceed `limit`; it names the key of the largest. If there
+        are more than `most` arrays, it is raised before any of them is read.
 
     Examples
     --------
@@ -170,17 +170,17 @@ def read_named(
     record : ArrayRecord
         What arrived.
     expected : Mapping[str, tuple[torch.dtype, Sequence[int | None]]]
-        By name; a length of None is any.
+        Dtypes and shapes by name; None allows any length.
     limit : int
-        How many bytes their entries may have.
+        How many bytes the arrays' entries may have.
     prefix : str, default ""
-        Begins the key of each.
+        The beginning of every key.
 
     Raises
     ------
     WireError
-        Naming the key that is missing, unexpected, unreadable, of another shape or
-        dtype, or not finite.
+        It names the key that is missing, unexpected or unreadable, has another shape or
+        dtype, or is not finite.
     """
     limit += SLACK * len(expected)
     tensors = arrays_to_tensors(record, limit=limit, most=len(expected))
@@ -200,11 +200,12 @@ def read_with_model(
     Parameters
     ----------
     record : ArrayRecord
-        What arrived; its keys are checked.
+        The received record; its keys are checked.
     like : Mapping[str, Tensor]
-        The model that was sent out: shapes and dtypes must be its own.
+        The model that the server sent. Shapes and dtypes must be the same.
     check : Callable[[str, torch.Size], None]
-        Raises ``WireError`` for a shape that another array cannot have, by its key.
+        Called with the key and the shape of each other array. It raises ``WireError``
+        for an impossible shape.
     """
     for key, array in record.items():
         shape = announced_shape(key, array)
@@ -222,7 +223,7 @@ def read_with_model(
 def check_count(record: Sized, most: int, field: str = "arrays") -> None:
     """Raise :class:`WireError` if a record has many more arrays than a payload can.
 
-    A few more pass: whoever reads them says which one is unexpected.
+    A few more are accepted here; the reader then says which one is unexpected.
 
     Examples
     --------
@@ -241,7 +242,7 @@ def announced_shape(key: str, array: Array) -> torch.Size:
     Raises
     ------
     WireError
-        If it is no shape.
+        If it is not a shape.
     """
     try:
         if len(array.shape) > _MOST_DIMENSIONS:

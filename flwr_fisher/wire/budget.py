@@ -64,8 +64,8 @@ Spectra = Mapping[str, tuple[Tensor, Tensor]]
 def byte_limit(params: Params, codec: Codec) -> int:
     """Return the largest size in bytes of an upload's record.
 
-    Below a budget of 1 this leaves room for the reply's metrics, so that the whole
-    reply is within the budget, too.
+    For a budget below 1 it leaves room for the reply's metrics, so that the whole reply
+    is within the budget.
     """
     assert codec.budget is not None
     metrics = max(0.0, 1 - codec.budget) * _METRICS
@@ -78,15 +78,16 @@ def resolve(codec: Codec, params: Params) -> Codec:
     Parameters
     ----------
     codec : Codec
-        ``auto`` becomes ``fedavg``, or ``lossless`` where that is too small.
+        ``auto`` becomes ``fedavg``, or ``lossless`` if the budget of ``fedavg`` is too
+        small.
     params : Mapping[str, Tensor]
         The parameters and buffers to upload; only names, shapes and dtypes matter.
 
     Raises
     ------
     ConfigurationError
-        If the budget cannot hold them with a curvature of any structure; the message
-        has the smallest budget that can.
+        If the parameters do not fit into the budget together with a curvature of any
+        structure. The message has the smallest budget that is enough.
     """
     if codec == LOSSLESS:
         return codec
@@ -149,7 +150,7 @@ def pack_upload(
     parts : Mapping[str, Tensor]
         The curvature, from :func:`~flwr_fisher.wire.curvature_to_tensors`.
     codec : Codec
-        One with a budget, as :func:`resolve` returns it.
+        A codec with a budget, as :func:`resolve` returns it.
     trained : Collection[str]
         The parameters that the curvature covers. All others (buffers) are sent as they
         are.
@@ -164,7 +165,7 @@ def pack_upload(
     ConfigurationError
         If not even the fewest bits and columns fit.
     PackingError
-        Naming the tensor whose packing fails.
+        If packing fails. It names the tensor.
     """
     parts = _sort_columns(parts)
     kinds = {key: parse_key(key, params) for key in parts}
@@ -290,7 +291,7 @@ class _Matrix:
     def spectrum(self, count: int) -> tuple[Tensor, Tensor]:
         """Return each column's share of the trace, descending, and the columns.
 
-        There are at least `count`, and all where that is as quick.
+        There are at least `count` columns, or all if that is as quick.
         """
         advance()
         with _packing(self.key):

@@ -74,9 +74,9 @@ def sum64(tensor: Tensor) -> float:
 def check_second_moment(key: str, matrix: Tensor) -> None:
     """Raise :class:`WireError` unless symmetric and positive semi-definite.
 
-    With a single matrix that is not, no merge can be solved. Up to the rounding of its
-    dtype, and of sums in float32: by ``n`` times that a unit diagonal's eigenvalue may
-    be below 0.
+    A single matrix that is not would make a merge impossible. The check allows for the
+    rounding of the dtype, and of sums in float32: with a diagonal of ones, an
+    eigenvalue may be below 0 by ``n`` times this rounding.
 
     Examples
     --------

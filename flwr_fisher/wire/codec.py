@@ -31,12 +31,12 @@ class Codec:
     ----------
     name : "auto" | "fedavg" | "small" | "lossless", default "auto"
         ``fedavg`` packs an upload into FedAvg's bytes, ``small`` into half of them;
-        ``lossless`` sends plain arrays. ``auto`` is ``fedavg``, and ``lossless`` for a
-        model so small that headers alone break the budget.
+        ``lossless`` sends plain arrays. ``auto`` is ``fedavg``, or ``lossless`` for a
+        model so small that the headers alone exceed the budget.
     budget : float, optional
-        The size of a packed upload in multiples of FedAvg's, which is the same
-        parameters in float32, if not the name's own. Keys, scales and headers count.
-        ``auto`` with a budget is ``fedavg`` with it.
+        The size of a packed upload in multiples of FedAvg's upload, which is the same
+        parameters in float32. Keys, scales and headers count. Default: the budget that
+        belongs to the name. ``auto`` with a budget is ``fedavg`` with this budget.
 
     Raises
     ------
@@ -102,7 +102,8 @@ class Codec:
     def describe(self, *, packed: bool = True) -> dict[str, Any]:
         """Return the description of the codec that an upload carries.
 
-        It says so where a client sends its upload lossless, since packing it failed.
+        If packing failed and the client sends its upload lossless, the description says
+        so.
         """
         unpacked = {} if packed else {"packed": False}
         return {"version": FORMAT_VERSION, **asdict(self), **unpacked}
@@ -131,8 +132,8 @@ def read_description(text: Tensor | None, field: str) -> dict[str, Any]:
     Raises
     ------
     WireError
-        If there is none, it is not JSON, or names no format version, or one that this
-        package does not read.
+        If there is no description, it is not JSON, or it names no format version that
+        this package reads.
     """
     if text is None or text.dtype != torch.uint8 or text.numel() > _DESCRIPTION:
         raise WireError("missing, too long, or not a text", field=field)

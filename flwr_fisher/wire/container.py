@@ -51,7 +51,7 @@ def to_container(entries: Params) -> ArrayRecord:
     Parameters
     ----------
     entries : Mapping[str, Tensor]
-        uint8, one-dimensional; :data:`FORMAT` says what the others are.
+        One-dimensional tensors of uint8. The entry :data:`FORMAT` describes the others.
     """
     tensors = {k: v.cpu() for k, v in entries.items()}
     return ArrayRecord({PACKED: Array(np.frombuffer(save(tensors), np.uint8))})
@@ -63,17 +63,17 @@ def from_container(record: ArrayRecord, *, limit: int, count: int) -> dict[str, 
     Parameters
     ----------
     record : ArrayRecord
-        What arrived.
+        The received record.
     limit : int
-        How many bytes it may have.
+        How many bytes the record may have.
     count : int
         How many parameters the model has.
 
     Raises
     ------
     WireError
-        If it has more than `limit` bytes, is no container, holds anything else than
-        bytes, or has a header that is too long for that many parameters.
+        If it has more than `limit` bytes, is not a container, has other entries than
+        bytes, or has a header that is too long for this number of parameters.
     """
     if list(record) != [PACKED]:
         keys = ", ".join(map(repr, list(record)[:3]))[:120]

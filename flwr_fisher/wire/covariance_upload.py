@@ -45,7 +45,7 @@ class CovarianceUpload(Payload):
     params : dict[str, Tensor]
         Parameters and buffers, under their own keys.
     covariances : dict[str, InputCovariance]
-        By the weights' names; those of a 16-bit layer are in float32.
+        Second moments by the weights' names; those of a 16-bit layer are in float32.
     """
 
     params: dict[str, Tensor]
@@ -92,15 +92,17 @@ class CovarianceUpload(Payload):
         Parameters
         ----------
         record : ArrayRecord
-            What arrived.
+            The received record.
         like : Mapping[str, Tensor]
-            The parameters that were sent out: keys, shapes and dtypes must be theirs.
+            The parameters that the server sent. Keys, shapes and dtypes must be the
+            same.
 
         Raises
         ------
         WireError
-            Naming the key that is missing, unexpected, unreadable, of another shape or
-            dtype, not finite, not symmetric or negative on the diagonal.
+            It names the key that is missing, unexpected or unreadable, has another
+            shape or dtype, is not finite, is not symmetric, or is negative on the
+            diagonal.
         """
         check_count(record, 2 * len(like))
         check_same_keys([k for k in record if not k.startswith(PREFIX)], like)

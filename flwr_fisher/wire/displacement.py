@@ -33,23 +33,24 @@ def norm64(tensors: Iterable[Tensor]) -> float:
 def displacements(params: Params, like: Params) -> dict[str, float]:
     """Return the parameters' distances from `like`, one for each group of tensors.
 
-    ``parameters`` are all floating-point tensors together, but for batch norm's
-    statistics, each of which is by itself, under its name. What has moved by less than
-    a hundredth of its own norm counts as moved by that: no such step does harm, and
-    near an optimum the clients' last ones may be of any proportion.
+    The group ``parameters`` has all floating-point tensors except batch norm's
+    statistics. Each of these is a group of its own, under its name. A distance below a
+    hundredth of the group's own norm counts as a hundredth: so small a step does no
+    harm, and near an optimum the ratios between clients' last steps may be arbitrary.
 
     Parameters
     ----------
     params : Mapping[str, Tensor]
-        A client's; names that `like` lacks are left out.
+        A client's parameters; names that `like` lacks are left out.
     like : Mapping[str, Tensor]
-        Those that it was sent.
+        The parameters that the server sent to the client.
 
     Raises
     ------
     WireError
-        Naming a variance below 0, or a count of batches that cannot be: no distance
-        tells them from others, and the model's outputs, or clients, fail with them.
+        If a variance is below 0, or a count of batches is impossible; it names them. A
+        distance would not show them, but the model's outputs, or clients, would fail
+        with them.
     """
     distances: dict[str, float] = {}
     norms: dict[str, float] = {}
@@ -82,7 +83,8 @@ def drawn_back(params: Params, like: Params, factors: Mapping[str, float]) -> Pa
     params, like : Mapping[str, Tensor]
         As for :func:`displacements`.
     factors : Mapping[str, float]
-        :math:`f`, by the keys of :func:`displacements`; what has none stays as it is.
+        :math:`f`, by the keys of :func:`displacements`; groups without a factor stay as
+        they are.
     """
 
     def make(name: str) -> Tensor:

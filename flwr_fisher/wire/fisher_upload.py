@@ -51,20 +51,21 @@ from flwr_fisher.wire.size import fedavg_bytes, reply_bytes
 class FisherUpload(Payload):
     """A client's trained parameters and their Fisher.
 
-    Sent losslessly, the parameters keep their keys, and the curvature's tensors are
-    more keys under ``curvature/``: a strategy that does not know them can still read
-    the record. Packed, parameters and curvature are one array of bytes.
+    In a lossless upload, the parameters keep their keys, and the curvature's tensors
+    have further keys under ``curvature/``. A strategy that does not know them can still
+    read the record. In a packed upload, parameters and curvature are one array of
+    bytes.
 
-    What arrived packed stays so, and is unpacked layer by layer when it is used: then
-    the parameters are :class:`~flwr_fisher.params.DeferredParams`, and the curvature's
-    blocks are :class:`~flwr_fisher.curvature.Deferred`.
+    A packed upload stays packed on the server, and each layer is unpacked when it is
+    used: the parameters are :class:`~flwr_fisher.params.DeferredParams`, and the
+    curvature's blocks are :class:`~flwr_fisher.curvature.Deferred`.
 
     Parameters
     ----------
     params : Mapping[str, Tensor]
         Parameters and buffers.
     curvature : Curvature
-        Over the trained parameters.
+        The curvature over the trained parameters.
     """
 
     params: Params
@@ -99,8 +100,8 @@ class FisherUpload(Payload):
     def to_arrays(self, codec: Codec = LOSSLESS) -> ArrayRecord:
         """Return the one record that travels.
 
-        No training is lost to its packing: where that fails, the upload is sent
-        lossless, if the codec's budget has room for it, and the log says why.
+        If packing fails, the training is not lost: the upload is lossless if the
+        codec's budget has room for that, and the log says why.
 
         Parameters
         ----------
@@ -114,8 +115,8 @@ class FisherUpload(Payload):
         ParamsError
             If a tensor holds NaN or infinity.
         ClientError
-            If packing fails, naming what cannot be packed, and the budget has no room
-            for a lossless upload.
+            If packing fails, and the budget has no room for a lossless upload. It names
+            what cannot be packed.
         """
         parts = curvature_to_tensors(self.curvature)
         about = {FORMAT: description_text(codec.describe())}
@@ -146,20 +147,21 @@ class FisherUpload(Payload):
         Parameters
         ----------
         record : ArrayRecord
-            What arrived.
+            The received record.
         like : Mapping[str, Tensor]
-            The parameters that were sent out: keys, shapes and dtypes must be theirs.
+            The parameters that the server sent. Keys, shapes and dtypes must be the
+            same.
         codec : Codec, default lossless
             The one that was requested.
         structure : "kfac" | "diagonal" | "ekfac" | "block" | "dense", optional
-            The one that was requested. By default it may be any.
+            The requested structure. By default it may be any.
 
         Raises
         ------
         WireError
-            Naming the key that is missing, unexpected, unreadable, of another shape or
-            dtype, or not finite; or if the format or the codec is another one, or the
-            record is larger than the codec's budget.
+            If a key is missing, unexpected or unreadable, has another shape or dtype,
+            or is not finite; it names the key. Also if the format or the codec is
+            another one, or the record is larger than the codec's budget.
         """
         plain = codec == LOSSLESS or _is_unpacked(record)
         read = _read_plain if plain else _read_packed

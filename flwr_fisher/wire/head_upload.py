@@ -42,9 +42,9 @@ class HeadUpload(Payload):
     weight : str
         The head's weight, ``[C, f]``.
     bias : str | None
-        Its bias, if it has one.
+        The head's bias, if it has one.
     sums : HeadSums
-        Over the client's data.
+        The sums over the client's data.
     """
 
     disagreement: ClassVar[tuple[str, str]] = (
@@ -106,15 +106,16 @@ class HeadUpload(Payload):
         Parameters
         ----------
         record : ArrayRecord
-            What arrived.
+            The received record.
         like : Mapping[str, Tensor]
-            The parameters that were sent out, the head's among them.
+            The parameters that the server sent, including the head's.
 
         Raises
         ------
         WireError
-            Naming the key that is missing, unexpected, unreadable, of another shape or
-            dtype, not finite, or no second moment; or if there is no such head.
+            If a key is missing, unexpected or unreadable, has another shape or dtype,
+            is not finite, or is not a second moment; it names the key. Also if there is
+            no such head.
         """
         wide = torch.float64
         expected = {

@@ -29,9 +29,9 @@ class LayerTraces(Additive):
     Parameters
     ----------
     parts : Mapping[str, Mapping[str, Tensor]]
-        Of both, by name; :meth:`of` makes them.
+        The parts of both, by name; :meth:`of` makes them.
     traces : Curvature
-        What those of the part ``curvature`` stand for.
+        The partial traces as a curvature, from the part ``curvature``.
     """
 
     traces: Curvature
@@ -70,8 +70,8 @@ class LayerTraces(Additive):
         Raises
         ------
         WireError
-            Naming the key that is missing, unexpected, unreadable, misshapen, of
-            another dtype, not finite, or negative where none can be.
+            It names the key that is missing, unexpected or unreadable, has another
+            shape or dtype, is not finite, or is negative although it must not be.
         """
         limit, most = contribution_bytes(like), 4 * len(like)
         tensors = arrays_to_tensors(record, limit=limit, most=most)

@@ -74,7 +74,7 @@ def curvature_to_tensors(curvature: Curvature) -> dict[str, Tensor]:
     Raises
     ------
     StructureError
-        If it is of a kind that has no layout (a lazy sum, say).
+        If this kind of curvature has no layout (for example, a lazy sum).
     """
     return {k: v for b in curvature.blocks() for k, v in _tensors(b.made())}
 
@@ -104,7 +104,7 @@ def check_keys(
 ) -> None:
     """Raise :class:`WireError` unless a curvature can have these keys.
 
-    A few bytes can stand for a large matrix, so call this before decoding any.
+    A few bytes can represent a large matrix, so call this before any decoding.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def check_keys(
     params : Mapping[str, Tensor]
         The model's parameters.
     structure : "kfac" | "diagonal" | "ekfac" | "block" | "dense", optional
-        What was requested. By default it may be any.
+        The requested structure. By default it may be any.
     """
     dense: set[str] = set()
     nbytes = 0
@@ -141,12 +141,12 @@ def check_shape(
     key : str
         Begins with ``curvature/``.
     shape : Sequence[int]
-        The shape that arrived, or was announced.
+        The shape of the received tensor, or its announced shape.
     params : Mapping[str, Tensor]
         The model's parameters.
     most : float, default 16384
-        A factor's rows, at most. Of layers that have more, clients send an exact
-        diagonal, and a few bytes could announce gigabytes.
+        The largest number of a factor's rows. For layers with more rows, clients send
+        an exact diagonal. Without this limit, a few bytes could announce gigabytes.
     """
     part, names = parse_key(key, params)
     shape, weight = tuple(shape), params[names[0]].shape
@@ -187,7 +187,8 @@ def parse_key(key: str, params: Params) -> tuple[Part, list[str]]:
     Raises
     ------
     WireError
-        If the layout has no such key, or the model no such parameter of floats.
+        If the layout has no such key, or the model has no such floating-point
+        parameter.
     """
     part, names = _parse(key)
     for name in names:
@@ -226,21 +227,21 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
     Parameters
     ----------
     tensors : Mapping[str, Tensor | SymmetricFactor]
-        Finite floats under keys that begin with ``curvature/``.
+        Finite floating-point tensors under keys that begin with ``curvature/``.
     params : Mapping[str, Tensor]
-        The parameters it belongs to.
+        The parameters to which the curvature belongs.
 
     Returns
     -------
     Curvature
-        A :class:`Diagonal` or :class:`Dense` where it is just that, else
+        A :class:`Diagonal` or :class:`Dense` if there is nothing else, otherwise a
         :class:`BlockDiagonal`.
 
     Raises
     ------
     WireError
-        Naming the first key that is unknown, missing, misshapen, of another dtype than
-        its parameter, not symmetric or negative on the diagonal.
+        It names the first key that is unknown or missing, has a wrong shape or another
+        dtype than its parameter, is not symmetric, or is negative on the diagonal.
     """
     for key, part in tensors.items():
         check_shape(key, part.shape, params)
@@ -264,7 +265,8 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
 def keys_by_block(keys: Iterable[str], params: Params) -> list[list[str]]:
     """Return the keys of each block, in the order of the parameters, diagonals last.
 
-    A merge pairs clients' blocks by place, so the order of arrival must not count.
+    A merge pairs clients' blocks by their order, so this order must not depend on the
+    upload.
 
     Raises
     ------

@@ -109,7 +109,7 @@ def encode_columns(
     trace : Tensor
         ``[groups]``, the sum of all eigenvalues.
     rank, bits : int
-        How many of them, and the bits of an entry.
+        The number of eigenvectors, and the bits of an entry.
     """
     groups, n = vectors.shape[:2]
     leading = values[:, :rank].to(trace)
@@ -173,27 +173,27 @@ def _lower(matrices: Tensor) -> Tensor:
 def leading_vectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:
     r"""Return leading eigenvalues and eigenvectors, approximate for large matrices.
 
-    A matrix of up to 512 rows is decomposed whole. Of a larger one the wanted part
-    comes from randomised subspace iteration and the Rayleigh-Ritz method (Halko,
-    Martinsson & Tropp, "Finding structure with randomness", SIAM Review 2011,
+    A matrix of up to 512 rows is decomposed whole. For a larger matrix, the leading
+    part is computed by randomised subspace iteration and the Rayleigh-Ritz method
+    (Halko, Martinsson & Tropp, "Finding structure with randomness", SIAM Review 2011,
     algorithms 4.4 and 5.3): from the eigenvectors of :math:`Q^\top M Q`, where Q is an
     orthonormal basis of :math:`M^2 \Omega` and :math:`\Omega` has k random columns. No
-    value is above the eigenvalue that it stands for. What the k vectors leave of the
-    trace is in expectation at most
+    value is above the eigenvalue that it approximates. The part of the trace that the k
+    vectors leave out is in expectation at most
 
     .. math:: \sum_{j>r} \lambda_j
               \Big(1 + \frac{r}{p-1} \Big(\frac{\lambda_j}{\lambda_r}\Big)^3\Big)
 
-    for any :math:`r + p = k` with :math:`p \ge 2`: as in theorem 10.5 there, whose
-    proof uses that :math:`\Omega` is multiplied by a root of M, and holds for its
-    square as well.
+    for any :math:`r + p = k` with :math:`p \ge 2`: this is theorem 10.5 of that paper.
+    Its proof uses that :math:`\Omega` is multiplied by a root of M, and also holds for
+    the square of M.
 
     Parameters
     ----------
     matrices : Tensor
         ``[groups, n, n]``, symmetric positive semi-definite.
     count : int
-        k, how many; all n are returned where that is as quick.
+        k, the number of vectors. All n are returned if that is as quick.
 
     Returns
     -------
@@ -230,19 +230,20 @@ def _orthonormal(columns: Tensor) -> Tensor:
 class CheckedPart:
     """A part of a curvature with every byte checked.
 
-    It holds no more than the bytes that arrived. A few bytes can stand for a large
-    matrix, so that nothing of its size is made until it is used.
+    It holds only the received bytes. A few bytes can represent a large matrix, so a
+    tensor of the matrix's size is made only when it is used.
 
     Parameters
     ----------
     shape : tuple[int, ...]
         The part's shape.
     dtype : torch.dtype
-        Its parameter's.
+        The dtype of its parameter.
     make : Callable[[], Tensor | SymmetricFactor]
-        Makes the part; raises nothing.
+        Makes the part, and raises no error.
     traces : Sequence[float]
-        Of its matrices, one a group, or what it adds to its block's; of a basis, none.
+        The traces of its matrices, one for each group, or its contribution to its
+        block's trace. A basis has none.
     """
 
     shape: tuple[int, ...]
@@ -263,7 +264,7 @@ def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
     Raises
     ------
     WireError
-        Naming the entry that is wrong.
+        It names the wrong entry.
     """
     part, names = parse_key(field, params)
     like = params[names[0]]

@@ -15,8 +15,8 @@ class Payload(ABC):
     Attributes
     ----------
     disagreement : tuple[str, str]
-        What the error says of an upload whose layout differs from most clients': the
-        field, and the reason.
+        The error for an upload whose layout differs from most clients': the field, and
+        the reason.
     """
 
     disagreement: ClassVar[tuple[str, str]] = (
@@ -35,7 +35,7 @@ class Payload(ABC):
     def check_weight(self, weight: float) -> None:  # noqa: B027
         """Raise :class:`WireError` if the upload's weight contradicts the metrics.
 
-        Most uploads say none.
+        Most uploads have no weight of their own.
         """
 
     # A policy limits clients by the numbers that follow. It does not limit an upload
@@ -44,16 +44,16 @@ class Payload(ABC):
     def step_norms(self, like: Params) -> dict[str, float]:
         """Return by part how far the upload would move the model, in float64.
 
-        Distances from `like`, what was sent out, and norms of vectors. No client's
-        should be much longer than most clients'.
+        They are distances from `like`, which the server sent, and norms of vectors. A
+        client's should not be much longer than most clients'.
         """
         return {}
 
     def curvature_norms(self) -> dict[str, float]:
         """Return each part's weight relative to other clients', in float64.
 
-        Traces of curvatures, layer by layer: at least 0, and without the number of
-        examples, which they are weighted by.
+        They are traces of curvatures, layer by layer, and at least 0. They are not yet
+        multiplied by the number of examples.
         """
         return {}
 
@@ -63,9 +63,10 @@ class Payload(ABC):
         Parameters
         ----------
         factors : Mapping[str, float]
-            By the keys of :meth:`step_norms` and :meth:`curvature_norms`; at most 1.
+            Factors of at most 1, by the keys of :meth:`step_norms` and
+            :meth:`curvature_norms`.
         like : Mapping[str, Tensor]
-            What was sent out.
+            The parameters that the server sent.
         """
         return self
 

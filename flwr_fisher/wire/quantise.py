@@ -133,7 +133,7 @@ def read_head(entry: Tensor, field: str) -> tuple[Form, int, Sizes, Tensor]:
     Raises
     ------
     WireError
-        If there is no such form, or none of so many bits.
+        If there is no such form, or the form does not have this number of bits.
     """
     if len(entry) < HEAD:
         raise WireError(
@@ -185,7 +185,7 @@ def decode_param(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
     Raises
     ------
     WireError
-        If the entry is no such parameter's.
+        If the entry does not fit this parameter.
     """
     form, bits, _, body = read_head(entry, field)
     if form == Form.RAW:
@@ -229,8 +229,8 @@ def size_of_diagonal(count: int, bits: int, fine: int) -> int:
 def encode_diagonal(tensor: Tensor, bits: int, fine: int) -> Tensor:
     """Return the entry of values >= 0.
 
-    Of them, `fine` have 16 or 8 bits, the others half as many. Its sizes are
-    the shape of E-KFAC's moments; a diagonal has its parameter's.
+    `fine` of the values have 16 or 8 bits, the others half as many. Its sizes are the
+    shape of E-KFAC's moments; a diagonal has its parameter's.
     """
     a, b, c = tensor.shape if tensor.dim() == 3 else (0, 0, 0)
     scale, words = _to_words(_wide(tensor).abs_())
@@ -254,7 +254,7 @@ def decode_diagonal(
     Raises
     ------
     WireError
-        If it is none, or has a negative value.
+        If the body is not valid, or has a negative value.
     """
     start = SCALE + _FINE.size
     if len(body) < start:

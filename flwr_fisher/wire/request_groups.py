@@ -21,10 +21,10 @@ def join_groups(
     Parameters
     ----------
     groups : Mapping[str, Mapping[str, Tensor]]
-        Tensors by group and name. No group's name holds a ``/``, nor does a name in the
-        group ``""``. An empty group leaves no key.
+        Tensors by group and name. No group's name has a ``/``, nor does a name in the
+        group ``""``. An empty group has no key.
     prefix : str, default "server/"
-        Begins all keys.
+        The beginning of all keys.
 
     Examples
     --------
@@ -46,7 +46,7 @@ def split_groups(
     """Split a request's tensors into the parameters and the groups beside them.
 
     The groups are those that :func:`join_groups` joined, in the order in which they
-    first come; all keys that do not begin with the prefix are parameters'.
+    first appear. All keys without the prefix belong to parameters.
     """
     params: dict[str, Tensor] = {}
     groups: dict[str, dict[str, Tensor]] = {}

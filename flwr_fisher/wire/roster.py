@@ -28,8 +28,8 @@ class Roster:
     weights : Mapping[int, float]
         Each client's weight in that step. Weights are not sent to clients.
     parts : Mapping[int, float]
-        Which part of its change the server took in that step, of each client of which
-        it did not take all: the policy cut the rest.
+        For each client of whose change the server used only a part in that step: this
+        part. The policy cut the rest.
 
     Examples
     --------
@@ -50,8 +50,8 @@ class Roster:
     ) -> "Roster":
         """Return the roster after a step, given its clients' weights by number.
 
-        A client's number is what it knows itself by: its partition, or its node's id.
-        `parts` are those below 1.
+        A client's number is its partition, or its node's id. `parts` has only the parts
+        below 1.
         """
         steps = {**self.steps, **dict.fromkeys(weights, step)}
         before = {n: p for n, p in self.parts.items() if n not in weights}
@@ -82,8 +82,8 @@ class Roster:
         Raises
         ------
         WireError
-            Unless there are pairs of integers, a client and its step from 0 on, and as
-            many weights if any, and parts in [0, 1] if any.
+            Unless there are pairs of integers (a client, and its step from 0 on); if
+            there are weights, one for each pair; and if there are parts, all in [0, 1].
         """
         if _CLIENTS not in tensors:
             return cls()

@@ -122,8 +122,8 @@ def read_eigenvalues(record: ArrayRecord, like: Params) -> TangentUpload:
     Raises
     ------
     WireError
-        As for one eigenvalue; if nobody was counted, or more than a sum is over: there
-        is an edge for each.
+        As for one eigenvalue; also if no client was counted, or more clients than the
+        sum has. The result has an edge for each client.
     """
     expected = {EIGENVALUES: (torch.int64, (BINS,))}
     read = read_tangent(record, like, expected=expected, limit=8 * BINS)

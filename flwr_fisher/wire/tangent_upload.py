@@ -40,7 +40,7 @@ class TangentUpload(Payload):
     Parameters
     ----------
     tensors : dict[str, Tensor]
-        By name; they travel under ``tct/<name>``.
+        Tensors by name; they are sent under ``tct/<name>``.
     digest : str
         A digest of what defines the features. Clients whose digests differ have other
         features, so their tensors cannot be combined.
@@ -158,14 +158,14 @@ def read_tangent(
 ) -> TangentUpload:
     """Read and check a record.
 
-    `expected` gives each tensor's dtype and shape, in which None is any length. `limit`
-    is how many bytes the tensors may take, and `check` looks at their values.
+    `expected` has each tensor's dtype and shape; None allows any length. `limit` is the
+    number of bytes that the tensors may take, and `check` checks their values.
 
     Raises
     ------
     WireError
-        Naming the key that is missing, unexpected, unreadable, of another shape or
-        dtype, not finite, or out of range.
+        It names the key that is missing, unexpected or unreadable, has another shape or
+        dtype, is not finite, or is out of range.
     """
     layouts = {**expected, _DIGEST: (torch.uint8, (None,))}
     tensors = read_named(record, layouts, limit=limit + LONGEST, prefix=KEYS)
