@@ -27,9 +27,9 @@ class Sealed:
     Parameters
     ----------
     shares : Mapping[int, bytes]
-        By neighbour, sealed.
+        The sealed shares, by neighbour.
     commitments : Mapping[int, bytes]
-        By neighbour, itself included: for each sum, of both shares.
+        By neighbour, itself included: for each sum, the commitments to both shares.
     """
 
     shares: Mapping[int, bytes]
@@ -43,15 +43,15 @@ class Aggregator:
     Parameters
     ----------
     names : Mapping[int, str]
-        What each client's number stands for in messages.
+        Each client's name in messages, by its number.
     public : Mapping[int, Sequence[bytes]]
-        Their public keys: of the channel, and of each sum.
+        The clients' public keys: one for the channel, and one for each sum.
     neighbourhoods : Mapping[int, Sequence[int]]
-        Of each, sorted, itself included.
+        Each client's neighbours, sorted, itself included.
     threshold : int
-        How many shares tell a secret.
+        How many shares reveal a secret.
     sealed : Mapping[int, Sealed]
-        What those have sent that take part; at first of nobody.
+        What the clients that take part have sent; empty at first.
     """
 
     names: Mapping[int, str]
@@ -70,7 +70,8 @@ class Aggregator:
         Raises
         ------
         RoundError
-            If of some client so few neighbours take part that it could not be opened.
+            If so few neighbours of a client take part that its secrets could not be
+            opened.
         """
         new = replace(self, sealed=sealed)
         for number in sealed:
@@ -120,18 +121,19 @@ class Aggregator:
         index : int
             The sum.
         total : numpy.ndarray
-            The masked words of all survivors, added up.
+            The sum of the masked words of all survivors.
         survivors : Sequence[int]
-            Who is in it.
+            The clients in the sum.
         shares : Mapping[int, Mapping[int, bytes]]
-            By who has answered: the share of each of its peers, of its own mask if that
-            is a survivor, of the key of its pairwise masks if not.
+            By the client that answered: a share for each of its neighbours. It is a
+            share of the neighbour's own mask if the neighbour is a survivor, and
+            otherwise of the key of its pairwise masks.
 
         Raises
         ------
         RoundError
-            If too few shares of a secret have come, naming who did not answer, or
-            answered with another share than it was given.
+            If there are too few shares of a secret. It names the clients that did not
+            answer, or that answered with another share than they had received.
         """
         opened = total.copy()
         for number in survivors:
@@ -209,10 +211,10 @@ def neighbourhoods(numbers: Sequence[int], degree: int, seed: int) -> list[list[
     numbers : Sequence[int]
         The clients.
     degree : int
-        How many others a client shares with; one less where the ring's halves are not
-        equal. All, where there are no more.
+        With how many others a client shares its secrets. It is one less if the halves
+        of the ring are not equal, and all if there are no more clients.
     seed : int
-        Of the order on the ring.
+        The seed of the order on the ring.
 
     Examples
     --------
@@ -235,8 +237,8 @@ def neighbourhoods(numbers: Sequence[int], degree: int, seed: int) -> list[list[
 def threshold_of(size: int, share: float) -> int:
     """Return how many of a neighbourhood must answer to open a shared secret.
 
-    More than half: else a server could open both of a client's secrets, by telling one
-    half that it has left and the other that it has not.
+    It is more than half. Otherwise a server could open both of a client's secrets: it
+    could tell one half that the client has left, and the other half that it has not.
 
     Examples
     --------
@@ -250,15 +252,16 @@ def threshold_of(size: int, share: float) -> int:
 def degree_for(clients: int, share: float) -> int:
     r"""Return with how many other clients a client shares its secrets.
 
-    The least even number for which, with a fifth of all clients in league with the
-    server and a fifth leaving, drawn at random: of no client's secret enough shares are
-    in the wrong hands (:math:`2^{-40}`, over all clients), and of every secret enough
-    are there (:math:`2^{-20}`). Up to 40 clients share with all others.
+    It is the least even number that is safe if a random fifth of all clients works
+    together with the server, and another fifth leaves. Safe means two things: the
+    server gets enough shares of any client's secret with a probability of at most
+    :math:`2^{-40}`, over all clients; and too few shares of a secret are left with a
+    probability of at most :math:`2^{-20}`. Up to 40 clients share with all others.
 
     Parameters
     ----------
     clients : int
-        How many there are.
+        The number of clients.
     share : float
         The threshold, as for :func:`threshold_of`.
 

@@ -100,7 +100,7 @@ def combined(shares: Sequence[bytes]) -> bytes:
     Raises
     ------
     WireError
-        If they are not shares of one seed, as far as can be told.
+        If it is evident that they are not shares of one seed.
     """
     try:
         seed = combine_shares(list(shares))
@@ -148,9 +148,9 @@ def mask(words: Words, key: bytes, operation: np.ufunc = np.add) -> None:
     words : numpy.ndarray
         uint32 or uint64.
     key : bytes
-        What the mask is of.
+        The key of the mask.
     operation : np.add | np.subtract, default np.add
-        What is done with it, modulo 2**bits.
+        Whether to add or subtract the mask, modulo 2**bits.
 
     Examples
     --------
@@ -219,9 +219,9 @@ def signature(path: Path | str, number: int, public: Sequence[bytes]) -> bytes:
     Parameters
     ----------
     path : Path | str
-        Its private key, in OpenSSH's format, without a password.
+        The client's private key, in OpenSSH's format, without a password.
     number : int
-        What it is known by.
+        The client's number.
     public : Sequence[bytes]
         The keys.
 
@@ -263,7 +263,7 @@ class Trusted:
         Raises
         ------
         ConfigurationError
-            If there is none, or naming a file that is no ECDSA key.
+            If there is none, or if a file is not an ECDSA key. It names the file.
         """
         keys = {}
         for path in sorted(Path(folder).expanduser().glob("*.pub")):
@@ -286,7 +286,7 @@ class Trusted:
         Raises
         ------
         ClientError
-            Naming the one whose are not.
+            It names the client whose keys are not.
         """
         signers: dict[bytes, int] = {}
         for number, keys in public.items():

@@ -35,7 +35,7 @@ def word_type(bits: int) -> type[np.unsignedinteger]:
     Raises
     ------
     ConfigurationError
-        Unless they are 32 or 64.
+        If the number is neither 32 nor 64.
     """
     if bits not in BITS:
         raise ConfigurationError(f"bits must be 32 or 64, got {bits!r}")
@@ -49,14 +49,14 @@ class FixedPoint:
     Parameters
     ----------
     bits : 32 | 64
-        Of a word.
+        The bits of a word.
     clients : int
-        At most so many add up.
+        The largest number of clients in a sum.
 
     Raises
     ------
     ConfigurationError
-        If there are no such words, or no room for so many clients.
+        If there are no such words, or no room for this number of clients.
 
     Examples
     --------
@@ -116,7 +116,7 @@ def exponents_of(tensors: Mapping[str, Tensor]) -> list[int]:
     Raises
     ------
     ParamsError
-        Naming the tensor that is not finite, or too large for any.
+        If a tensor is not finite, or too large for any exponent. It names the tensor.
 
     Examples
     --------
@@ -139,16 +139,17 @@ def unary(exponents: Sequence[int], noise: Words) -> Words:
     """Return words whose sum over clients reveals only the highest exponent.
 
     For each tensor there is a word for each level: zero above the client's exponent,
-    random up to it. Where one client adds a random word, the sum is random: how many
-    did, and who, cannot be seen. A sum of several is zero by chance once in 2**32: then
-    the exponent is too low, and the client that does not fit says so.
+    random up to it. If at least one client adds a random word, the sum is random. It
+    does not reveal how many clients did so, or which. A sum of several random words is
+    zero by chance once in 2**32. Then the exponent is too low, and the client whose
+    values do not fit raises an error.
 
     Parameters
     ----------
     exponents : Sequence[int]
         The client's own.
     noise : numpy.ndarray
-        ``len(exponents) * LEVELS`` uniform words that nobody else ever learns.
+        ``len(exponents) * LEVELS`` uniform words, which no one else may ever learn.
     """
     words = np.maximum(noise.reshape(len(exponents), LEVELS), np.uint32(1))
     levels = np.arange(LOWEST, LOWEST + LEVELS)

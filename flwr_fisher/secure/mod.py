@@ -150,13 +150,13 @@ class SumMemory:
     Parameters
     ----------
     disk : ClientDisk
-        Where.
+        Where the memory is kept.
     participant : Participant
-        Its secrets.
+        The client's secrets.
     contribution : Contribution
-        What it adds to the sum under way.
+        What the client adds to the current sum.
     index : int
-        The sum that told how large the contribution is; -1: there is none.
+        The sum that revealed the size of the contribution, or -1.
     """
 
     disk: ClientDisk
@@ -171,7 +171,7 @@ class SumMemory:
         Raises
         ------
         ClientError
-            If there is nothing, another version wrote it, or it has no secrets for
+            If there is no memory, another version wrote it, or it has no secrets for
             that sum.
         """
         kept = disk.load(_NAME)
@@ -216,42 +216,43 @@ class SumMemory:
 class SecureSumsMod:
     r"""A mod that takes part in secure sums, and refuses requests for other uploads.
 
-    A client that is to take part has one among its mods::
+    A client that takes part needs it as one of its mods::
 
         app = make_client_app(client_fn, mods=[SecureSumsMod()])
 
-    Around another ``ClientApp`` it serves strategies whose uploads are averaged, such
+    With another ``ClientApp``, it works for strategies whose uploads are averaged, such
     as :class:`~flwr_fisher.strategies.FedAvg`.
 
-    It answers a sum's own requests, and masks the reply of those that want a
-    contribution: no number of it, and no metric, leaves this machine as it is. What it
-    has masked, and for whom it was opened, stays on its disk: nothing is masked in two
-    ways.
+    It answers the requests of the sum's protocol. If a request needs a contribution, it
+    masks the reply: no number and no metric leaves this machine without a mask. It
+    records on its disk what it has masked, and for which clients it was opened, so that
+    nothing is masked in two ways.
 
     Parameters
     ----------
     min_clients : int, default 3
-        The fewest among whom it hides; a sum over two shows each to the other.
+        The smallest number of clients in a sum. A sum over two shows each client's part
+        to the other.
     required : bool, default False
-        Refuse to train without. A server that wants single uploads needs but ask for
-        them: clients whose uploads must never be seen say so themselves.
+        Refuse to train without a secure sum. By default, a server gets single uploads
+        if it requests them. Clients whose uploads must never be seen must set this.
     identity : Path | str, optional
-        An ECDSA private key (a SuperNode's own will do) with which this client signs
+        An ECDSA private key, such as the SuperNode's own. This client signs with it
         what it sends to its neighbours.
     trusted : Path | str, optional
-        A folder of the public keys, ``*.pub``, of all clients with which this one takes
-        part in sums, its own among them. Others' keys are refused; without it the
-        server's word is taken for whose they are.
+        A folder with the public keys, ``*.pub``, of all clients in this client's sums,
+        including its own. Other clients' keys are refused. Without this folder, the
+        client must trust the server to pass on the right keys.
     min_noise : float, default 0
-        How much noise this client adds at least, in multiples of the norm that its
-        contribution is clipped to: it takes part in no sum without. Of M clients each
-        adds :math:`z / \sqrt{h M}` (:class:`~flwr_fisher.strategies.Privacy`), and who
-        adds z is safe whatever the others do.
+        The least noise that this client adds, in multiples of the norm to which its
+        contribution is clipped. It takes part in no sum with less noise. Each of M
+        clients adds :math:`z / \sqrt{h M}` (:class:`~flwr_fisher.strategies.Privacy`).
+        A client that adds z is safe whatever the others do.
     state_dir : Path | str, optional
-        Where secrets and contributions are kept until the sum is open, readable by this
-        user alone. Default: as for :class:`FisherClient`.
+        Where secrets and contributions are kept until the sum is open. Only this user
+        can read them. Default: as for :class:`FisherClient`.
     state_bytes : int, default 4 GiB
-        How much they may take; those of old runs go first.
+        How much space they may take. Those of old runs are deleted first.
 
     Raises
     ------

@@ -22,28 +22,28 @@ PublicKeys = Sequence[bytes]
 class Participant:
     """A client's secrets for a number of sums, with a record of their use.
 
-    A sum is masked once, and opened once: with another content, or for another set of
-    clients, the difference would show what the mask is to hide.
+    A sum is masked once, and opened once. A second time, with another content or for
+    another set of clients, the difference would reveal what the mask must hide.
 
     Parameters
     ----------
     number : int
-        What the client is known by.
+        The client's number.
     channel : bytes
-        The seed of the key with which shares are sealed.
+        The seed of the key that seals shares.
     pairwise, own : list[bytes]
-        For each sum, the seed of the key that is agreed with each neighbour, and that
-        of the mask that is the client's alone.
+        For each sum: the seed of the key that the client agrees on with each neighbour,
+        and the seed of its own mask.
     private : bytes
-        The seed of what is random and never opened.
+        The seed of random numbers that are never revealed.
     threshold : int
-        How many shares tell a secret.
+        How many shares reveal a secret.
     neighbours : dict[int, list[bytes]]
         The public keys of the neighbourhood, itself included.
     shares : dict[int, bytes]
-        By the neighbour whose secrets they are of: for each sum, the shares of both.
+        By neighbour: for each sum, the shares of both secrets of this neighbour.
     masked, opened : dict[int, str]
-        By sum: what it was done with.
+        By sum: a digest of what was masked, and for which clients the sum was opened.
     """
 
     number: int
@@ -75,22 +75,23 @@ class Participant:
         Parameters
         ----------
         neighbours : Mapping[int, Sequence[bytes]]
-            The public keys of all in the neighbourhood, its own among them.
+            The public keys of all clients in the neighbourhood, including its own.
         threshold : int
-            How many shares are to tell a secret.
+            How many shares will reveal a secret.
 
         Returns
         -------
         sealed : dict[int, bytes]
-            For each other neighbour, what only it can read.
+            For each other neighbour, shares that only it can read.
         commitments : dict[int, bytes]
-            For each neighbour, itself included, what tells these shares from others.
+            For each neighbour, itself included, digests that identify these shares.
 
         Raises
         ------
         ClientError
-            If the keys are not this client's and different ones, another neighbourhood
-            was there before, or the threshold is not more than half of it.
+            If the keys lack this client's own or repeat one, if the secrets were
+            already shared in another neighbourhood, or if the threshold is not more
+            than half of it.
         """
         self._check_neighbours(neighbours, threshold)
         self.threshold = threshold
@@ -148,8 +149,9 @@ class Participant:
         Raises
         ------
         ClientError
-            If they are too few; or naming the one whose shares are not for this client,
-            not those that it committed to, or not what it sent before.
+            If they are too few. Also if a neighbour's shares are not for this client,
+            do not fit its commitments, or differ from those that it sent before; it
+            names the neighbour.
         """
         received = {self.number: self.shares[self.number]}
         for sender in sorted(sealed):
@@ -186,7 +188,7 @@ class Participant:
         Raises
         ------
         ClientError
-            If something else was masked for it before, or no shares have come.
+            If something else was masked for this sum before, or no shares have arrived.
         """
         if len(self.shares) < max(self.threshold, 1):
             raise ClientError(
@@ -230,16 +232,18 @@ class Participant:
         index : int
             The sum.
         survivors : Sequence[int]
-            Of this client's neighbours, itself included, those in the sum: the share of
-            their own mask is returned.
+            This client's neighbours in the sum, itself included. For them it returns
+            the shares of their own masks.
         dropped : Sequence[int]
-            The others, whose pairwise masks are left over.
+            The other neighbours. For them it returns the shares of the keys of their
+            pairwise masks, which are still in the sum.
 
         Raises
         ------
         ClientError
-            If these are not its neighbours, each once; they are too few; it is not in
-            the sum itself; or it has opened it for others.
+            If these are not its neighbours, each once; if they are too few; if it is
+            not in the sum itself; or if it has already opened the sum for other
+            clients.
         """
         if sorted([*survivors, *dropped]) != sorted(self.shares):
             raise ClientError(

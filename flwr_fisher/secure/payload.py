@@ -134,8 +134,8 @@ class SecureUpload(Payload):
 class WordSums:
     """The masked words of all uploads of one layout, modulo 2**bits.
 
-    Uploads whose layout is another than most clients' are left out when all have come:
-    each layout has a sum of its own.
+    Each layout has a sum of its own. When all uploads have arrived, those with another
+    layout than most clients' are left out.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ def read_layout(text: Tensor) -> Layout:
     Raises
     ------
     WireError
-        If it is no layout.
+        If it is not a layout.
     """
     try:
         rows = json.loads(text.numpy().tobytes())
@@ -219,11 +219,12 @@ class Contribution:
     Parameters
     ----------
     tensors : dict[str, Tensor]
-        The reply's.
+        The tensors of the reply.
     weight : float, optional
-        What they are multiplied by; it is summed, too. None: they are as they are.
+        The tensors are multiplied by it, and it is summed, too. With None they are not
+        multiplied.
     bound : int, optional
-        An exponent that holds for any client's, and so tells nothing of this one.
+        An exponent that holds for every client, and so reveals nothing about this one.
     """
 
     tensors: dict[str, Tensor]
@@ -274,9 +275,10 @@ class Contribution:
         Parameters
         ----------
         sent : Mapping[str, Tensor]
-            Subtracted from the tensors that have these names. Integers stay as sent.
+            Tensors that are subtracted from those with the same names. Integers stay as
+            they were sent.
         norm : float
-            The largest Euclidean norm that all of it together may have.
+            The largest Euclidean norm of all tensors together.
         deviation : float
             The noise's standard deviation.
 
@@ -338,7 +340,7 @@ class Contribution:
         Raises
         ------
         ClientError
-            Naming an entry that is larger than the sum has room for.
+            If an entry is too large for the sum. It names the tensor.
         """
         parts: list[Words] = []
         for (name, value), exponent in zip(self.entries(), exponents, strict=True):

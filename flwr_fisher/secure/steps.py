@@ -59,17 +59,18 @@ class SecureState:
     aggregator : Aggregator
         Keys, neighbours and sealed shares.
     sessions : Mapping[int, Tensor]
-        By client: 8 bytes by which it knows these sums.
+        By client: 8 bytes that identify these sums for it.
     signatures : Mapping[int, bytes]
-        By client: under its public keys.
+        By client: its signature under its public keys.
     present : Sequence[int]
-        Who has replied to the last request.
+        The clients that replied to the last request.
     exponents : Sequence[int]
-        Of the contributions' tensors, once they are known.
+        The exponents of the contributions' tensors, when they are known.
     words : Tensor
         The sum under masks, until it is opened.
     descriptions : Mapping[str, Tensor]
-        What all clients say of their contributions: texts, by their keys.
+        The descriptions of the contributions, which are equal for all clients: texts,
+        by their keys.
     """
 
     aggregator: Aggregator
@@ -190,7 +191,7 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
     Raises
     ------
     RoundError
-        If too few of somebody's neighbours have sent theirs.
+        If too few neighbours of a client have sent their shares.
     """
     known = SecureState.of(state)
     sums = len(next(iter(known.aggregator.public.values()))) - 1
@@ -232,7 +233,7 @@ def take_words(
     Raises
     ------
     RoundError
-        If so few clients are left that their noise is less than was promised.
+        If so few clients are left that their noise is too small.
     """
     known = SecureState.of(state)
     clients = len(known.aggregator.public)
@@ -260,7 +261,7 @@ def open_exponents(
     Raises
     ------
     RoundError
-        If the sum cannot be opened, or is not what was asked for.
+        If the sum cannot be opened, or is not the requested one.
     """
     known = SecureState.of(state)
     words = _opened(index, known, uploads)

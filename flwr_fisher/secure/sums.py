@@ -100,24 +100,25 @@ def _stage(
 class SecureSums:
     """The option for secure sums: the server sees sums, and no client's upload.
 
-    SecAgg+ (Bell et al., CCS 2020): each client's contribution is hidden by masks that
-    it agrees on with its neighbours, which cancel in the sum. What a malicious server
-    can still do, and what stops it, is told in docs/secure-sums.md. Clients take part
-    by :class:`SecureSumsMod`.
+    SecAgg+ (Bell et al., CCS 2020): masks hide each client's contribution. A client
+    agrees on them with its neighbours, and they cancel in the sum. docs/secure-sums.md
+    says what a malicious server can still do, and what prevents it. Clients need
+    :class:`SecureSumsMod`.
 
     Parameters
     ----------
     bits : 32 | 64, default 32
-        Of a word. The sum of a tensor whose largest entry is below ``2**e`` is off by
-        at most ``clients / 2 * 2**-(bits - 1 - ceil(log2(clients + 1)) - e)``.
+        The bits of a word. If a tensor's largest entry is below ``2**e``, the error of
+        its sum is at most
+        ``clients / 2 * 2**-(bits - 1 - ceil(log2(clients + 1)) - e)``.
     threshold : float, default 0.55
-        The share of a client's neighbours, more than a half, that must still be there
-        to open what it has masked. The rest may leave. Two thirds are for servers that
-        may tell clients different things.
+        The share of a client's neighbours that must still be connected to remove its
+        masks; it is more than a half. The others may leave. Take two thirds if the
+        server may tell clients different things.
     neighbours : int, optional
         With how many others each client shares its secrets. Default: with all, up to 40
-        clients; then as many as make it unlikely that a fifth of all clients, who leave
-        or are in league with the server, are too many of one's neighbours.
+        clients. With more clients, it is a number that is safe with high probability if
+        a fifth of all clients leaves and a fifth works together with the server.
 
     Raises
     ------
@@ -167,9 +168,9 @@ class SecureSums:
         Parameters
         ----------
         exchanges : Sequence[Exchange]
-            The round's, each of which has an ``additive``.
+            The round's exchanges. Each must have an ``additive``.
         seed : str
-            Of who is whose neighbour.
+            The seed of the neighbourhoods.
         weighted_by : str
             The metric that weights clients.
         """

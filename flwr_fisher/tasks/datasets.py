@@ -38,7 +38,7 @@ DATASETS = ("digits", *_TORCHVISION, "imagefolder:<dir>", "hf:<name>", "language
 def load_dataset(name: str, data_dir: str | Path | None = None) -> Splits:
     """Load a data set into memory, once in a process.
 
-    The result is shared by all who ask for it: do not change its tensors in place.
+    All callers share the result: do not change its tensors in place.
 
     Parameters
     ----------
@@ -50,10 +50,10 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> Splits:
         ``language`` is a text, Python's language reference, which needs no file: its
         examples are sequences of characters from some eighty documents.
     data_dir : str | Path | None
-        Where the files are or will be put; an absolute path (``~`` is expanded),
-        because a Flower app runs in a copied folder. By default
-        ``~/.cache/flwr-fisher``, and for ``hf:`` the Hub's own cache. Files that are
-        there are used as they are and never downloaded again.
+        The folder of the files, an absolute path (``~`` is expanded), because a Flower
+        app runs in a copied folder. Downloads go there, too. Default:
+        ``~/.cache/flwr-fisher``, and for ``hf:`` the Hub's own cache. Existing files
+        are used as they are, and never downloaded again.
 
     Returns
     -------

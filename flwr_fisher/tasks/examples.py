@@ -30,7 +30,7 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
     targets : Tensor
         The class of each, or the document that it is from, int64 ``[n]``.
     mean, std : tuple[float, ...]
-        Of images, mean and standard deviation of each channel, on the scale 0…1.
+        For images: mean and standard deviation of each channel, on the scale 0…1.
 
     Raises
     ------
@@ -129,7 +129,8 @@ class Splits:
     test : Examples
         The examples on which a model is scored.
     class_names : tuple[str, ...]
-        One name a class; the position is the label. A text's classes are documents.
+        A name for each class; its position is the label. The classes of a text are
+        documents.
 
     Raises
     ------

@@ -17,9 +17,9 @@ class Kind:
     shape : tuple[int, int, int]
         Channels, height and width of an image.
     class_names : tuple[str, ...]
-        One name a class; the position is the label.
+        A name for each class; its position is the label.
     mean, std : tuple[float, ...]
-        Of each channel, on the scale 0…1.
+        Mean and standard deviation of each channel, on the scale 0…1.
     """
 
     shape: tuple[int, int, int]
@@ -66,9 +66,10 @@ def kind_of(dataset: str) -> Kind:
     Parameters
     ----------
     dataset : str
-        A key of :data:`KINDS`, or for data that only the nodes have
-        ``own:<C>x<H>x<W>:<classes>``: the images' shape, and how many classes there
-        are, or their names with commas between. Such images are normalised by 0.5.
+        A key of :data:`KINDS`. For data that only the nodes have,
+        ``own:<C>x<H>x<W>:<classes>``: the images' shape, and the number of classes, or
+        their names separated by commas. Such images are normalised with the mean 0.5
+        and the deviation 0.5.
 
     Raises
     ------

@@ -13,17 +13,17 @@ def load_language() -> Splits:
     """Load Python's language reference, one document for each topic of ``help()``.
 
     The standard library ships it as ``pydoc_data.topics``, under Python's own licence:
-    some eighty topics of 200 to 60,000 characters. Where topics share paragraphs, as
-    "compound statements" and "with" do, one of them keeps each
+    some eighty topics of 200 to 60,000 characters. If topics share a paragraph, as
+    "compound statements" and "with" do, only one of them keeps it
     (:func:`without_repeats`). The last tenth of every document is for the test.
 
     The text differs a little between versions of Python, so server and clients should
-    run the same; the tokens, and so the model, do not.
+    run the same version. The tokens, and so the model, do not differ.
 
     Returns
     -------
     Splits
-        Sequences of 64 tokens, a character each.
+        Sequences of 64 tokens; each token is a character.
 
     Raises
     ------
@@ -43,18 +43,18 @@ def load_language() -> Splits:
 def without_repeats(documents: Mapping[str, str]) -> list[tuple[str, str]]:
     r"""Return documents without repetitions: each paragraph stays in its shortest one.
 
-    Otherwise the test split would hold much that is in the training split, from
-    another document. In Python's topics it is a fifth of the text.
+    Otherwise much of the test split would also be in the training split, in another
+    document. In Python's topics this is a fifth of the text.
 
     Parameters
     ----------
     documents : Mapping[str, str]
-        Texts by name; blank lines part their paragraphs.
+        Texts by name; blank lines separate paragraphs.
 
     Returns
     -------
     list[tuple[str, str]]
-        Names and what remains, in the order of the names.
+        The names and the remaining texts, in the order of the names.
 
     Examples
     --------
@@ -80,17 +80,18 @@ def cut(documents: Sequence[tuple[str, str]], length: int, held: int) -> Splits:
     Parameters
     ----------
     documents : Sequence[tuple[str, str]]
-        Names and texts. What is left over at a document's end is not used, nor is a
-        document of fewer than two pieces.
+        Names and texts. The rest at a document's end is not used. Nor is a document of
+        fewer than two pieces.
     length : int
-        Positions of an example, T; a piece has one character more.
+        T, the positions of an example. A piece has one more character.
     held : int
-        One piece in `held`, rounded up, is for the test, from each document's end.
+        In each document, one piece in `held`, rounded up, is for the test. These are
+        the last pieces.
 
     Returns
     -------
     Splits
-        With the documents in the order given.
+        The pieces, with the documents in the given order.
 
     Raises
     ------

@@ -45,16 +45,16 @@ def make_model(
     shape : tuple[int, ...]
         Channels, height and width of an image, or the length of a sequence.
     num_classes : int
-        The number of outputs; of a sequence, that of different tokens.
+        The number of outputs; for sequences, the number of different tokens.
     seed : int
         Seed of the initial weights. The global generator is left as it was.
 
     Returns
     -------
     nn.Module
-        From ``[b, C, H, W]`` to logits ``[b, num_classes]``, or from tokens ``[b, T]``
-        to ``[b, T, num_classes]``, on the CPU. Each convolution and linear layer is
-        called once in a forward pass.
+        A model from ``[b, C, H, W]`` to logits ``[b, num_classes]``, or from tokens
+        ``[b, T]`` to ``[b, T, num_classes]``, on the CPU. Each convolution and linear
+        layer is called once in a forward pass.
 
     Raises
     ------

@@ -23,34 +23,34 @@ _MODES = {1: "L", 3: "RGB"}
 def load_own(path: str | Path, kind: Kind) -> Examples:
     """Read images with their labels, in whichever form they have.
 
-    - A folder with a folder of images for each class, named as the class or numbered;
-      a class may be missing. Images are resized to the kind's size.
-    - An ``.npz`` file with an array ``x``, ``[n, C, H, W]``, ``[n, H, W, C]`` or, where
-      there is one channel, ``[n, H, W]``: uint8, or floats in 0…1; and ``y``, integer
-      labels ``[n]``.
-    - A Hugging Face data set that was saved to disk, as ``flwr-datasets create`` does;
-      of one with splits, that called ``train``.
+    - A folder with a folder of images for each class, whose name is the class or its
+      number. A class may be missing. Images are resized to the kind's size.
+    - An ``.npz`` file with an array ``x``, ``[n, C, H, W]``, ``[n, H, W, C]`` or, with
+      one channel, ``[n, H, W]``: uint8, or floats in 0…1; and ``y``, integer labels
+      ``[n]``.
+    - A Hugging Face data set that was saved to disk, as ``flwr-datasets create`` does.
+      If it has splits, the one named ``train`` is read.
 
     Parameters
     ----------
     path : str | Path
         An absolute path (``~`` is expanded), since a Flower app runs in another folder.
     kind : Kind
-        What the images of all nodes are like.
+        The common properties of all nodes' images.
 
     Returns
     -------
     examples : Examples
-        In the order in which they are there, normalised as the kind says.
+        The examples in their stored order, normalised as the kind says.
 
     Raises
     ------
     ConfigurationError
         If the path is relative.
     DataError
-        Naming the file or folder and what is wrong there.
+        It names the file or folder, and says what is wrong.
     MissingExtraError
-        If images or a data set are to be read without the extra ``tasks``.
+        If reading needs the extra ``tasks``, and it is not installed.
     """
     where = Path(path).expanduser()
     if not where.is_absolute():

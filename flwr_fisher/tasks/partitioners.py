@@ -21,7 +21,8 @@ class ColumnPartitioner(Partitioner):  # type: ignore[misc,unused-ignore]
     Parameters
     ----------
     split : Callable
-        Of all rows' values, the number of clients and a generator: every client's rows.
+        Called with all rows' values, the number of clients and a generator. It returns
+        every client's rows.
     num_partitions : int
         The number of clients.
     partition_by : str
@@ -60,8 +61,9 @@ def client_shares(
 ) -> NDArray[np.float64]:
     r"""Draw each client's share of every class, ``[M, C]``.
 
-    Client :math:`i` draws class proportions :math:`q_i \sim \mathrm{Dir}(\alpha
-    \mathbf{1}_C)`; of class :math:`c` it gets :math:`q_{ic} / \sum_j q_{jc}`.
+    Client :math:`i` draws class proportions
+    :math:`q_i \sim \mathrm{Dir}(\alpha \mathbf{1}_C)`; its share of class :math:`c` is
+    :math:`q_{ic} / \sum_j q_{jc}`.
 
     Examples
     --------
@@ -104,10 +106,11 @@ def dirichlet_client(
 def by_document(values: NDArray[Any], clients: int, rng: np.random.Generator) -> Parts:
     """Give every document to one client, so that clients have about equally much text.
 
-    :class:`flwr_datasets.partitioner.GroupedNaturalIdPartitioner` gives them as many
-    documents. Documents are dealt out from the largest to the smallest, each to the
-    client that has least so far; among those of about the same size (within a factor of
-    two) chance decides which comes first. A client's examples keep their order.
+    :class:`flwr_datasets.partitioner.GroupedNaturalIdPartitioner` gives all clients the
+    same number of documents. Here, documents are assigned from the largest to the
+    smallest, each to the client that has least text so far. Documents of about the same
+    size (within a factor of two) are in random order. A client's examples keep their
+    order.
 
     Raises
     ------

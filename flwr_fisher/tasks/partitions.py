@@ -61,7 +61,7 @@ def make_partitioner(
     alpha : float
         Concentration of the two Dirichlet partitions, above zero.
     classes_per_client, shards_per_client : int
-        How many a client has, in the partitions of these names.
+        How many classes or shards a client has, in the partitions of these names.
     seed : int
         Seed of the draws, from 0 up.
 
@@ -113,8 +113,9 @@ def partition_indices(
 ) -> list[list[int]]:
     """Distribute examples over clients, as a function of the arguments alone.
 
-    Every example goes to one client, except that ``shards`` leaves out what does not
-    fill its equal shards, and ``classes-per-client`` the classes that no client has.
+    Every example goes to one client, with two exceptions: ``shards`` leaves out
+    examples that do not fill its equal shards, and ``classes-per-client`` leaves out
+    classes that no client has.
 
     Parameters
     ----------
@@ -232,14 +233,14 @@ def balanced_subset(targets: Tensor, count: int, seed: int) -> Tensor:
     targets : Tensor
         The examples' classes, int64 ``[n]``.
     count : int
-        At most so many; where a class has too few, others have more.
+        At most this many. If a class has too few examples, others have more.
     seed : int
-        Of the choice.
+        The seed of the choice.
 
     Returns
     -------
     Tensor
-        Int64, in order.
+        The positions, int64, in order.
 
     Examples
     --------

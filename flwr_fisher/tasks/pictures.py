@@ -34,7 +34,8 @@ def stack_images(
     mode : str
         Pillow's name of the colour space, ``"RGB"`` or ``"L"``.
     size : tuple[int, int] | None
-        Width and height to resize to; None keeps the size that all must then share.
+        Width and height to resize to. With None the size is kept, and all must have the
+        same.
 
     Returns
     -------
@@ -69,15 +70,15 @@ def stack_rows(
 def load_hub(name: str, cache_dir: Path | None) -> Splits:
     """Load a data set of the Hugging Face Hub, or one on disk that it can read.
 
-    Its image and label columns are found by their types. Images keep their size
-    where all share one; else they become 32×32.
+    Its image and label columns are found by their types. If all images have the same
+    size, they keep it; otherwise they become 32×32.
 
     Parameters
     ----------
     name : str
         The Hub's name of it, e.g. ``ylecun/mnist``.
     cache_dir : Path | None
-        Where to look for it and to put it; None is the Hub's own cache.
+        The folder to search, and to download to; None is the Hub's own cache.
 
     Returns
     -------

@@ -22,9 +22,9 @@ class NodeTask:
     Parameters
     ----------
     examples : Dataset
-        Any of PyTorch's, of inputs and targets.
+        Any data set of PyTorch with inputs and targets.
     model : nn.Module
-        With the initial weights, which the server's replace.
+        The model, with initial weights, which the server's weights will replace.
     """
 
     examples: Dataset[Any]
@@ -51,10 +51,9 @@ def node_task(config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Node
     Parameters
     ----------
     config : Mapping[str, Any]
-        ``context.run_config``, as for
-        :func:`~flwr_fisher.tasks.task_from_run_config`. Of nodes with data of their
-        own, ``dataset`` says what these are like (:func:`~flwr_fisher.tasks.kind_of`),
-        and ``max-examples`` is of each.
+        ``context.run_config``, as for :func:`~flwr_fisher.tasks.task_from_run_config`.
+        For nodes with data of their own, ``dataset`` describes these data
+        (:func:`~flwr_fisher.tasks.kind_of`), and ``max-examples`` applies to each node.
     node_config : Mapping[str, Any]
         ``context.node_config``: ``partition-id`` and ``num-partitions``, which a
         simulation gives, or ``data-path``
@@ -63,7 +62,7 @@ def node_task(config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Node
     Raises
     ------
     ConfigurationError
-        If it has both, or neither; and as the functions that it calls.
+        If it has both, or neither; also as from the functions that it calls.
     """
     path = node_config.get("data-path")
     if path is not None and "partition-id" in node_config:
@@ -95,16 +94,16 @@ def server_task(config: Mapping[str, Any], num_nodes: int) -> Task:
     ----------
     config : Mapping[str, Any]
         ``context.run_config``. Its ``test-path`` is a path to test examples on the
-        server's disk, in a form of :func:`~flwr_fisher.tasks.load_own`; where it is
-        empty, they are the test split of ``dataset``.
+        server's disk, in a form of :func:`~flwr_fisher.tasks.load_own`. If it is empty,
+        the test examples are the test split of ``dataset``.
     num_nodes : int
         How many nodes share the data set in a simulation.
 
     Returns
     -------
     Task
-        With a ``test-path`` it knows no shares: its ``parts`` are empty, and its
-        training examples are the test examples.
+        The server's task. With a ``test-path``, the clients' shares are not known:
+        ``parts`` is empty, and the training examples are the test examples.
     """
     if path := config.get("test-path"):
         return _own_task(config, str(path))
@@ -156,7 +155,8 @@ def cohort_from_run_config(config: Mapping[str, Any], clients: int) -> dict[str,
     config : Mapping[str, Any]
         ``context.run_config``, with the key ``clients-per-round``.
     clients : int
-        How many there are to sample from. If they are fewer, all take part.
+        How many clients there are to sample from. If they are fewer than
+        ``clients-per-round``, all take part.
 
     Returns
     -------
@@ -166,7 +166,7 @@ def cohort_from_run_config(config: Mapping[str, Any], clients: int) -> dict[str,
     Raises
     ------
     ConfigurationError
-        If there is no client, or none is wanted.
+        If there is no client, or ``clients-per-round`` is below 1.
 
     Examples
     --------

@@ -62,7 +62,7 @@ class Task:
         Returns
         -------
         nn.Module
-            On the CPU, the same in every process.
+            The model, on the CPU. It is the same in every process.
         """
         shape, num_outputs = self.data.shape, self.data.num_outputs
         return make_model(
@@ -95,7 +95,7 @@ class Task:
         Returns
         -------
         examples : Examples
-            Its share of the training set.
+            The client's share of the training set.
         """
         return self.data.train.subset(list(self._part(partition_id)))
 
@@ -191,7 +191,7 @@ def batches(examples: Examples, order: Iterable[int], batch_size: int) -> Loader
     examples : Examples
         Images or sequences.
     order : Iterable[int]
-        Of their positions, anew each time it is iterated over.
+        The positions of the examples. Each iteration over it may give another order.
     batch_size : int
         Examples a batch; the last batch may be smaller.
 
@@ -239,10 +239,11 @@ def load_task(
     validation : int
         How many training examples, drawn uniformly, to keep from the clients.
     max_examples : int
-        How many training examples to share out, as many of each class as may be, drawn
-        by the seed; 0 for all.
+        How many training examples the clients share, with classes as balanced as
+        possible, drawn by the seed; 0 for all.
     **options
-        The partition's: ``alpha``, ``classes_per_client``, ``shards_per_client``.
+        Options of the partition: ``alpha``, ``classes_per_client``,
+        ``shards_per_client``.
 
     Returns
     -------

@@ -10,12 +10,13 @@ from flwr_fisher.errors import ConfigurationError
 class Transformer(nn.Module):
     """A decoder-only transformer: it predicts each token from those before it.
 
-    Token and position embeddings, then blocks of causal self-attention and a GELU
-    perceptron four times as wide, each behind a layer norm and added to what it read
-    (Radford et al., 2019), then a last norm and a head of its own. Every projection,
-    those of the attention too, is an ``nn.Linear`` that is called once, one row an
-    example, so that each has its Kronecker form; embeddings and norms have their exact
-    diagonal. There is no dropout: what is trained is what is merged.
+    It has token and position embeddings; then blocks of causal self-attention and a
+    GELU perceptron four times as wide, each after a layer norm and with a residual
+    connection (Radford et al., 2019); then a last norm, and a head that is not tied to
+    the embedding. Every projection, also in the attention, is an ``nn.Linear`` that is
+    called once, with one row for each example. So each has a Kronecker form, and
+    embeddings and norms have their exact diagonal. There is no dropout: the model that
+    is trained is the model that is merged.
 
     Parameters
     ----------
@@ -78,7 +79,7 @@ class Transformer(nn.Module):
         Returns
         -------
         Tensor
-            ``[b, T, V]``; those at position t depend on tokens up to t alone.
+            Logits ``[b, T, V]``. Those at position t depend only on tokens up to t.
         """
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(positions)
