@@ -59,7 +59,7 @@ def check_float64(device: torch.device, way_out: str) -> None:
     device : torch.device
         The device of the computation.
     way_out : str
-        What the caller is to do instead, in words.
+        What the caller must do instead, in words.
     """
     if not has_float64(device):
         raise ConfigurationError(
@@ -71,7 +71,8 @@ def check_float64(device: torch.device, way_out: str) -> None:
 def random_states() -> dict[str, Any]:
     """Return the accelerator's random states, one for each device of its kind.
 
-    ``{"kind": …, "states": […]}``, for :func:`set_random_states`; ``{}`` without one.
+    They are ``{"kind": …, "states": […]}``, for :func:`set_random_states`, or ``{}``
+    without an accelerator.
     """
     if (found := accelerator()) is None:
         return {}
@@ -87,7 +88,7 @@ def set_random_states(states: dict[str, Any]) -> None:
     Parameters
     ----------
     states : dict[str, Any]
-        As returned, here or in another process.
+        States that :func:`random_states` returned, here or in another process.
     """
     found = accelerator()
     if found is None or states.get("kind") != found.type:

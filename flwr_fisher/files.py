@@ -85,14 +85,15 @@ def load_record(
     path : Path
         The file.
     digest : str, optional
-        The digest that it returned, if another file may have replaced this one.
+        The digest that :func:`save_record` returned, if another file may have replaced
+        this one.
     check : Callable, optional
         The function that computed the digest.
 
     Raises
     ------
     SafetensorError, OSError, KeyError, ValueError
-        If the file is damaged, or another one.
+        If the file is damaged, or is another one.
     """
     with safe_open(path, "pt") as file:
         texts = file.metadata() or {}

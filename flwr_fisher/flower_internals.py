@@ -61,7 +61,7 @@ def object_sizes(content: RecordDict) -> dict[str, int]:
     """Return the sizes in bytes of the objects that a message's content is sent as.
 
     The keys are the objects' ids. Each record, each array and each chunk of an array is
-    one object; objects that are equal have the same id and are sent once.
+    one object; objects that are equal have the same id, and are sent once.
     """
     sizes: dict[str, int] = {}
     todo: list[InflatableObject] = [content]

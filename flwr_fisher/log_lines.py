@@ -21,7 +21,8 @@ _LONGEST = 800  # characters of an error in the log; it may quote a server's mes
 def width() -> int:
     """Return how many columns a message may have: the terminal's, or ``$COLUMNS``.
 
-    Without either, as in the processes that ``flwr run`` starts, a line has 80.
+    If there is neither, as in the processes that ``flwr run`` starts, a line has 80
+    columns.
     """
     return max(shutil.get_terminal_size().columns - _PREFIX, _NARROWEST)
 

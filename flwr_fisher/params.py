@@ -26,7 +26,7 @@ class DeferredParams(Mapping[str, Tensor]):
     Parameters
     ----------
     like : Mapping[str, Tensor]
-        Gives keys, shapes and dtypes; its values are not kept.
+        Tensors with the same keys, shapes and dtypes; their values are not kept.
     make : Callable[[str], Tensor]
         Makes the tensor of a key.
 
@@ -73,7 +73,7 @@ def check_same_layout(reference: Params, other: Params, what: str = "params") ->
     reference, other : Mapping[str, Tensor]
         The tensors to compare; their order does not matter.
     what : str
-        How the message calls `other`.
+        The name of `other` in the message.
     """
     reference, other = layout_of(reference), layout_of(other)
     if missing := reference.keys() - other.keys():
@@ -98,8 +98,8 @@ def check_finite(params: Params, what: str) -> None:
 def all_finite(tensor: Tensor) -> Tensor:
     """Return, as a scalar tensor, whether all entries are finite.
 
-    Of numbers by the least and the largest, which NaN is where there is one: a tenth of
-    the time of a look at each.
+    It checks the least and the largest number, which are NaN if any entry is. This
+    takes a tenth of the time of a check of each entry.
 
     Examples
     --------
@@ -121,7 +121,7 @@ def finite(params: Params, what: str) -> dict[str, Tensor]:
 def double(params: Params, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Return the named tensors, or all, in float64.
 
-    A tensor in float64 and back is the same, bit for bit.
+    A tensor that is converted to float64 and back is the same, bit for bit.
     """
     selected = params if names is None else select(params, names)
     return {name: value.double() for name, value in selected.items()}
@@ -160,7 +160,7 @@ def dot(left: Params, right: Params) -> Tensor:
 def norm(params: Params) -> Tensor:
     """Return the Euclidean norm over all tensors, a scalar tensor.
 
-    It is finite wherever the norm itself is, also where a square is not.
+    It is finite if the norm itself is, even if a square is not.
 
     Examples
     --------
@@ -189,7 +189,7 @@ def clipped(params: Params, most: float) -> dict[str, Tensor]:
     Raises
     ------
     ParamsError
-        If they are not finite.
+        If an entry is not finite.
 
     Examples
     --------
@@ -237,15 +237,16 @@ def weighted_mean(
 ) -> dict[str, Tensor]:
     r"""Return :math:`\sum_i p_i \theta_i` with :math:`p_i = w_i / \sum_j w_j`.
 
-    FedAvg's average, summed in float64: equal inputs of at most float32 come back bit
-    for bit. Integer tensors (batch norm's counters) are rounded to the nearest.
+    This is FedAvg's average, summed in float64. If all inputs are equal, and at most
+    float32, the result equals them, bit for bit. Integer tensors (batch norm's
+    counters) are rounded to the nearest integer.
 
     Parameters
     ----------
     params : Sequence[Mapping[str, Tensor]]
-        One set of tensors a client, all with the same keys and shapes.
+        A set of tensors for each client, all with the same keys and shapes.
     weights : Sequence[float]
-        One non-negative weight a client, not all zero.
+        A non-negative weight for each client, not all zero.
 
     Returns
     -------
@@ -314,15 +315,16 @@ def trainable_names(model: nn.Module) -> list[str]:
 def shared_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that a federation exchanges: trainable parameters and buffers.
 
-    For a model that trains whole this is its ``state_dict``. Frozen parameters (a
-    pre-trained backbone under adapters) stay out, so they are never uploaded, and so
-    does a tied parameter's second name: load the result with ``strict=False`` then. So
-    do buffers that are no finite real numbers, such as a mask of minus infinity, or
-    numbers in bfloat16, which NumPy lacks, and a module's extra state that is no
-    tensor: each client keeps its own, as with ``persistent=False``.
+    If all parameters are trained, this is the model's ``state_dict``. Otherwise some
+    entries are left out, so that they are never uploaded: frozen parameters (such as a
+    pre-trained backbone under adapters), and the second name of a tied parameter. Then
+    load the result with ``strict=False``. Also left out are buffers that are not finite
+    real numbers, such as a mask of minus infinity; buffers in bfloat16, which NumPy
+    lacks; and a module's extra state that is not a tensor. Each client keeps its own of
+    these, as with ``persistent=False``.
 
-    As those of a ``state_dict``, the tensors are the model's own, and change when it
-    trains on: clone them to keep what they are now.
+    As in a ``state_dict``, the tensors are the model's own, and change when the model
+    trains further. Clone them to keep their present values.
 
     Raises
     ------

@@ -23,7 +23,7 @@ class Progress:
     what : str
         The work's name.
     total : int, optional
-        How much there is to do, if that is known.
+        The total amount of work, if it is known.
     unit : str, default "examples"
         What is counted.
     """

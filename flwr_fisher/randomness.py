@@ -22,7 +22,7 @@ def derive_seed(*parts: int | str) -> int:
     Parameters
     ----------
     *parts : int | str
-        What the seed is for, such as a run's seed, a round and a client.
+        The purpose of the seed, such as a run's seed, a round and a client.
 
     Returns
     -------
@@ -68,7 +68,7 @@ def random_stream(*parts: int | str) -> np.random.Generator:
     Parameters
     ----------
     *parts : int | str
-        What the numbers are for: a seed, and names that tell its streams apart.
+        The purpose of the numbers: a seed, and names that distinguish its streams.
 
     Examples
     --------
@@ -104,7 +104,8 @@ def seeded(seed: int) -> Iterator[None]:
 def generator_states() -> dict[str, Any]:
     """Return the states of all generators that :func:`seeded` seeds.
 
-    Plain numbers and tensors, which ``torch.load(weights_only=True)`` reads.
+    They are plain numbers and tensors, which ``torch.load(weights_only=True)`` can
+    read.
     """
     name, keys, *rest = np.random.get_state()  # noqa: NPY002
     return {

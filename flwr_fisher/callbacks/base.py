@@ -20,7 +20,7 @@ def history_of(result: Result) -> dict[int, dict[str, Value]]:
     Parameters
     ----------
     result : Result
-        Flower's, or one of this library's.
+        Flower's result, or this library's.
     """
     sources = {
         "train": result.train_metrics_clientapp,
@@ -58,7 +58,7 @@ class Callback(Protocol):
         Returns
         -------
         bool | None
-            True ends the run.
+            True ends the run; anything else continues it.
         """
 
 
@@ -68,7 +68,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
     Raises
     ------
     ConfigurationError
-        Naming the object that is no callback.
+        If an object is not a callback. It names the object.
     """
     for callback in callbacks:
         if not callable(getattr(callback, "on_round_end", None)):
@@ -88,7 +88,8 @@ def call(
     Raises
     ------
     CallbackError
-        Naming the first that failed, after all others have been called.
+        If a callback failed. It names the first that failed, after all others have been
+        called.
     """
     ending = []
     failed: tuple[str, Exception] | None = None

@@ -76,7 +76,7 @@ class MLflow(_Tracker):
     Parameters
     ----------
     **params
-        What is logged once as the run's parameters.
+        Parameters of the run, logged once.
 
     Raises
     ------
@@ -104,9 +104,9 @@ class WandB(_Tracker):
     Parameters
     ----------
     run : wandb.Run, optional
-        Where to; else ``wandb.init(**options)`` begins one.
+        The run to log to. Default: a new one, from ``wandb.init(**options)``.
     **options
-        As of ``wandb.init``: ``project``, ``name``, ``config``, ….
+        Options of ``wandb.init``: ``project``, ``name``, ``config``, ….
 
     Raises
     ------
@@ -141,14 +141,14 @@ def _installed(package: str) -> Iterator[None]:
 class CSVFile:
     """Writes all metrics to a table: one row a round, one column a metric.
 
-    The file is written anew each time, whole or not at all, so it has each round once,
-    whatever crashes; a metric that comes later has empty fields before. A list is
-    written with semicolons.
+    The whole file is written again after each round, or not at all, so it has each
+    round once, even after a crash. A metric that appears later has empty fields before.
+    A list is written with semicolons.
 
     Parameters
     ----------
     path : str | Path
-        The file; its folder is made.
+        The file. Its folder is made if it does not exist.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -25,7 +25,7 @@ class Watched:
     Parameters
     ----------
     name : str
-        Its name in the history, such as ``server/accuracy``.
+        The metric's name in the history, such as ``server/accuracy``.
     mode : "max" | "min"
         Whether a larger or a smaller value is better.
     """
@@ -37,12 +37,13 @@ class Watched:
     def values(self, server_round: int, history: History) -> dict[int, float]:
         """Return the metric's values by round, signed so that larger is better.
 
-        There may be none yet, because not every round need be evaluated.
+        There may be none yet, because not every round has to be evaluated.
 
         Raises
         ------
         ConfigurationError
-            If the metric is a list, or if rounds have other metrics of its kind only.
+            If the metric is a list, or if rounds have metrics of its kind but not this
+            one.
         """
         known = {n: r[self.name] for n, r in history.items() if self.name in r}
         if not known:
@@ -78,11 +79,11 @@ class BestModel:
     Parameters
     ----------
     path : str | Path
-        A ``.safetensors`` file, written whole or not at all. Its metadata name the
+        A ``.safetensors`` file, written whole or not at all. Its metadata have the
         round.
     metric : str, default "server/accuracy"
-        The metric that decides. Measure it on validation data: on a test set, the
-        accuracy of the best round is too optimistic.
+        The metric that decides. Measure it on validation data: the accuracy of the best
+        round on a test set would be too optimistic.
     mode : "max" | "min", default "max"
         Whether a larger or a smaller value is better.
 
@@ -113,8 +114,8 @@ class BestModel:
 class EarlyStopping:
     """Ends a run if its metric has not improved for `patience` rounds.
 
-    It looks at all rounds each time, so a resumed run ends where an uninterrupted one
-    would. Resume it with more patience, and it goes on.
+    It checks all rounds each time, so a resumed run ends in the same round as an
+    uninterrupted one. To continue a run that has ended, resume it with more patience.
 
     Parameters
     ----------

@@ -29,8 +29,9 @@ def names_of(model: nn.Module, order: Order) -> list[str]:
     model : nn.Module
         The model.
     order : "state" | "parameters" | "trainable" | Sequence[str]
-        All of ``model.state_dict()``; ``model.parameters()``; those that require a
-        gradient; or the names themselves.
+        ``state``: all of ``model.state_dict()``. ``parameters``:
+        ``model.parameters()``. ``trainable``: parameters that require a gradient. Or
+        the names themselves.
 
     Raises
     ------
@@ -93,16 +94,16 @@ def from_list(
     model : nn.Module
         The model.
     names : Sequence[str]
-        What the list is to hold, in order.
+        The names of the list's entries, in order.
     arrays : Sequence[ndarray]
         The list.
     what : str
-        How the message calls the list.
+        The list's name in the message.
 
     Raises
     ------
     ParamsError
-        Naming the place and the shapes that differ, and what to do.
+        It names the position and the shapes that differ, and says what to do.
     """
     some = f"'{names[0]}', …" if names else "none"
     if len(arrays) != len(names):

@@ -37,35 +37,35 @@ def from_numpy_client(
 ) -> FisherClient:
     """Return a :class:`FisherClient` around a ``NumPyClient``.
 
-    Its `fit` trains as before: it gets the server's arrays as a list, and the server's
-    config, with ``server-round`` and without what is this library's. The arrays that it
-    returns become the model's, of which the curvature is then taken; its number of
-    examples is the client's weight, and its metrics join the reply's (numbers do; texts
-    stay behind). Its `evaluate`, if it has one, answers evaluations, where there is no
-    `valloader`. It does not matter whether it trains this model or one of its own.
+    Its `fit` trains as before. It gets the server's arrays as a list, and the server's
+    config with ``server-round``, but without this library's own keys. The arrays that
+    it returns are loaded into the model, and the curvature is computed there. Its
+    number of examples is the client's weight. Its metrics are added to the reply; only
+    numbers are, not texts. Without a `valloader`, its `evaluate`, if it has one,
+    answers evaluations. It may train this model or one of its own.
 
     Parameters
     ----------
     client : NumPyClient
         Yours, or what its ``to_client()`` returned.
     model : nn.Module
-        The network that its arrays are of.
+        The network to which its arrays belong.
     trainloader : Iterable
         Its training data, for the curvature; as for :class:`FisherClient`.
     valloader : Iterable, optional
-        Held-out batches, to evaluate with in place of its `evaluate`.
+        Held-out batches. They are used for evaluations in place of its `evaluate`.
     order : "state" | "parameters" | "trainable" | Sequence[str], optional
-        What its lists of arrays hold: ``model.state_dict().values()``,
-        ``model.parameters()``, those that require a gradient, or entries of these
-        names. Default: as in what its ``get_parameters`` returns, if it has one, or
-        else ``state``.
+        The entries of its lists of arrays: ``model.state_dict().values()``,
+        ``model.parameters()``, the parameters that require a gradient, or entries of
+        the given names. Default: the order of what its ``get_parameters`` returns, or
+        ``state`` if it has no such method.
     **options
         :class:`FisherClient`'s.
 
     Raises
     ------
     ClientError
-        If it is no ``NumPyClient``.
+        If it is not a ``NumPyClient``.
 
     Examples
     --------
@@ -110,10 +110,10 @@ def client_app(
     client_fn : Callable[[Context], NumPyClient]
         Yours; it may return ``….to_client()``.
     model, trainloader, valloader : str | Callable
-        Where the client has its network and its data: an attribute's name, or a
-        function of the client.
+        Where the client's network and data are: an attribute's name, or a function of
+        the client.
     order : optional
-        What its lists of arrays hold; see :func:`from_numpy_client`.
+        The entries of its lists of arrays; see :func:`from_numpy_client`.
     mods : list[Mod], optional
         Flower's client mods, for training only.
     **options

@@ -21,7 +21,7 @@ class History:
     Parameters
     ----------
     result : Result
-        A strategy's.
+        The result of a strategy.
 
     Examples
     --------
@@ -57,12 +57,12 @@ class Server:
     client_manager : ClientManager, optional
         Not used: this library's strategies choose clients by seed and round.
     strategy : CurvatureStrategy
-        What :func:`as_legacy` returned.
+        A strategy from :func:`as_legacy`.
 
     Attributes
     ----------
     grid : Grid | None
-        Reaches the clients; :func:`server_app` gives it.
+        The grid of clients; :func:`server_app` sets it.
     result : CurvatureResult | None
         What the strategy returned.
     """
@@ -82,7 +82,8 @@ class Server:
         Raises
         ------
         ConfigurationError
-            If the strategy is another, or the app is not :func:`server_app`'s.
+            If the strategy is not from :func:`as_legacy`, or the app is not from
+            :func:`server_app`.
         """
         older = getattr(self.strategy, "older", None)
         if not isinstance(older, Older):

@@ -37,9 +37,9 @@ class Older:
     Parameters
     ----------
     model : nn.Module
-        Gives names to lists of arrays; holds the initial parameters.
+        The model, which gives names to lists of arrays, and has the initial parameters.
     names : list[str]
-        What such lists hold.
+        The names of the entries of such lists.
     evaluate_fn, on_fit_config_fn, on_evaluate_config_fn
         As for Flower's older strategies.
     start : Mapping[str, Any]
@@ -101,8 +101,8 @@ def as_legacy(
 ) -> CurvatureStrategy:
     """Return a strategy for a `server_fn`, in place of ``flwr.server.strategy``'s.
 
-    The older strategies' settings keep their names and mean the same; those of
-    `strategy` stand beside them. It is run by :func:`server_app`.
+    The older strategies' settings keep their names and their meaning. The settings of
+    `strategy` can be given, too. :func:`server_app` runs the result.
 
     Parameters
     ----------
@@ -110,19 +110,20 @@ def as_legacy(
         ``FedFisherOneShot``, ``FedFish``, …: the class.
     model : nn.Module
         The clients' network: it gives names to the lists of arrays of `evaluate_fn` and
-        `initial_parameters`, and says what is trained. It is left as it is.
+        `initial_parameters`, and determines which parameters are trained. It is left as
+        it is.
     initial_parameters : Parameters | list[ndarray], optional
-        Where the run starts. Default: from `model`.
+        The initial parameters of the run. Default: those of `model`.
     order : "state" | "parameters" | "trainable" | Sequence[str], optional
-        What the lists hold; see :func:`from_numpy_client`. Default: as in
-        `initial_parameters`, or else ``state``.
+        The entries of the lists; see :func:`from_numpy_client`. Default: the order of
+        `initial_parameters`, or ``state`` without them.
     evaluate_fn : Callable[[int, list[ndarray], dict], tuple[float, dict] | None]
         Called before the first round and after each; ``loss`` and its metrics are in
         the result's ``evaluate_metrics_serverapp``.
     on_fit_config_fn, on_evaluate_config_fn : Callable[[int], dict], optional
-        What a round's clients get as their config.
+        Return the config for a round's clients.
     fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn : Callable, optional
-        Of ``[(num_examples, metrics), …]``. Default: Flower's weighted mean.
+        Called with ``[(num_examples, metrics), …]``. Default: Flower's weighted mean.
     checkpoint_dir, resume, reopen
         As for :meth:`CurvatureStrategy.start`.
     **options
@@ -132,7 +133,7 @@ def as_legacy(
     Raises
     ------
     ConfigurationError
-        If it is no strategy of this library, or a setting has no counterpart.
+        If it is not a strategy of this library, or a setting has no counterpart.
     ParamsError
         If the initial parameters are not the model's.
 

@@ -26,9 +26,10 @@ def accuracies(
     Parameters
     ----------
     model : nn.Module
-        Left as it was: its parameters, and the mode of each of its modules.
+        The model. Its parameters, and the mode of each of its modules, are left as they
+        were.
     candidates : Mapping[str, Mapping[str, Tensor]]
-        Parameters by method; what is missing stays the model's.
+        Parameters by method. For names that are missing, the model's own are used.
     loader : Iterable
         Batches ``(inputs, labels)``, mappings with an entry ``label``, or a
         :class:`~flwr_fisher.curvature.Pairs`.
@@ -56,8 +57,9 @@ def ensemble_accuracy(
 ) -> float:
     """Return the accuracy of the members' weighted mean probabilities.
 
-    It is a reference: as many models as there are members, not one. The loader is read
-    once, so it may shuffle. Errors are those of :func:`accuracies`.
+    It is only a reference, because it is not one model but as many as there are
+    members. The loader is read once, so it may shuffle. Errors are those of
+    :func:`accuracies`.
     """
     own = {k: v.clone() for k, v in model.state_dict().items()}
     _check_fit(own, members)

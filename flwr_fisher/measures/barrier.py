@@ -17,15 +17,14 @@ class ClientServerBarrier:
 
     .. math:: \frac{1}{M} \sum_i \left[L_i(\theta_G) - L_i(\theta_i)\right],
 
-    where :math:`L_i(\theta_i)` comes with the reply to a train message, as
-    ``local-loss`` and ``local-accuracy``, and the same clients then evaluate
-    :math:`\theta_G`. It costs each of them two passes over its data and one more
-    message.
+    A client reports :math:`L_i(\theta_i)` in its reply to a train message, as
+    ``local-loss`` and ``local-accuracy``. The same clients then evaluate
+    :math:`\theta_G`. Each client needs two passes over its data and one more message.
 
     Parameters
     ----------
     grid : MeasuredGrid
-        What the strategy is started with.
+        The grid with which the strategy is started.
     every : int, default 1
         Measure each `every`-th round.
     timeout : float, default 3600
@@ -44,11 +43,12 @@ class ClientServerBarrier:
       :math:`\mathrm{accuracy}_i(\theta_i) - \mathrm{accuracy}_i(\theta_G)`: positive
       where the server's model is worse, as for the loss;
     - ``barrier-server-loss``, ``barrier-server-accuracy``, ``barrier-local-loss``,
-      ``barrier-local-accuracy``: the two means that the barrier lies between;
-    - ``barrier-clients``: how many clients these are, and ``barrier-missing``: how many
-      were to train but lack one of the two.
+      ``barrier-local-accuracy``: the two means whose difference is the barrier;
+    - ``barrier-clients``: the number of these clients, and ``barrier-missing``: the
+      number of clients that were asked to train but lack one of the two scores.
 
-    If there are none, a warning stands for the round.
+    If there are no such clients, the log has a warning, and the round has no such
+    metrics.
 
     Examples
     --------

@@ -12,8 +12,8 @@ from flwr_fisher.server.driver import EvaluateFn
 def combine(*functions: EvaluateFn | None) -> EvaluateFn:
     """Return one ``evaluate_fn`` that calls several in order, and joins their metrics.
 
-    Of two metrics with one name the later counts, and the log says so. None instead of
-    a function is left out.
+    If two metrics have the same name, the later one counts, and the log says so. None
+    in place of a function is ignored.
 
     Examples
     --------

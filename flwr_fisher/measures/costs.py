@@ -11,17 +11,17 @@ from flwr_fisher.server.driver import EvaluateFn
 def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
     """Return an ``evaluate_fn`` that reports the costs of all rounds so far.
 
-    Its metrics are ``uploaded-bytes``, all train replies as they are on the wire, of
-    all clients and of all exchanges of a round, and ``gradient-evaluations``.
+    Its metrics are ``uploaded-bytes``, the serialised size of all train replies of all
+    clients in all exchanges, and ``gradient-evaluations``.
 
     Parameters
     ----------
     grid : MeasuredGrid
-        The grid that the strategy is started with.
+        The grid with which the strategy is started.
     gradient_evaluations : int
-        What a round has a client compute, in gradients of its whole loss: a local epoch
-        is one, and a pass for a gradient and its Hessian's product with a vector is
-        two, as it takes about twice as long.
+        The work of a client in a round, counted in gradients of its whole loss. A local
+        epoch is one. A pass for a gradient and the Hessian's product with a vector is
+        two, because it takes about twice as long.
 
     Raises
     ------

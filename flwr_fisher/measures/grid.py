@@ -31,7 +31,7 @@ def check_measured(grid: Grid) -> None:
     Raises
     ------
     ConfigurationError
-        Saying how to make one.
+        If it is another grid. It says how to make a :class:`MeasuredGrid`.
     """
     if not isinstance(grid, MeasuredGrid):
         raise ConfigurationError(
@@ -44,8 +44,9 @@ class MeasuredGrid(Grid):
     """Wraps a grid, records its messages for measures, and holds nodes out.
 
     Nodes that are held out never take part: ``get_node_ids`` does not name them. Which
-    ones depends on `seed` and the partitions that are connected when the first train
-    message is sent, not on node ids; a node that comes later takes part.
+    nodes these are depends on `seed`, and on the partitions that are connected when the
+    first train message is sent, but not on node ids. A node that connects later takes
+    part.
 
     Parameters
     ----------
@@ -54,7 +55,8 @@ class MeasuredGrid(Grid):
     held_out : int | float, default 0
         How many nodes to hold out, or which fraction of them.
     seed : int, default 0
-        Determines who is held out, and with the partition how a client splits its data.
+        Decides which nodes are held out and, with the partition, how a client splits
+        its data.
 
     Raises
     ------
@@ -94,7 +96,8 @@ class MeasuredGrid(Grid):
     def take_cohort(self) -> dict[int, MetricRecord | None]:
         """Return, once, the nodes asked to train, with their replies' metrics.
 
-        A reply counts where the client scored its model: it has a ``local-loss``.
+        A reply counts if the client scored its model, so that the reply has a
+        ``local-loss``.
         """
         cohort, self._cohort = self._cohort, {}
         return cohort
@@ -102,8 +105,9 @@ class MeasuredGrid(Grid):
     def aggregated(self, metrics: Mapping[int, MetricRecord]) -> None:
         """Receive the aggregated replies' metrics by node, from the server.
 
-        It may have left out a bad reply, and have others from a checkpoint. Requests
-        that no one scored a model for, one for gradients perhaps, change nothing.
+        The server may have left out bad replies, and may have other replies from a
+        checkpoint. Requests in which no client scored a model, such as those for
+        gradients, have no effect.
         """
         if any("local-loss" in record for record in metrics.values()):
             self._cohort = {**dict.fromkeys(self._cohort), **metrics}
@@ -118,7 +122,7 @@ class MeasuredGrid(Grid):
     ) -> dict[int, MetricRecord]:
         """Let nodes evaluate the arrays; return the metrics of those that replied.
 
-        Failures cost a warning.
+        If a node fails, the log has a warning.
         """
         job = ConfigRecord(
             {

@@ -11,47 +11,48 @@ from flwr_fisher.wire import named_options
 class Personalisation:
     """Fine-tuning on held-out clients, as an ``evaluate_fn``.
 
-    FedFish, sections 4 and 5.2.2: a client that is held out fine-tunes a copy of the
-    server's model on a `fraction` of its training data, and is scored on the half that
-    it never fine-tunes on: before (zero-shot) and after. The halves are drawn once,
-    from the grid's seed and the client's partition, so that every round and fraction is
+    FedFish, sections 4 and 5.2.2: a held-out client fine-tunes a copy of the server's
+    model on a `fraction` of its training data. It scores the model before (zero-shot)
+    and after, on the half of its data that it never uses for fine-tuning. The grid's
+    seed and the client's partition determine the halves, so every round and fraction is
     scored on the same examples.
 
-    Clients fine-tune with their own ``train_fn``, which has to be ``LocalSGD`` or
-    another dataclass with a field ``epochs``, and in batches of their ``trainloader``'s
-    size, which has to be a ``DataLoader`` of a map-style data set.
+    Clients fine-tune with their own ``train_fn``, which must be ``LocalSGD`` or another
+    dataclass with a field ``epochs``. They use the batch size of their ``trainloader``,
+    which must be a ``DataLoader`` of a map-style data set.
 
     Parameters
     ----------
     grid : MeasuredGrid
-        What the strategy is started with; it holds clients out.
+        The grid with which the strategy is started. It must hold clients out.
     fraction : float, default 0.5
-        Of a held-out client's examples, to fine-tune on: in (0, 0.5].
+        The share of a held-out client's examples for fine-tuning, in (0, 0.5].
     epochs : int, default 1
-        Passes over them.
+        Passes over these examples.
     lr : float, optional
-        By default the clients' own.
+        The learning rate. Default: the clients' own.
     every : int, default 1
         Measure round 0, before any training, and each `every`-th round.
     timeout : float, default 3600
         Seconds to wait for the clients.
     name : str, default "personalised"
-        What its metrics begin with. Give two measures with different fractions
+        The beginning of its metrics' names. Two measures with different fractions need
         different names.
 
     Raises
     ------
     ConfigurationError
-        If an argument is out of range, or the grid is no MeasuredGrid that holds
-        someone out.
+        If an argument is out of range, or the grid is not a MeasuredGrid that holds
+        clients out.
 
     Notes
     -----
-    A round's metrics, plain means over the clients that replied:
-    ``personalised-loss``, ``personalised-accuracy``, ``zero-shot-loss``,
-    ``zero-shot-accuracy``; ``personalised-clients``, how many these are, and
-    ``personalised-missing``, how many could not (with fewer than four examples, for
-    one). If none replied, a warning stands for the round.
+    A round's metrics, plain means over the clients that replied: ``personalised-loss``,
+    ``personalised-accuracy``, ``zero-shot-loss``, ``zero-shot-accuracy``;
+    ``personalised-clients``, the number of these clients; and ``personalised-missing``,
+    the number of clients that could not (because they have fewer than four examples,
+    for instance). If no client replied, the log has a warning, and the round has no
+    such metrics.
 
     Examples
     --------

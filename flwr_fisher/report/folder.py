@@ -35,8 +35,8 @@ def resolve_output_dir(output_dir: str, run_id: int) -> Path:
     Raises
     ------
     ConfigurationError
-        If the path is relative: Flower copies an app and runs it elsewhere, so there is
-        nothing that it could be relative to.
+        If the path is relative. Flower copies an app and runs it elsewhere, so the path
+        would be relative to an unknown folder.
     """
     path = Path(output_dir or f"~/flwr-fisher/outputs/{run_id}").expanduser()
     if not path.is_absolute():
@@ -60,13 +60,13 @@ def save_report(
     Parameters
     ----------
     path : Path
-        The directory; made if it does not exist.
+        The directory. It is made if it does not exist.
     params : Mapping[str, Tensor]
-        The model's.
+        The model's parameters.
     config : Mapping[str, Any]
-        What the run was told; its ``seed`` stands beside it, too.
+        The run's config. Its ``seed`` is also written on its own.
     **measured
-        ``accuracy`` by method, ``bytes``, ``seconds``, …, as JSON takes them.
+        ``accuracy`` by method, ``bytes``, ``seconds``, …, as JSON values.
     """
     path.mkdir(parents=True, exist_ok=True)
     content = {"seed": config.get("seed"), "config": dict(config), **measured}
@@ -81,9 +81,10 @@ def reply_sizes(result: Result, params: Params) -> dict[str, float]:
     Parameters
     ----------
     result : Result
-        A strategy's; of one of Flower's, and of no uploads, there is no size.
+        The result of a strategy. Without uploads, as in the result of Flower's
+        strategies, there is no size.
     params : Mapping[str, Tensor]
-        Any parameters of the model, which weigh what each client's do.
+        Any parameters of the model; they have the same size as each client's.
     """
     if not isinstance(result, CurvatureResult) or not result.uploads:
         return {}

@@ -24,7 +24,7 @@ def influences(
     Parameters
     ----------
     uploads : Sequence[Upload]
-        What was merged.
+        The merged uploads.
     merged : MergeResult
         The merge.
     score : Callable[[dict[str, Tensor]], float]
@@ -34,8 +34,8 @@ def influences(
     -------
     list[dict[str, Any]]
         ``client``, ``examples``, ``share`` (of the curvature), ``distance`` (see
-        :class:`~flwr_fisher.merge.Influence`) and ``accuracy_without``. Empty where it
-        is left out; the log says why.
+        :class:`~flwr_fisher.merge.Influence`) and ``accuracy_without``. Empty if the
+        influences are not computed; the log says why.
     """
     posteriors = []
     if merged.shares:  # or else the uploads are sums

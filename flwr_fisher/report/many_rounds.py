@@ -34,15 +34,15 @@ def evaluate_on_test(
     """Return an ``evaluate_fn`` that evaluates the server's model on the test set.
 
     Its metrics are ``accuracy`` and ``loss``. A TCT model in its second stage has no
-    ``loss``, since it is no cross-entropy that it was fitted by; before that stage's
-    first round, when it predicts nothing yet, it is not scored.
+    ``loss``, because it was not fitted by a cross-entropy. Before the first round of
+    that stage it predicts nothing yet, and is not scored.
 
     Parameters
     ----------
     task : Task
         Model and test set.
     every : int, default 1
-        Score the start and each `every`-th round.
+        Score the initial model and each `every`-th round.
     also : Collection[int], default ()
         Further rounds to score: the last of a stage, for example.
 
@@ -81,21 +81,21 @@ def report_rounds(
     ----------
     path : Path
         The directory for ``metrics.json``, ``model.safetensors``, ``rounds.png`` and,
-        of images of which clients hold shares, ``labels.png``.
+        if clients share a data set of images, ``labels.png``.
     method : str
-        The strategy's name, for titles; in small letters, for ``metrics.json``.
+        The strategy's name for titles. In ``metrics.json`` it is in small letters.
     task : Task
         Test set, model and label distribution.
     result : Result
-        Of any strategy, Flower's too; bytes are those of a result that has `uploads`.
-        What ``evaluate_fn`` measured, :func:`evaluate_on_test` and
-        :mod:`flwr_fisher.measures` for example, is drawn by round. The last round is
-        scored on the test set if it is not yet.
+        The result of any strategy, also of Flower's. Bytes are reported if it has
+        `uploads`. The metrics of ``evaluate_fn``, such as those of
+        :func:`evaluate_on_test` and :mod:`flwr_fisher.measures`, are drawn by round. If
+        the last round was not scored on the test set, it is scored now.
     seconds, config : Mapping
-        Go to ``metrics.json`` as they are.
+        Written to ``metrics.json`` as they are.
     also : Mapping[str, int], optional
-        By a name for ``metrics.json``, further rounds whose accuracy is reported:
-        ``{"stage1": 20}``, for example. They must have been scored.
+        Further rounds whose accuracy is reported, by their names in ``metrics.json``:
+        for example ``{"stage1": 20}``. They must have been scored.
     marks : Mapping[int, str], optional
         As for :func:`plot_rounds`.
 
@@ -103,8 +103,8 @@ def report_rounds(
     -------
     dict[str, float]
         The accuracies of ``metrics.json``: the method's own after the last round, those
-        of `also`, and ``zero_shot`` and ``personalised`` of held-out clients where last
-        measured.
+        of `also`, and ``zero_shot`` and ``personalised`` of held-out clients, as they
+        were last measured.
     """
     params = arrays_to_tensors(result.arrays)
     rounds = rounds_of(result)

@@ -47,22 +47,22 @@ def report_one_shot(
     """Compare the merge with simple alternatives on the same uploads; write a report.
 
     The alternatives are FedAvg's mean, the best single client (on the test set, so a
-    generous reference), and the ensemble of all clients, which is not one model. Of
-    uploads for ``aggregate="sums"`` FedAvg's mean alone can be made. For at most twenty
-    clients, and a model whose merge takes seconds, a table shows each client's
-    influence: how far it moves the model, and the accuracy without it.
+    generous reference), and the ensemble of all clients, which is not one model. With
+    ``aggregate="sums"`` only FedAvg's mean can be computed. For at most twenty clients,
+    and a model whose merge takes seconds, a table shows each client's influence: how
+    far it moves the model, and the accuracy without it.
 
     Parameters
     ----------
     path : Path
         The directory for ``metrics.json``, ``model.safetensors``, ``accuracy.png``,
-        ``residual.png`` and, where clients hold shares of a ``Task``, ``labels.png``.
+        ``residual.png`` and, if clients have shares of a ``Task``, ``labels.png``.
     task : Task, or any object with its ``make_model()`` and ``test_loader()``
         Model and test set.
     result : CurvatureResult
-        Of ``FedFisherOneShot``, with the last round's uploads.
+        The result of ``FedFisherOneShot``, with the last round's uploads.
     seconds, config : Mapping, optional
-        Go to ``metrics.json`` as they are.
+        Written to ``metrics.json`` as they are.
 
     Returns
     -------

@@ -52,7 +52,8 @@ def plot_accuracies(path: Path, accuracy: Mapping[str, float], best: str) -> Non
     path : Path
         The picture to write.
     accuracy : Mapping[str, float]
-        By name, from 0 to 1, as :func:`flwr_fisher.measures.accuracies` returns them.
+        Accuracies by name, from 0 to 1, as :func:`flwr_fisher.measures.accuracies`
+        returns them.
     best : str
         The name whose bar stands out.
     """
@@ -81,7 +82,7 @@ def plot_labels(path: Path, histogram: Tensor, class_names: Sequence[str]) -> No
         Counts, ``[clients, classes]``, as :func:`flwr_fisher.tasks.label_histogram`
         returns them.
     class_names : Sequence[str]
-        One a class.
+        A name for each class.
     """
     clients, classes = histogram.shape
     drawn, axes = figure(height=1.4 + 0.32 * min(clients, 30))
@@ -110,7 +111,7 @@ def plot_labels(path: Path, histogram: Tensor, class_names: Sequence[str]) -> No
 def plot_shares(path: Path, task: Task, uploads: Sequence[Upload[Any]]) -> None:
     """Draw each client's labels, if clients hold the task's shares.
 
-    Of nodes with data of their own nobody knows them.
+    For nodes with data of their own, the labels are not known.
     """
     shares = {f"partition-{i}" for i in range(task.num_partitions)}
     if shares and shares.issuperset(upload.client for upload in uploads):

@@ -34,9 +34,9 @@ TITLES = {
 def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
     """Return a result's metrics by round, and within a round by their source.
 
-    ``{1: {"train": {…}, "evaluate": {…}, "server": {…}}, …}``: ``server`` is what
-    ``evaluate_fn`` gave, ``train`` and ``evaluate`` are the clients' metrics,
-    aggregated. What a round has none of is left out.
+    ``{1: {"train": {…}, "evaluate": {…}, "server": {…}}, …}``: ``server`` has the
+    metrics of ``evaluate_fn``, ``train`` and ``evaluate`` the aggregated metrics of the
+    clients. A source without metrics in a round is left out.
     """
     rounds: dict[int, dict[str, dict[str, Any]]] = {}
     for number, record in sorted(history_of(result).items()):
@@ -61,14 +61,15 @@ def plot_rounds(
     path : Path
         The picture's file.
     runs : Mapping[str, Mapping[int, Mapping[str, Any]]]
-        By label, a run's metrics by round: ``result.evaluate_metrics_serverapp``, for
-        example. Every run has a colour, the first the one that stands out.
+        For each label, a run's metrics by round, for example
+        ``result.evaluate_metrics_serverapp``. Every run has a colour; the first run's
+        stands out.
     metrics : Sequence[str | Sequence[str]]
-        What to draw; several metrics in one panel have a line style each. Accuracies
-        and errors are drawn in per cent. A panel for which no run has anything is left
-        out, with a warning.
+        The metrics to draw. Several metrics in one panel have different line styles.
+        Accuracies and errors are drawn in per cent. If no run has a panel's metrics,
+        the panel is left out, with a warning.
     marks : Mapping[int, str], optional
-        Rounds at which a vertical line is drawn, with what begins there.
+        Rounds at which a vertical line is drawn, each with a text.
 
     Examples
     --------

@@ -24,27 +24,27 @@ _RUN_ID = 1
 class LocalGrid(Grid):
     """A grid that runs a real ``ClientApp`` for n virtual clients, one after another.
 
-    Flower's simulation runs clients through Ray and takes seconds; this takes
-    milliseconds, so a test can run a whole federation. As in a simulation, contents are
-    serialised both ways, node ids are random, replies arrive one by one and in any
-    order, an exception in a client becomes an error reply, and each node keeps its
-    ``Context`` from one message to the next.
+    Flower's simulation runs clients with Ray and takes seconds. This grid takes
+    milliseconds, so a test can run a whole federation. The rest is as in a simulation:
+    contents are serialised in both directions, node ids are random, replies arrive one
+    by one and in any order, an exception in a client becomes an error reply, and each
+    node keeps its ``Context`` from one message to the next.
 
     Parameters
     ----------
     client_app : ClientApp
         The app under test.
     num_supernodes : int
-        How many virtual clients; ``partition-id`` runs from 0.
+        The number of virtual clients; their ``partition-id`` begins at 0.
     run_config : Mapping[str, bool | int | float | str], optional
-        What ``context.run_config`` holds.
+        The entries of ``context.run_config``.
     seed : int, optional
-        Fixes node ids and the order of replies; by default they differ every time.
+        Determines node ids and the order of replies; by default they differ every time.
 
     Attributes
     ----------
     nodes : dict[int, int]
-        From node id to partition id.
+        The partition id of each node id.
 
     Examples
     --------
