@@ -45,6 +45,7 @@ sphinx_gallery_conf = {
     "gallery_dirs": "tutorials",
     "filename_pattern": "",
     "within_subsection_order": "gallery.place",
+    "parallel": 2,
     "image_scrapers": ["matplotlib", "gallery.saved"],
     "reset_modules": ["matplotlib", "gallery.begin"],
     "capture_repr": (),

@@ -88,7 +88,7 @@ def load_data(partition: int) -> DataLoader[tuple[Tensor, ...]]:
 # What each client holds:
 
 counts = label_histogram(train_labels, parts, 10)
-plot_labels(Path("labels.png"), counts, class_names=list("0123456789"))
+plot_labels(Path("one_shot_labels.png"), counts, class_names=list("0123456789"))
 
 # %%
 # The clients
@@ -148,7 +148,7 @@ print(f"an upload: {fedfisher.upload_bytes / 1000:.0f} kB")
 # predictions depend on a parameter. Its upload is not larger: the Fisher information is
 # packed with the model into the bytes that FedAvg needs for the model alone.
 
-plot_accuracies(Path("accuracy.png"), accuracy, best="FedFisher")
+plot_accuracies(Path("one_shot_accuracy.png"), accuracy, best="FedFisher")
 
 # %%
 # The same code under ``flwr run``

@@ -176,7 +176,7 @@ result = strategy.start(grid, start, num_rounds=ROUNDS, evaluate_fn=evaluate_fn)
 history = result.evaluate_metrics_serverapp
 for server_round in (1, 10, 30, ROUNDS):
     print(f"round {server_round:2}: {history[server_round]['accuracy']:.1%}")
-plot_rounds(Path("rounds.png"), {"signSGD": history}, ["accuracy"])
+plot_rounds(Path("own_method.png"), {"signSGD": history}, ["accuracy"])
 
 # %%
 # In an app of your own

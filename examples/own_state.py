@@ -207,7 +207,7 @@ for name, strategy in {
     histories[name] = result.evaluate_metrics_serverapp
     ends = [histories[name][t]["accuracy"] for t in (5, 10, 20, ROUNDS)]
     print(name, *(f"{accuracy:.1%}" for accuracy in ends))
-plot_rounds(Path("rounds.png"), histories, ["accuracy"])
+plot_rounds(Path("own_state.png"), histories, ["accuracy"])
 
 # %%
 # A test of such a method begins with a round by hand. It must also show that a run with

@@ -270,7 +270,7 @@ for line in (folder / "hospital-a.log").read_text().splitlines():
 accuracy = json.loads(report.read_text())
 names = {"partition-0": "hospital-a alone", "partition-1": "hospital-b alone"}
 bars = {names.get(name, name): value for name, value in accuracy.items()}
-plot_accuracies(Path("accuracy.png"), bars, best="FedFisher")
+plot_accuracies(Path("real_federation.png"), bars, best="FedFisher")
 
 # %%
 # On machines of their own

@@ -226,7 +226,7 @@ for kinds, share, each in zip(
         f"moves the merge by {each.distance:.2f} of its length"
     )
 
-plot_accuracies(Path("accuracy.png"), accuracy, best="FedFisher, kfac")
+plot_accuracies(Path("without_flower.png"), accuracy, best="FedFisher, kfac")
 
 # %%
 # A diagonal says how much each number matters. It does not say that two numbers can

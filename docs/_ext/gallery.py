@@ -35,8 +35,13 @@ def begin(conf: dict[str, Any], filename: str) -> None:
 
 
 def saved(block: object, script: dict[str, Any], conf: dict[str, Any]) -> str:
-    """Show the pictures that a tutorial has written to files, and take them away."""
-    new = [p for p in Path.cwd().rglob("*.png") if p.stat().st_mtime >= _began["at"]]
+    """Show the pictures that a tutorial has written to files, and take them away.
+
+    Another tutorial may run at the same time, in the same folder: a picture's name
+    begins with its tutorial's.
+    """
+    own = Path.cwd().rglob(f"{Path(script['src_file']).stem}*.png")
+    new = [path for path in own if path.stat().st_mtime >= _began["at"]]
     paths = [script["image_path_iterator"].next() for _ in new]
     for picture, path in zip(sorted(new), paths, strict=True):
         shutil.move(picture, path)
