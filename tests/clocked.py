@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from math import inf
 from types import SimpleNamespace
 
-import pytest
 from flwr.app import Error, Message
 from virtual import Clock, Node
 
@@ -136,8 +135,8 @@ class FullClock(Clock):
         return 1e9 + self.now
 
 
-@pytest.fixture
-def clock(monkeypatch):
+def stop(monkeypatch):
+    """Give the server a clock that goes on only while it sleeps."""
     stopped = FullClock()
     timed = cohort, identity, mailbox, round
     for module in timed:

@@ -55,6 +55,14 @@ def beside() -> Beside:
     return Beside(Path(os.environ[_FOLDER]))
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> object:
+    """The server's, which goes on only while it sleeps."""
+    from clocked import stop
+
+    return stop(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def home() -> Iterator[None]:
     """Give a test a home of its own: it leaves nothing, and finds nothing."""

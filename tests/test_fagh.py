@@ -14,7 +14,6 @@ from virtual import (
     Watched,
     ask,
     close,
-    fail,
     same_bits,
     start,
     tiny_arrays,
@@ -133,15 +132,6 @@ def test_rounds_are_the_dense_computation(probe):
     assert sum(told) == fallbacks
     start = flat({k: v.detach() for k, v in net().named_parameters()})
     assert relative(flat(got), start) > 1e-2
-
-
-@pytest.mark.parametrize("probe", PROBES)
-def test_a_dropped_clients_weight_leaves_the_sum(probe):
-    app = Watched(app_of(), {1: fail})
-    result = run(fagh(probe=probe, betas=(0.5, 0.0)), app, 4, num_rounds=2)
-    want, _ = dense_rounds([[0, 2, 3]] * 2, probe, (0.5, 0.0))
-    assert relative(flat(arrays_to_tensors(result.arrays)), flat(want)) < 1e-10
-    assert result.train_metrics_clientapp[2]["num-rejected"] == 1
 
 
 def test_the_first_coordinate_is_the_clients_whatever_the_servers_order():

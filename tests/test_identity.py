@@ -3,7 +3,7 @@
 from math import inf
 
 import pytest
-from clocked import Behaviour, ClockedGrid, clock, options_of
+from clocked import Behaviour, ClockedGrid, options_of
 from flwr.app import ConfigRecord, Error, Message
 from virtual import LIFTED, Node, Watched, quick_app, same_bits, tiny_arrays
 
@@ -11,8 +11,6 @@ from flwr_fisher.errors import RoundError
 from flwr_fisher.flower_internals import ErrorCode, nodes_of
 from flwr_fisher.strategies import FedFisherOneShot, Waiting
 from flwr_fisher.testing import LocalGrid
-
-__all__ = ["clock"]
 
 CLIENTS = quick_app()
 

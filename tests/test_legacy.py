@@ -26,7 +26,7 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.client import LocalSGD, make_client_app
+from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import (
     CheckpointError,
     ClientError,
@@ -524,12 +524,3 @@ def test_what_a_server_app_does_not_run():
             run(ServerAppComponents(strategy=strategy))
     with pytest.raises(ConfigurationError, match="this Server has no grid"):
         Server(strategy=as_legacy(FedFish, model=tiny_model())).fit(1, None)
-
-
-def test_from_numpy_client_in_an_app_of_ones_own():
-    app = make_client_app(
-        lambda context: ours(Older(int(context.node_config["partition-id"])))
-    )
-    merged = one_shot().start(LocalGrid(app, 3), tiny_arrays()).arrays
-    expected = one_shot().start(LocalGrid(older_app(), 3), tiny_arrays()).arrays
-    assert same_bits(merged, expected)

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from clocked import Behaviour, ClockedGrid, clock
+from clocked import Behaviour, ClockedGrid
 from flwr.app import ArrayRecord, ConfigRecord
 from oracles import randn
 from test_pairings import Plain
@@ -68,7 +68,6 @@ from flwr_fisher.wire import (
     tensors_to_arrays,
 )
 
-__all__ = ["clock"]  # a fixture
 MEAN, VARIANCE, COUNT = "running_mean", "running_var", "num_batches_tracked"
 STATISTICS = (MEAN, VARIANCE)
 

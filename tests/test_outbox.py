@@ -148,17 +148,6 @@ def flip(path):
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
-def test_a_damaged_upload_is_made_again(tmp_path, caplog):
-    config = {"run": RUN, "server-round": 1}
-    first = ask(client(tmp_path), config=config)
-    (path,) = tmp_path.rglob("upload-*.safetensors")
-    flip(path)
-    again = ask(client(tmp_path), config=config)
-    assert SEEN.trainings == 2
-    assert same_bits(arrays_of(again), arrays_of(first))
-    assert f"Ignoring {path}, which is damaged" in caplog.text
-
-
 def test_a_disk_that_is_full_costs_a_warning(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")

@@ -3,7 +3,7 @@
 import pytest
 import rivals_path  # noqa: F401
 import torch
-from clocked import Behaviour, ClockedGrid, clock
+from clocked import Behaviour, ClockedGrid
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
@@ -56,8 +56,6 @@ try:
     from flwr.compat.common import recorddict_compat
 except ImportError:  # Flower before 1.32
     from flwr.common import recorddict_compat
-
-__all__ = ["clock"]
 
 OURS = quick_app()
 

@@ -219,19 +219,6 @@ def test_who_leaves_changes_the_set_and_nothing_else(stage, times, tmp_path, cap
     assert "partition-2" in caplog.text
 
 
-def test_too_few_end_the_round_and_are_named(tmp_path):
-    def leaves(message, context, now):
-        if now == "open" and context.node_config["partition-id"] in (1, 2, 3):
-            raise ClientError("gone")
-
-    strategy = STRATEGIES["fedfisher"](secure=SecureSums())
-    with pytest.raises(RoundError) as caught:
-        merged(strategy, secure_app(tmp_path, leaves), clients=5)
-    text = str(caught.value)
-    assert "3 are needed" in text
-    assert all(f"partition-{n}" in text for n in (1, 2, 3))
-
-
 # What is refused
 
 

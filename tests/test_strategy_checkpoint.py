@@ -5,7 +5,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from clocked import clock
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from safetensors import safe_open
 from virtual import (
@@ -34,7 +33,6 @@ from flwr_fisher.strategies import (
 )
 from flwr_fisher.testing import LocalGrid
 
-__all__ = ["clock"]  # a fixture
 CLIENTS, ROUNDS = 4, 3
 ALL = [(n, p) for n in range(1, ROUNDS + 1) for p in range(CLIENTS)]
 

@@ -32,7 +32,7 @@ from flwr_fisher.client.jobs import tct_features as client_tangent
 from flwr_fisher.client.jobs.tct_features import read_examples
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state
-from flwr_fisher.randomness import derive_seed, seed_of_clients
+from flwr_fisher.randomness import derive_seed
 from flwr_fisher.strategies import TCT, FedAvg, Policy, Regression, Scaffold
 from flwr_fisher.tangent import (
     TangentFeatures,
@@ -699,31 +699,6 @@ def test_a_bad_upload_is_named_and_tolerated(job, tamper, field, caplog):
 
 
 # What every strategy owes its users
-
-
-def test_node_ids_and_the_order_of_replies_do_not_matter():
-    first, second = (
-        tct(fraction_evaluate=1.0).start(
-            LocalGrid(client_app(), CLIENTS, seed=seed), tiny_arrays(), ROUNDS
-        )
-        for seed in (1, 2)
-    )
-    assert same_bits(first.arrays, second.arrays)
-    assert first.train_metrics_clientapp == second.train_metrics_clientapp
-    assert first.evaluate_metrics_clientapp == second.evaluate_metrics_clientapp
-
-
-def test_the_callers_records_are_left_as_they_were():
-    app, arrays = Watched(client_app()), tiny_arrays()
-    train, evaluate = ConfigRecord({"lr": 0.2}), ConfigRecord({"note": "hi"})
-    grid = LocalGrid(app, CLIENTS)
-    options = {"train_config": train, "evaluate_config": evaluate}
-    tct(fraction_evaluate=1.0).start(grid, arrays, num_rounds=ROUNDS, **options)
-    assert dict(train) == {"lr": 0.2}
-    assert dict(evaluate) == {"note": "hi"}
-    assert same_bits(arrays, tiny_arrays())
-    assert all(c.get("lr") == 0.2 or c.get("note") == "hi" for c in app.configs)
-    assert all(c["seed"] == seed_of_clients(0) for c in app.configs)
 
 
 # Features on disk

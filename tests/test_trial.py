@@ -587,17 +587,6 @@ def test_a_fisher_of_all_that_an_endless_stream_gives_is_of_what_the_loop_took()
     assert same_bits(one, two)
 
 
-def test_what_is_tried_on_a_streams_first_batch_changes_nothing(monkeypatch):
-    batches = list(DataLoader(tiny_data(2), 4, shuffle=True))
-    client = FisherClient(tiny_model(), Again(batches), device="cpu")
-    tried = ask(client, config={"structure": "kfac"})
-    monkeypatch.setattr(train, "try_upload", lambda *arguments: None)
-    client = FisherClient(tiny_model(), Again(batches), device="cpu")
-    untried = ask(client, config={"structure": "kfac"})
-    (one,), (two,) = (m.content.array_records.values() for m in (tried, untried))
-    assert same_bits(one, two)
-
-
 @pytest.mark.parametrize("begin", ["state_dict", "shared_state"])
 def test_an_upload_of_frozen_parameters_is_told(begin, caplog):
     model = tiny_model()

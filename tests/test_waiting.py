@@ -8,7 +8,7 @@ from functools import partial
 from math import inf
 
 import pytest
-from clocked import Behaviour, ClockedGrid, clock, options_of
+from clocked import Behaviour, ClockedGrid, options_of
 from flwr.app import ConfigRecord, Message, RecordDict
 from virtual import Watched, opened, quick_app, same_bits, tiny_arrays
 
@@ -27,8 +27,6 @@ from flwr_fisher.testing import LocalGrid
 
 SLOW_TO_EVALUATE = Behaviour(seconds=lambda times: 1.0 if times == 0 else 5.0)
 
-
-__all__ = ["clock"]
 
 HANGS = Behaviour(seconds=lambda times: inf)
 LATE = Behaviour(seconds=lambda times: 30.0)

@@ -4,7 +4,7 @@ import shutil
 from math import inf
 
 import pytest
-from clocked import Behaviour, ClockedGrid, clock, options_of
+from clocked import Behaviour, ClockedGrid, options_of
 from virtual import LIFTED, Watched, quick_app, same_bits, tiny_arrays
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
@@ -16,8 +16,6 @@ def clients_of(result):
     names = [upload.client for upload in result.uploads]
     return [int(name.removeprefix("partition-")) for name in names]
 
-
-__all__ = ["clock"]
 
 HOUR = 300.0  # a short one
 DAY = 24 * HOUR

@@ -7,28 +7,17 @@ from uploads import upload_of
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.wire import (
-    PREFIX,
     SERVER,
-    Additive,
     FisherUpload,
-    Payload,
     join_groups,
     split_groups,
 )
-from flwr_fisher.wire.tangent_upload import KEYS, TangentUpload
 
 PARAMS = {"fc.weight": torch.ones(2, 3), "fc.bias": torch.zeros(2)}
 GROUPS = {
     "": {"run": torch.tensor(7), "clients": torch.tensor([[1, 2]])},
     "probe": {"fc.weight": torch.ones(2, 3), "fc.bias": torch.ones(2)},
     "control": {"fc.bias": torch.zeros(2)},
-}
-ONES = {"w": torch.ones(2)}
-PAYLOADS = {
-    "fisher": upload_of("linear", "diagonal"),
-    "additive": Additive({"product": ONES, "params": ONES}),
-    "vector": Additive({"gradient": {"w": torch.ones(2)}}),
-    "tangent": TangentUpload({"largest-eigenvalue": torch.tensor(1.0)}, "digest"),
 }
 
 
@@ -77,17 +66,6 @@ def test_empty_groups_leave_no_key():
     for groups in ({}, {"": {}}, {"probe": {}, "control": {}}):
         assert join_groups(groups) == {}
         assert split_groups({**PARAMS, **join_groups(groups)}) == (PARAMS, {})
-
-
-@pytest.mark.parametrize("name", PAYLOADS)
-def test_every_upload_is_a_payload(name):
-    payload = PAYLOADS[name]
-    assert isinstance(payload, Payload)
-    assert payload.layout()
-    assert all(isinstance(fact, str) for fact in payload.layout())
-    assert list(payload.to_arrays())
-    field, _ = payload.disagreement
-    assert field == {"fisher": PREFIX, "tangent": KEYS}.get(name, "arrays")
 
 
 def test_a_fisher_upload_becomes_a_posterior():
