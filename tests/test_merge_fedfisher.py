@@ -564,6 +564,15 @@ def test_a_negative_pair_of_factors_does_not_hide_its_signs():
         fedfisher([first, replace(second, curvature=both)])
 
 
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+@pytest.mark.parametrize("make", [random_kronecker, eigen, KINDS["dense"]])
+def test_a_curvature_times_infinity_is_refused(make, factor):
+    first, second, third = posteriors(make)
+    wrong = replace(second, curvature=second.curvature.scaled(factor))
+    with pytest.raises(ParamsError, match="posterior 1: the curv.*NaN or infinity"):
+        fedfisher([first, wrong, third])
+
+
 @all_kinds
 def test_dtypes_must_be_the_same(make):
     clients = posteriors(make)

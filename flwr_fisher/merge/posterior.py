@@ -97,7 +97,8 @@ def _check_block(what: str, block: Curvature, params: Params) -> None:
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     for tensor, name in itertools.product([*floating, *numbers], block.shapes):
         _check_dtype(what, tensor.dtype, params[name].dtype)
-    if not all(map(all_finite, floating)):
+    # A factor's scale may be a number beside its tensors.
+    if not all(map(all_finite, [*floating, *numbers])):
         raise ParamsError(f"{what} holds NaN or infinity")
     if any((each < 0).any() for each in numbers):
         raise ParamsError(f"{what} is negative on a diagonal")
