@@ -1,6 +1,7 @@
 """K-FAC merged from sums over clients: the same iterations as from the parts."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +18,16 @@ from flwr_fisher.merge import (
     merge_settings,
     partial_traces,
 )
-from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
-from flwr_fisher.params import flatten, shares_of, subtract, weighted_mean
+from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged, own_step
+from flwr_fisher.params import (
+    flatten,
+    norm,
+    scale,
+    shares_of,
+    subtract,
+    weighted_mean,
+)
+from flwr_fisher.wire.layer_traces import LayerTraces
 
 
 def grouped(seed):
@@ -208,3 +217,49 @@ def test_what_is_solved_at_once_or_well_enough_moves_no_more():
     after = advanced(traces, start, product, more)
     assert torch.equal(after.solution["norm"], start.solution["norm"])
     assert [len(n) for n in after.norms] == [2, 2]
+
+
+# How far one client's pull leads
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("anchor", [0.0, 0.1, 1.0])
+def test_no_honest_pull_leads_further_than_its_client_went(name, anchor):
+    for client in clients(name):
+        F, away = client.curvature, client.params
+        step = own_step(partial_traces(F), F.matvec(away), anchor)
+        assert float(norm(step)) <= float(norm(away))
+
+
+def test_numbers_that_are_no_product_of_a_fisher_lead_far():
+    """As far as the merge goes for them: it divides by what the Fisher has there."""
+    one = torch.zeros(1, 8, 8, dtype=torch.float64)
+    one[0, 0, 0] = 1.0  # the only input that the client has ever seen
+    G = torch.eye(4, dtype=torch.float64).unsqueeze(0)
+    F = Kronecker("w", torch.Size([4, 8]), one, G)
+    away = {"w": randn(1, 4, 8, dtype=torch.float64)}
+    pull = F.matvec(away)
+    numbers = {"w": randn(2, 4, 8, dtype=torch.float64)}
+    numbers = scale(numbers, float(norm(pull)) / float(norm(numbers)))
+    like = {"w": torch.zeros(4, 8)}
+    own, other = (
+        LayerTraces.of(product, partial_traces(F)) for product in (pull, numbers)
+    )
+    assert own.step_norms(like) == {}
+    lengths = [
+        replace(upload, anchor=1e-3).step_norms(like)["step of the product"]
+        for upload in (own, other)
+    ]
+    assert lengths[0] < float(norm(away))
+    assert lengths[1] > 10 * lengths[0]
+
+
+def test_of_two_limits_of_a_product_the_lower_one_counts():
+    """Not both: then a longer product would count for less."""
+    F = random_kronecker(0)
+    product = {name: torch.ones(shape) for name, shape in F.shapes.items()}
+    upload = LayerTraces.of(product, partial_traces(F))
+    for cut in ([0.5, 0.25], [0.25, 0.5]):
+        factors = dict(zip(("step of the product", "product"), cut, strict=True))
+        left = upload.scaled(factors, product).part("product")
+        assert all(torch.equal(v, torch.full_like(v, 0.25)) for v in left.values())

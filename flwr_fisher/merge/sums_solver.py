@@ -84,7 +84,7 @@ def begin(traces: Curvature, pull: Params, settings: MergeSettings) -> Iterate:
     residual: dict[str, Tensor] = {}
     direction: dict[str, Tensor] = {}
     decrease, norms = [], []
-    for system in _layer_systems(traces, settings):
+    for system in _layer_systems(traces, settings.anchor):
         rhs = scale(double(select(pull, system.names)), 1 / system.unit)
         zero = {name: torch.zeros_like(value) for name, value in rhs.items()}
         steepest = zero if system.inverse is None else system.inverse(rhs)
@@ -95,6 +95,31 @@ def begin(traces: Curvature, pull: Params, settings: MergeSettings) -> Iterate:
         decrease.append(float(dot(rhs, steepest)))
         norms.append([float(norm(rhs)), 0.0] if at_once else [float(norm(rhs))])
     return Iterate(solution, residual, direction, decrease, norms)
+
+
+def own_step(traces: Curvature, pull: Params, anchor: float) -> dict[str, Tensor]:
+    r"""Return the step to which one client's pull would lead without the others.
+
+    :math:`(F_i + \lambda I)^{-1} F_i (\theta_i - \bar\theta)`, the ridge shared
+    between a layer's factors. It is never longer than the client's step from the mean.
+    Of numbers that are no product of its Fisher it is long: the merge divides them by
+    curvatures next to 0.
+
+    Parameters
+    ----------
+    traces : Curvature
+        The client's own :func:`~flwr_fisher.merge.partial_traces`.
+    pull : Mapping[str, Tensor]
+        What it says is :math:`F_i (\theta_i - \bar\theta)`.
+    anchor : float
+        Of the merge.
+    """
+    step: dict[str, Tensor] = {}
+    for block in traces.blocks():
+        system = _layer_system(block.made(), anchor)
+        rhs = scale(double(select(pull, system.names)), 1 / system.unit)
+        step |= rhs if system.inverse is None else system.inverse(rhs)
+    return step
 
 
 def advanced(
@@ -112,7 +137,7 @@ def advanced(
         :math:`\sum_i p_i F_i z`, for its direction z.
     """
     parts = []
-    for index, system in enumerate(_layer_systems(traces, settings)):
+    for index, system in enumerate(_layer_systems(traces, settings.anchor)):
         own = Iterate(
             select(before.solution, system.names),
             select(before.residual, system.names),
@@ -185,13 +210,13 @@ class _LayerSystem:
     inverse: Matvec | None  # an approximate inverse, or None without curvature
 
 
-def _layer_systems(traces: Curvature, settings: MergeSettings) -> list[_LayerSystem]:
-    return [_layer_system(block.made(), settings) for block in traces.blocks()]
+def _layer_systems(traces: Curvature, anchor: float) -> list[_LayerSystem]:
+    return [_layer_system(block.made(), anchor) for block in traces.blocks()]
 
 
-def _layer_system(block: Curvature, settings: MergeSettings) -> _LayerSystem:
+def _layer_system(block: Curvature, anchor: float) -> _LayerSystem:
     """Return a layer's system; `block` is the sum of the clients' partial traces."""
-    names, anchor = list(block.shapes), settings.anchor
+    names = list(block.shapes)
     wide = block.to(dtype=torch.float64)
     trace = _trace(wide)
     unit = trace / block.numel()

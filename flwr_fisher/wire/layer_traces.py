@@ -5,12 +5,13 @@ up (:func:`~flwr_fisher.merge.partial_traces`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
-from flwr_fisher.params import Params
+from flwr_fisher.merge.sums_solver import own_step
+from flwr_fisher.params import Params, norm
 from flwr_fisher.wire.additive import PRODUCT, Additive, take_parts
 from flwr_fisher.wire.arrays import arrays_to_tensors
 from flwr_fisher.wire.checks import check_same_keys, contribution_bytes
@@ -20,6 +21,8 @@ from flwr_fisher.wire.layout import (
     tensors_to_curvature,
     trace_name,
 )
+
+_LED = f"step of the {PRODUCT}"
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,12 @@ class LayerTraces(Additive):
         The parts of both, by name; :meth:`of` makes them.
     traces : Curvature
         The partial traces as a curvature, from the part ``curvature``.
+    anchor : float, optional
+        The merge's `anchor`. Pass it if a policy limits how far the product may lead.
     """
 
     traces: Curvature
+    anchor: float | None = None
 
     @classmethod
     def of(cls, product: Params, traces: Curvature) -> "LayerTraces":
@@ -44,8 +50,11 @@ class LayerTraces(Additive):
         return cls({PRODUCT: product, PREFIX.removesuffix("/"): named}, traces)
 
     def step_norms(self, like: Params) -> dict[str, float]:
-        """Return nothing: no part of it is a step."""
-        return {}
+        """Return the length of the step to which the product would lead by itself."""
+        if self.anchor is None:
+            return {}
+        step = own_step(self.traces, self.part(PRODUCT), self.anchor)
+        return {_LED: float(norm(step))}
 
     def curvature_norms(self) -> dict[str, float]:
         """Return each layer's trace, and the product's norm."""
@@ -57,15 +66,27 @@ class LayerTraces(Additive):
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> "LayerTraces":
         """Return it with scaled layers, and a shorter product."""
-        factor = factors.get(PRODUCT, 1.0)
+        factor = min(factors.get(PRODUCT, 1.0), factors.get(_LED, 1.0))
         product = {name: value * factor for name, value in self.part(PRODUCT).items()}
         blocks = self.traces.blocks()
         lighter = [_lighter(b, factors.get(trace_name(b), 1.0)) for b in blocks]
-        return self.of(product, BlockDiagonal(lighter))
+        scaled = self.of(product, BlockDiagonal(lighter))
+        return replace(scaled, anchor=self.anchor)
 
     @classmethod
-    def read(cls, record: ArrayRecord, like: Params) -> "LayerTraces":
+    def read(
+        cls, record: ArrayRecord, like: Params, *, anchor: float | None = None
+    ) -> "LayerTraces":
         """Read and check a record, none of which is trusted.
+
+        Parameters
+        ----------
+        record : ArrayRecord
+            What arrived.
+        like : Mapping[str, Tensor]
+            The parameters that were sent out.
+        anchor : float, optional
+            As of the class.
 
         Raises
         ------
@@ -79,7 +100,7 @@ class LayerTraces(Additive):
         product = take_parts(tensors, like, [PRODUCT])[PRODUCT]
         traces = tensors_to_curvature(own, like)
         check_same_keys(product.keys(), traces.shapes.keys(), f"{PRODUCT}/")
-        return cls.of(product, traces)
+        return replace(cls.of(product, traces), anchor=anchor)
 
 
 def _lighter(block: Curvature, factor: float) -> Curvature:

@@ -82,9 +82,11 @@ class KfacSums:
             require_same_parameters=True,
             additive=self._mean(),
         )
+        # Only a policy needs to know how far each client's product leads.
+        anchor = self.merge.anchor if self.keep_all else None
         traces = Exchange(
             {"job": "kfac-traces"},
-            LayerTraces.read,
+            partial(LayerTraces.read, anchor=anchor),
             self._begin,
             send=_run,
             clients=_present,
