@@ -119,6 +119,7 @@ CASES = [
     ("FedFisher", "2^62 examples, random", MANY),
     ("FedFisher", "1e9 examples, random", limited(r"weight x 8.*e-08, parameters x")),
     ("FedExP", "scaled by 1e4", limited("parameters x")),
+    ("SCAFFOLD", "scaled by -1e4", limited("control x .*, parameters x")),
     ("FedFish", "F = 1e30 I", left("which is not possible")),
     ("FedFish", "F x 1e6", limited(".*curvature of 0.weight x")),
     ("FedFisher, sums", "F x 1e6", limited("fisher/0.weight x")),
@@ -148,7 +149,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "attack", "said"), CASES)
 def test_what_did_harm_does_none(name, attack, said):
-    rounds = VICTIMS[name].rounds if name == "TCT" else min(VICTIMS[name].rounds, 3)
+    rounds = VICTIMS[name].rounds
+    if name not in ("TCT", "SCAFFOLD"):
+        rounds = min(rounds, 3)
     outcome = run(name, ATTACKS[attack], rounds=rounds)
     assert outcome.harm == ""
     assert re.search(said, outcome.log)

@@ -569,7 +569,7 @@ def test_a_negative_pair_of_factors_does_not_hide_its_signs():
 def test_a_curvature_times_infinity_is_refused(make, factor):
     first, second, third = posteriors(make)
     wrong = replace(second, curvature=second.curvature.scaled(factor))
-    with pytest.raises(ParamsError, match="posterior 1: the curv.*NaN or infinity"):
+    with pytest.raises(ParamsError, match=r"posterior 1: the curv.*NaN or infinity"):
         fedfisher([first, wrong, third])
 
 

@@ -1,7 +1,7 @@
 """The door: all checks of a reply. A client that fails one is left out of the round.
 
 Every reply passes the same checks: its sender, its size, its format, the plausibility
-of its numbers, and the policy. The log has all results in the same form.
+of its numbers, and the policy. The log tells every result in the same form.
 
 Long: one class has all checks, for replies of training and of evaluation.
 """
@@ -78,7 +78,7 @@ def weight_of(metrics: MetricRecord, key: str) -> float:
     Raises
     ------
     WireError
-        If it is missing, not positive, not finite, or larger than any client's.
+        If it is missing, not positive, not finite, or above 1e15 examples.
     """
     weight = metrics.get(key)
     if isinstance(weight, int | float) and 0 < weight <= _HEAVIEST:
@@ -376,8 +376,8 @@ class Door(Generic[P]):
     def _check_claim(self, client: Identity) -> None:
         """Check that no partition counts twice; a registered node keeps its own.
 
-        Only one of them was connected when it was asked, or the SuperLink has
-        registered the node since.
+        Two nodes can be here with one partition if the second one connected after the
+        first was asked, or if the SuperLink has registered one of them since.
         """
         if client.partition is None:
             return
@@ -625,7 +625,7 @@ class EvaluationDoor(Door[Scores]):
 def _other_digest(own: str, other: str, whom: str) -> str:
     """Return the reason for rejecting a client with other frozen values.
 
-    They are found to differ only after its training: nobody asked it before.
+    It was not asked for them before its training, so the difference shows only now.
     """
     return (
         f"its frozen parameters, which the server does not send, differ from those of "

@@ -15,7 +15,8 @@ P = TypeVar("P", bound=Payload)
 
 _LARGEST = 1e18  # the largest plausible size; float32 holds its square
 _FEWEST = 3  # between two clients, nobody can say which one is wrong
-_FALL = 0.95  # a kept part's reference falls to no less of it in a round
+_LATE = 0.25  # a kept part's reference is at least so much of an earlier median,
+_FADES = 0.98  # which is multiplied by this with each round
 _FIRST = "first "  # the prefix of the name of a part's first reference
 
 
@@ -50,10 +51,10 @@ class Sizes:
 class Policy:
     r"""Limits a single client's influence on a round of three clients or more.
 
-    What exceeds a limit is cut to it: more never counts for less. The defaults are for
-    clients that are honest: what no honest client could send is cut, and a federation
-    whose sizes span three decades is left as it is, bit for bit. So a client that lies
-    can have nearly all of the weight. :meth:`strict` is for clients that may lie.
+    What exceeds a limit is cut down to it, so more never counts for less. The defaults
+    are for honest clients. They cut only what no honest client could send: a federation
+    whose sizes span three decades is left as it is, bit for bit. But a client that lies
+    can have nearly all of the weight. Where clients may lie, use :meth:`strict`.
 
     Parameters
     ----------
@@ -62,16 +63,16 @@ class Policy:
         check how many examples it has. ``inf`` lifts the limit.
     max_distance : float, default 1000
         How far a client's parameters may be from those that it was sent, and how long
-        its gradient or any other vector may be, in multiples of the clients' median, or
-        of what that was in rounds before. Longer ones are shortened. ``inf`` lifts the
-        limit.
+        its gradient or any other vector may be. It is in multiples of a reference: the
+        clients' median, with two exceptions in the notes. What is longer is shortened.
+        ``inf`` lifts the limit.
     max_curvature : float, default inf
-        How large a client's curvature of a layer may be, its products with curvature
-        and its moments of inputs, times its weight, in multiples of the clients'
-        median. No default: honest clients' curvatures differ without limit.
+        How large a client's curvature of a layer may be, times its weight, in multiples
+        of the clients' median. It also limits products with a curvature, and moments of
+        inputs. No limit by default: honest clients' curvatures differ by any factor.
     limit_scores : bool, default False
-        Whether `max_weight` holds in evaluations, too. They are weighted as clients
-        report otherwise, as Flower's are.
+        Whether `max_weight` holds in evaluations, too. Otherwise they are weighted as
+        clients report, as Flower's are.
 
     Raises
     ------
@@ -86,17 +87,19 @@ class Policy:
     a mean by that share of at most `max_distance` references. The same holds for
     curvature and `max_curvature`.
 
-    A length's reference is the clients' median, and at most `max_distance` times what
-    that was in the first round: where a client has moved the model far, all others take
-    long steps from there, and it goes no further for it. So no client moves by more
-    than ``max_distance ** 2`` times the first round's median, or the present one's.
+    The reference is at most `max_distance` times the first round's median. Otherwise a
+    client that has moved the model far could go on and on, since all others take long
+    steps from there. So no client moves by more than ``max_distance ** 2`` times the
+    first round's median, or the present one if that is longer.
 
-    A client that keeps a part of its upload on its disk, :class:`Scaffold`'s change of
-    a control variate, say, keeps no more of it than the server took: it is told with
-    its next request. Of such a part the median counts on in later rounds, each time by
-    0.95 of it: a client that is still on its way when the others have arrived gets
-    there, too. So all that one client adds to what the server keeps is at most
-    ``20 * max_distance`` times its share of the sum of all rounds' medians.
+    Some clients keep a part of their upload on their disk, :class:`Scaffold`'s change
+    of a control variate, say. They keep no more of it than the server took: their next
+    request tells them how much that was. Of such a part, the reference is at least a
+    quarter of each earlier round's median, of which 0.98 is left with each round since.
+    So a client that is on its way when the others have arrived gets there, too, and one
+    that never arrives does not get far in a few rounds: all that one client adds to
+    what the server keeps is at most ``14 * max_distance`` times its share of the sum of
+    all rounds' medians.
     """
 
     max_weight: float = 1000.0
@@ -137,8 +140,8 @@ class Policy:
     ) -> list[Upload[P]]:
         """Return the uploads, each scaled down to the limits.
 
-        An upload that keeps to the limits comes back as it is; any other one tells in
-        its `limited` what is left of what.
+        An upload within the limits comes back as it is. Any other one has in its
+        `limited` which parts were cut, and what is left of each.
 
         Parameters
         ----------
@@ -189,8 +192,8 @@ class Policy:
         {'step': 2.0}
         >>> Policy().references(sizes, {"first step": 1e-3})
         {'step': 1.0}
-        >>> Policy().references(sizes, {"step": 4.0}, kept="step")
-        {'step': 3.8}
+        >>> Policy().references(sizes, {"step": 40.0}, kept="step")
+        {'step': 9.8}
         """
         if len(sizes) < _FEWEST or self.max_distance == inf:
             return {}
@@ -200,7 +203,7 @@ class Policy:
             most = self.max_distance * before.get(_FIRST + name, inf)
             found[name] = min(median, most)
         if kept in found:
-            found[kept] = max(found[kept], _FALL * before.get(kept, 0.0))
+            found[kept] = max(found[kept], _LATE * _FADES * before.get(kept, 0.0))
         return found
 
     def weights(self, weights: Sequence[float]) -> list[float]:
@@ -220,7 +223,7 @@ class Policy:
     ) -> list[float]:
         """Return lengths, each at most `max_distance` times the reference.
 
-        The reference is by default the median, which is never cut itself.
+        The default reference is the median. What is no longer than that is never cut.
         """
         return _at_most(self.max_distance, distances, reference)
 
@@ -256,12 +259,14 @@ def remembered(
 
     Examples
     --------
-    >>> remembered({"step": 2.0}, {"first step": 1.0, "first gradient": 3.0}, "step")
-    {'first step': 1.0, 'first gradient': 3.0, 'step': 2.0}
+    >>> remembered({"step": 2.0}, {"first step": 1.0, "step": 5.0}, "step")
+    {'first step': 1.0, 'step': 4.9}
     """
     first = {_FIRST + name: length for name, length in references.items() if length}
-    last = {name: length for name, length in references.items() if name == kept}
-    return {**first, **before, **last}
+    largest = {}  # median so far, faded
+    if kept in references:
+        largest[kept] = max(references[kept], _FADES * before.get(kept, 0.0))
+    return {**first, **before, **largest}
 
 
 def _limited(
