@@ -210,7 +210,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.only:
         quiet()
-        found = numbers_of("hostile") | {options.only: measure(options.only)}
+        known = numbers_of("hostile") | {options.only: measure(options.only)}
+        found = {name: known[name] for name in VICTIMS if name in known}
     else:
         context = multiprocessing.get_context("spawn")
         with context.Pool(options.workers, quiet) as pool:
