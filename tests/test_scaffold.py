@@ -170,6 +170,7 @@ def steep(partition):
 def test_a_steep_client_moves_no_optimum(policy, monkeypatch):
     """What the policy cuts of its change, it does not keep either."""
     monkeypatch.setattr(sys.modules[__name__], "holding", steep)
+    monkeypatch.setattr(sys.modules[__name__], "QUADRATIC", 5)
     found = on_lines(scaffold(policy=policy), 80, line_app(lr=0.01))
     torch.testing.assert_close(found, optimum(), rtol=0, atol=1e-3)
 
