@@ -86,7 +86,7 @@ class FisherClient:
         :func:`cross_entropy`.
     likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
         What the model's outputs mean to the Fisher, by default ``categorical``, or a
-        :class:`~flwr_fisher.curvature.Likelihood` of your own; the loss is to be its
+        :class:`~flwr_fisher.curvature.Likelihood` of your own; the loss must be its
         negative logarithm.
     device : torch.device | str, optional
         The device to which the model is moved, and where it is trained. Default: if you

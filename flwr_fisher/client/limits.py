@@ -48,9 +48,9 @@ class ClientLimits:
         check_whole("max_steps", self.max_steps, 1)
         check_whole("max_epochs", self.max_epochs, 1)
 
-    def examples(self, asked: int | None) -> int | None:
+    def examples(self, requested: int | None) -> int | None:
         """Return the number of examples of a Fisher, or None for all."""
-        both = (asked, self.max_examples)
+        both = (requested, self.max_examples)
         return min((most for most in both if most is not None), default=None)
 
     def steps(self, options: Mapping[str, Any], name: str, default: int) -> int:

@@ -109,8 +109,9 @@ class SecureUpload(Payload):
         Raises
         ------
         WireError
-            Naming the key that is none, unreadable or of another dtype, or the largest
-            array, if all together are much larger than the model's curvatures.
+            If a key is not one of the protocol's, or an array is unreadable or has
+            another dtype; it names the key. Also if all arrays together are much larger
+            than the model's curvatures; it names the largest.
         """
         limit = _FIXED + 6 * contribution_bytes(like)
         tensors = arrays_to_tensors(record, limit=limit, most=len(like) + 4)

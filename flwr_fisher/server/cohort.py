@@ -271,7 +271,7 @@ class Cohort(NodeNames):
         Parameters
         ----------
         grid : Grid
-            Reaches them.
+            The grid of clients.
         nodes : Sequence[int]
             The nodes that will train, in an order that is the same in every run.
         like : Mapping[str, Tensor]

@@ -102,7 +102,7 @@ class Driver:
     strategy : Strategy
         Defines what a round requests, and what the server computes from the uploads.
     grid : Grid
-        Reaches the clients.
+        The grid of clients.
     run : Run
         The run, which stores the rounds.
     timeout : float

@@ -348,7 +348,7 @@ class Exchange(Generic[P]):
         return lambda number: record
 
     def arrays(self, state: ServerState, own: Groups | None = None) -> ArrayRecord:
-        """Return the record to send: parameters, and groups beside them.
+        """Return the record to send: parameters and groups.
 
         Parameters
         ----------

@@ -185,7 +185,7 @@ class NodeNames:
         Parameters
         ----------
         mailbox : Mailbox
-            Reaches them.
+            Sends messages to them.
         nodes : Collection[int]
             Those that are connected.
         timeout : float

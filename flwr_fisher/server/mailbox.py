@@ -77,7 +77,7 @@ class Mailbox:
     Parameters
     ----------
     grid : Grid
-        Reaches the clients.
+        The grid of clients.
     """
 
     def __init__(self, grid: Grid) -> None:

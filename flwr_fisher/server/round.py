@@ -102,11 +102,11 @@ def door_of(
     Parameters
     ----------
     strategy : StrategySettings
-        Whose exchange it is.
+        The strategy of the exchange.
     exchange : Exchange
-        What is asked.
+        The request, and the step from its replies.
     state : ServerState
-        Where the run stands.
+        The run's current state.
     weighted_by : str, optional
         The metric that weights clients. Default: the strategy's.
     """
@@ -158,25 +158,25 @@ class ExchangeRun(Generic[P]):
     Parameters
     ----------
     strategy : StrategySettings
-        Whose exchange it is.
+        The strategy of the exchange.
     exchange : Exchange
-        What is asked, and what becomes of the replies.
+        The request, and the step from its replies.
     state : ServerState
-        Where the run stands.
+        The run's current state.
     server_round : int
         The round.
     config : ConfigRecord
-        The caller's, for the clients.
+        The caller's config for the clients.
     grid : Grid
-        Reaches the clients.
+        The grid of clients.
     journal : ExchangeJournal
-        What is known of the exchange, in all lives of the run.
+        The record of the exchange, also from before a restart.
     timeout : float
-        Seconds to wait for nodes to connect, and for replies where there is no
-        collection window.
+        Seconds to wait for nodes to connect, and for replies if there is no collection
+        window.
     optional : bool, default False
-        Whether the round does without it: whoever is there now is asked, and one reply
-        is enough.
+        Whether the round can go on without this exchange: all of its clients that are
+        connected now are asked, and one reply is enough.
     """
 
     def __init__(
@@ -295,14 +295,15 @@ class ExchangeRun(Generic[P]):
         Parameters
         ----------
         late : Callable[[NodeReply], object]
-            Called with a reply that comes when the exchange is over.
+            Called with a reply that arrives after the exchange.
 
         Raises
         ------
         RoundError
             If too few clients are connected when the time is up.
         CheckpointError
-            If it was begun with a collection window, and there is none now.
+            If the exchange was begun with a collection window, and the strategy has
+            none now.
         """
         record, messages = self.journal.record, list[Message]()
         self._restore(record)
@@ -480,8 +481,8 @@ class ExchangeRun(Generic[P]):
         Raises
         ------
         RoundError
-            If there are too few uploads, or the step made a parameter that is not
-            finite, and no upload alone is to blame.
+            If there are too few uploads, or if a parameter is not finite after the step
+            although no single upload is the cause.
         """
         try:
             while True:
@@ -554,21 +555,22 @@ class ExchangeRun(Generic[P]):
 class LateReplies:
     """Handles replies that come after the end of their exchange.
 
-    They are counted. Where the run is kept and the round is still the last one, they
-    are admitted to the journal, for when the round is opened again.
+    They are counted. If the run is kept, and the round is still the last one, the
+    journal admits them, so that they count if the round is opened again.
 
     Parameters
     ----------
     cohort : Cohort
-        Knows the clients.
+        The run's clients.
     door : Callable[[], Door], optional
-        Makes what admits them; holds the round's parameters, and none of its uploads.
+        Makes a door that admits them. It has the round's parameters, but not its
+        uploads.
     journal : ExchangeJournal
-        Where they go.
+        The journal that keeps them.
     server_round : int
         Their round.
     count : Callable[[], int]
-        Counts one; returns the round that is under way.
+        Counts a late reply, and returns the number of the current round.
     """
 
     cohort: Cohort

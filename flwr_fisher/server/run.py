@@ -36,9 +36,10 @@ class CurvatureResult(Result):
         The uploads of the last round's last exchange, in the clients' order; empty if
         a resumed run had nothing left to do.
     details : Any
-        What the strategy reports of its last step; see each strategy.
+        The strategy's report of its last step; see each strategy.
     upload_bytes : float
-        What a client has uploaded in the last round, on average, in all exchanges.
+        The mean number of bytes that a client uploaded in the last round, in all
+        exchanges.
     """
 
     uploads: list[Upload[Any]] = field(default_factory=list)
@@ -52,11 +53,11 @@ class Run:
     Parameters
     ----------
     state : ServerState
-        Where the run stands.
+        The run's current state.
     server_round : int
         The last finished round.
     journal : Journal
-        What keeps it.
+        The journal of the run.
     """
 
     def __init__(self, state: ServerState, server_round: int, journal: Journal) -> None:
@@ -81,8 +82,8 @@ class Run:
         Raises
         ------
         CheckpointError
-            If there is a run on disk and `resume` is false, it is another one, or
-            another server has it.
+            If there is a run on disk but `resume` is false, if it is another run, or if
+            another server uses it.
         """
         if not isinstance(initial_arrays, ArrayRecord):
             raise ConfigurationError(
@@ -231,7 +232,7 @@ class Run:
         server_round : int
             The round.
         absences : Mapping[str, Any], optional
-            Who sits out, as JSON holds it.
+            The clients that sit out, as JSON values.
         """
         self.server_round = server_round
         metrics = {
@@ -249,7 +250,7 @@ class Run:
         Raises
         ------
         CallbackError
-            If one failed.
+            If a callback failed.
         """
         if not callbacks:
             return False

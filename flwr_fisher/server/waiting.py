@@ -18,34 +18,36 @@ _ON_FAILED_ROUND = ("raise", "skip")
 class Waiting:
     """When a round ends, in addition to its deadline (`timeout` of ``start``).
 
-    A client that lets a deadline pass, or is not waited for twice in a row, sits out
-    the next round, then two, then four, …, until it replies, unless too few others are
-    there. What is not said to be of training or of the collection window holds for
-    evaluation, too.
+    A client sits out the next round if it misses a deadline, or if twice in a row a
+    request ends without its reply. Then it sits out two rounds, four, …, until it
+    replies. If too few other clients are connected, it is asked nonetheless. Options
+    that are not for training or for a collection window also apply to evaluation.
 
     Parameters
     ----------
     enough_fraction : float, default 1
-        A request to clients ends when this share of the replies that it wanted are
-        usable. In (0, 1]; below 1 the result depends on who is fast.
+        A request ends when this share of the wanted replies has arrived and is usable.
+        In (0, 1]. Below 1 the result depends on which clients are fast.
     enough_replies : int, optional
-        Or so many, if that is less. The only such limit of a collection window. Never
-        fewer than ``min_train_nodes``.
+        A request also ends when this many replies are usable, but not with fewer than
+        ``min_train_nodes``. In a collection window only this limit applies, not
+        `enough_fraction`.
     over_selection : float, default 0
-        How many more clients are asked to train than are wanted, as a share of those,
-        so that stragglers need not be waited for (Bonawitz et al. 2019, who ask 30 %
+        How many additional clients are asked to train, as a share of the wanted ones,
+        so that the server need not wait for slow clients (Bonawitz et al. 2019 ask 30 %
         more).
     window : float, optional
-        Seconds of a collection window, in place of the deadline of a request to train.
-        While it is open clients are asked as they connect. One whose node dies, or
-        whose ClientApp is killed, is asked again a minute later, if it is there, then
-        two, four, …; with a ``checkpoint_dir`` one that is silent after an hour, two,
-        four, …, since a node that was restarted has forgotten what it was to do. It is
-        as long as this over all lives of a server with a ``checkpoint_dir``.
+        Seconds of a collection window, which replaces the deadline of a request to
+        train. While it is open, clients are asked when they connect. If a client's node
+        dies, or its ClientApp is killed, the client is asked again after one minute, if
+        it is connected, then after two, four, …. With a ``checkpoint_dir``, a silent
+        client is asked again after an hour, two, four, …, because a node that was
+        restarted has forgotten the request. With a ``checkpoint_dir``, the window has
+        this length in total, even if the server is restarted.
     on_failed_round : "raise" | "skip", default "raise"
-        What becomes of a round with too few usable replies: the run ends with a
-        ``RoundError`` and can be resumed there, or the round changes nothing, and the
-        run goes on, as with Flower's own strategies.
+        What happens after a round with too few usable replies. ``raise``: the run ends
+        with a ``RoundError``, and can be resumed there. ``skip``: the round changes
+        nothing, and the run goes on, as with Flower's own strategies.
 
     Raises
     ------

@@ -13,12 +13,12 @@ _SYMMETRY = 1e-4  # relative to the largest entry; sums in another order vary le
 
 
 def check_same_keys(
-    found: Collection[str], expected: Collection[str], prefix: str = ""
+    keys: Collection[str], expected: Collection[str], prefix: str = ""
 ) -> None:
     """Raise :class:`WireError` for the first key that is missing or unexpected."""
-    for key in sorted(set(expected) - set(found)):
+    for key in sorted(set(expected) - set(keys)):
         raise WireError("missing", field=f"{prefix}{key}")
-    for key in sorted(set(found) - set(expected)):
+    for key in sorted(set(keys) - set(expected)):
         raise WireError("unexpected key", field=f"{prefix}{key}")
 
 

@@ -160,10 +160,10 @@ def _may_spread(
     return bool(agree(outputs, wanted, outputs.dtype))
 
 
-def agree(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> Tensor:
+def agree(computed: Tensor, expected: Tensor, dtype: torch.dtype) -> Tensor:
     """Return, as a tensor, whether two tensors are equal up to rounding in a dtype."""
     tolerance = max(_TOLERANCE, 4 * torch.finfo(dtype).eps)
-    a, b = widened(found), widened(wanted)
+    a, b = widened(computed), widened(expected)
     return torch.dist(a, b).le(tolerance * torch.linalg.vector_norm(b))
 
 

@@ -105,7 +105,7 @@ class DenseFactor(SymmetricFactor):
     scale : Tensor or float, default 1
         :math:`s`, not negative, or one a group, ``[groups]``.
     rest : Tensor, optional
-        :math:`d`, ``[groups, n]``; none stands for 0.
+        :math:`d`, ``[groups, n]``; None means 0.
 
     Examples
     --------

@@ -101,7 +101,8 @@ class Iteration:
     tolerance : float
         Stop when the residual's norm has fallen by this factor.
     look : int, default 128
-        Iterations, after which an accelerator is asked whether it goes on.
+        After this many iterations, the CPU reads from an accelerator whether to go
+        on.
     """
 
     def __init__(
@@ -178,7 +179,8 @@ def conjugate_gradient(
     precondition : Callable, optional
         Multiplies with a positive definite approximation of the inverse.
     look : int, default 128
-        Iterations, after which an accelerator is asked whether it goes on.
+        After this many iterations, the CPU reads from an accelerator whether to go
+        on.
 
     Returns
     -------
