@@ -1,6 +1,8 @@
 """Whatever takes a model leaves it bit for bit as it was, also where it fails."""
 
 import random
+from contextlib import suppress
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from flwr_fisher.curvature import (
     hvp,
     input_covariances,
 )
+from flwr_fisher.errors import StructureError
 from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import generator_states, seeded
@@ -103,8 +106,44 @@ def structures(model, x):
         fisher(model, [(x, Y)], structure=structure)
 
 
+def nngeometry(model, x):
+    with suppress(StructureError):  # of what it does not know
+        for structure in STRUCTURES:
+            fisher(model, x.split(2), structure=structure, engine="nngeometry")
+
+
+class Torn:
+    """Data that fail after their first batch."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __iter__(self):
+        yield self.x[:2]
+        raise ZeroDivisionError("the disk is gone")
+
+
+def broken(model, x):
+    """A Fisher whose data fail, or the model from one of its first calls on."""
+    for structure, call in product(STRUCTURES, (None, 0, 1, 2)):
+        calls = count()
+
+        def fail(*_, call=call, calls=calls):
+            if call is not None and next(calls) >= call:
+                raise ZeroDivisionError("the model broke")
+
+        own = model.head.register_forward_hook(fail)
+        failed = pytest.raises((ZeroDivisionError, RuntimeError, ValueError))
+        with failed, torch.set_grad_enabled(call != 1):
+            data = Torn(x) if call is None else x.split(2)
+            fisher(model, data, structure=structure)
+        own.remove()
+
+
 FUNCTIONS = {
     "fisher": structures,
+    "nngeometry": nngeometry,
+    "broken": broken,
     "sampled": lambda m, x: fisher(m, [(x, Y)], expectation="sampled"),
     "empirical": lambda m, x: fisher(
         m, [(x, Y)], structure="diagonal", expectation="empirical-batch"
@@ -132,7 +171,13 @@ def facts(model):
         "kinds": {name: (type(p), p.requires_grad) for name, p in named.items()},
         "grads": {name: (id(p.grad), repr(p.grad)) for name, p in named.items()},
         "modes": {n: m.training for n, m in model.named_modules()},
-        "hooks": {n: len(m._forward_hooks) for n, m in model.named_modules()},
+        "hooks": {
+            (name, kind): len(hooks)
+            for name, module in model.named_modules()
+            for kind, hooks in vars(module).items()
+            if kind.endswith("_hooks") and hooks is not None
+        },
+        "enabled": torch.is_grad_enabled(),
         "own": {n: sorted(vars(m)) for n, m in model.named_modules()},
         "buffers": {name: id(b) for name, b in model.named_buffers()},
         "last": id(getattr(model, "last", None)),
@@ -146,7 +191,7 @@ def test_a_model_is_afterwards_what_it_was(make, function):
     model.head.eval()
     model.head.weight.grad = torch.ones_like(model.head.weight)
     before, state = facts(model), {k: v.clone() for k, v in model.state_dict().items()}
-    numbers = repr(generator_states())
+    numbers, given = repr(generator_states()), X.clone()
     for x in (X, BAD, X[:, :4]):
         try:
             function(model, x)
@@ -156,6 +201,7 @@ def test_a_model_is_afterwards_what_it_was(make, function):
         for name, value in model.state_dict().items():
             assert torch.equal(value, state[name])
         assert repr(generator_states()) == numbers
+        assert torch.equal(X, given)
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)

@@ -73,7 +73,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode, with gradients, in a ``with`` block; restore it.
 
     What its ``forward`` changes, even in eval mode, is restored, too: buffers such as
-    counters, weights that it clips, attributes, and the state of global generators.
+    counters, weights that it clips, attributes, and the state of global generators; and
+    hooks that were left on it.
     """
     modes = {module: module.training for module in model.modules()}
     kept = _KeptModel(model)
@@ -96,7 +97,12 @@ class _KeptModel:
     def __init__(self, model: nn.Module) -> None:
         own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._attributes = [(module, dict(vars(module))) for module in own]
-        self._buffers = [(module._buffers, dict(module._buffers)) for module in own]
+        held = (item for module in own for item in vars(module).items())
+        self._dicts = [
+            (each, dict(each))
+            for name, each in held
+            if name == "_buffers" or (name.endswith("_hooks") and each is not None)
+        ]
         trained = [p for p in model.parameters() if p.requires_grad]
         self._values = [
             (tensor, tensor.detach().clone())
@@ -110,9 +116,9 @@ class _KeptModel:
             for name in now.keys() - attributes.keys():
                 del now[name]
             now.update(attributes)
-        for buffers, before in self._buffers:
-            buffers.clear()
-            buffers.update(before)
+        for each, before in self._dicts:
+            each.clear()
+            each.update(before)
         for tensor, value in self._values:
             # On an accelerator, a comparison would wait for it.
             if tensor.device.type != "cpu" or not torch.equal(tensor, value):

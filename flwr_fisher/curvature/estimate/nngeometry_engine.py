@@ -95,6 +95,7 @@ def nngeometry_fisher(
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, KroneckerLayer]]:
+    seen = set[nn.Parameter]()
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if not own:
@@ -104,6 +105,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, KroneckerLayer]]:
             reason = f"{type(module).__name__} is not supported"
         elif not all(p.requires_grad for p in own):
             reason = "frozen parameters are not supported"
+        elif not seen.isdisjoint(own):
+            reason = "tied parameters are not supported"
         elif isinstance(module, nn.Conv2d):
             if module.groups != 1:
                 reason = "its result is wrong for grouped convolutions"
@@ -113,6 +116,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, KroneckerLayer]]:
             raise StructureError(f"layer '{name}' through nngeometry: {reason}")
         layer = KroneckerLayer.of(name, module, bias=len(own) > 1)
         assert layer is not None
+        seen.update(own)
         yield name, layer
 
 
