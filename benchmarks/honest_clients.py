@@ -12,9 +12,8 @@ First FedAvg for five rounds, by this library and by Flower. Then methods, by th
 defaults and with all limits lifted (``Policy(max_weight=inf, max_distance=inf)``).
 
 The two FedAvgs add in other orders, so they round differently, and training makes such
-differences grow: at α = 1 a hundredfold in the third round. MNIST was not run to its
-end, since TCT takes long there: without TCT no upload was limited, and the models of
-the other methods were the same bit for bit.
+differences grow: at α = 1 on digits a hundredfold in the third round. MNIST is run at
+α = 0.1 alone, and without TCT, which takes long there.
 """
 
 import sys
@@ -22,7 +21,6 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +50,17 @@ from unequal import (
 
 from flwr_fisher.strategies import FedAvg
 
-ROUNDS, ALPHAS = 5, (0.1, 1.0)
+ROUNDS = 5
+CASES = [("digits", 0.1), ("digits", 1.0), ("mnist", 0.1)]
+SLOW = "TCT"  # by steps, on MNIST
 
 
-def datasets(options: Namespace) -> list[str]:
-    """Return those that are there; say which is not."""
+def cases(options: Namespace) -> list[tuple[str, float]]:
+    """Return the data sets that are there, each with an α; say which is not."""
     if (options.data_dir / "MNIST").exists():
-        return ["digits", "mnist"]
+        return CASES
     print(f"left out: MNIST, which is not in {options.data_dir}")
-    return ["digits"]
+    return [case for case in CASES if case[0] != "mnist"]
 
 
 def measure(name: str, alpha: float, data_dir: Path) -> dict[str, Any]:
@@ -79,6 +79,8 @@ def measure(name: str, alpha: float, data_dir: Path) -> dict[str, Any]:
         "methods": {},
     }
     for method in METHODS:
+        if (name, method) == ("mnist", SLOW):
+            continue
         same, limited = without_limits(federation, method)
         found["methods"][method] = {"same bits": bool(same), "limited": limited}
         print(name, alpha, method, same, limited, flush=True)
@@ -102,14 +104,14 @@ def of_methods(found: dict[str, dict[str, Any]]) -> Iterator[str]:
             f"{'same bits' if one['same bits'] else 'differs'}, {one['limited']}"
             for one in own["methods"].values()
         ]
-        yield row(name, *cells)
+        yield row(name, *cells, *([""] * (len(METHODS) - len(cells))))
 
 
 def main() -> None:
     """Run all, and write the page."""
     options = with_workers(command_line(__doc__)).parse_args()
     warnings.simplefilter("ignore")
-    asked = list(product(datasets(options), ALPHAS))
+    asked = cases(options)
     folder = CACHE / "honest_clients"
     jobs = [
         (folder / f"{name}-a{a}.json", partial(measure, name, a, options.data_dir))
