@@ -27,7 +27,7 @@ class Sizes:
     Parameters
     ----------
     step_norms, curvature_norms : Mapping[str, float]
-        What the methods of :class:`~flwr_fisher.wire.payload.Payload` return.
+        The results of the methods of :class:`~flwr_fisher.wire.payload.Payload`.
     """
 
     step_norms: Mapping[str, float]
@@ -64,7 +64,7 @@ class Policy:
     max_distance : float, default 1000
         How far a client's parameters may be from those that it was sent, and how long
         its gradient or any other vector may be. It is in multiples of a reference: the
-        clients' median, with two exceptions in the notes. What is longer is shortened.
+        clients' median, with two exceptions in the notes. Longer ones are shortened.
         ``inf`` lifts the limit.
     max_curvature : float, default inf
         How large a client's curvature of a layer may be, times its weight, in multiples
@@ -82,24 +82,24 @@ class Policy:
     Notes
     -----
     Of M clients, one has at most the share :math:`k / (k + \lceil M / 2 \rceil - 1)` of
-    the weight, for `max_weight` k, since half of all clients have the median or more:
-    20 % of ten clients by :meth:`strict`, and 10 % where all are of one size. It moves
-    a mean by that share of at most `max_distance` references. The same holds for
-    curvature and `max_curvature`.
+    the weight, for `max_weight` k, because half of all clients have the median or more.
+    With :meth:`strict` this is 20 % for ten clients, and 10 % if all have the same
+    size. The client moves a mean by this share of at most `max_distance` references.
+    The same holds for curvature and `max_curvature`.
 
     The reference is at most `max_distance` times the first round's median. Otherwise a
-    client that has moved the model far could go on and on, since all others take long
+    client that has moved the model far could go on and on, because all others take long
     steps from there. So no client moves by more than ``max_distance ** 2`` times the
     first round's median, or the present one if that is longer.
 
-    Some clients keep a part of their upload on their disk, :class:`Scaffold`'s change
-    of a control variate, say. They keep no more of it than the server took: their next
-    request tells them how much that was. Of such a part, the reference is at least a
-    quarter of each earlier round's median, of which 0.98 is left with each round since.
-    So a client that is on its way when the others have arrived gets there, too, and one
-    that never arrives does not get far in a few rounds: all that one client adds to
-    what the server keeps is at most ``14 * max_distance`` times its share of the sum of
-    all rounds' medians.
+    Some clients keep a part of their upload on their disk, such as :class:`Scaffold`'s
+    change of a control variate. They keep no more of it than the server used: their
+    next request says how much that was. For such a part, the medians of earlier rounds
+    count, too: the reference is at least a quarter of each, times 0.98 for each round
+    since. So a client that is on its way when the others have arrived gets there, too,
+    and one that never arrives does not get far in a few rounds: all that one client
+    adds to what the server keeps is at most ``14 * max_distance`` times its share of
+    the sum of all rounds' medians.
     """
 
     max_weight: float = 1000.0
@@ -111,8 +111,8 @@ class Policy:
     def strict(cls) -> "Policy":
         """Return limits for clients that may lie: none counts more than the median.
 
-        Honest clients with more data than others count for less by them, in training
-        and in evaluations, and those whose steps are long are slowed down.
+        They also affect honest clients. A client with more data than others loses
+        weight, in training and in evaluations, and a client's long steps are shortened.
 
         Examples
         --------
@@ -146,13 +146,13 @@ class Policy:
         Parameters
         ----------
         uploads : Sequence[Upload]
-            Of one exchange, all of one layout.
+            The uploads of one exchange, all with the same layout.
         sizes : Sequence[Sizes]
-            Theirs, as :meth:`Sizes.of` measures them.
+            The uploads' sizes, from :meth:`Sizes.of`.
         like : Mapping[str, Tensor]
-            The parameters that were sent out.
+            The parameters that the server sent.
         references : Mapping[str, float]
-            What :meth:`references` returns of these sizes.
+            The result of :meth:`references` for these sizes.
         """
         if len(uploads) < _FEWEST:
             return list(uploads)
@@ -179,9 +179,9 @@ class Policy:
         Parameters
         ----------
         sizes : Sequence[Sizes]
-            Those of one exchange's uploads.
+            The sizes of one exchange's uploads.
         before : Mapping[str, float]
-            What :func:`remembered` returned in the round before.
+            The result of :func:`remembered` in the round before.
         kept : str
             The part that clients keep.
 
@@ -251,9 +251,9 @@ def remembered(
     Parameters
     ----------
     references : Mapping[str, float]
-        This round's.
+        This round's references.
     before : Mapping[str, float]
-        What this returned in the round before.
+        The result of this function in the round before.
     kept : str
         The part that clients keep.
 
