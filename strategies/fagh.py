@@ -42,8 +42,8 @@ class FAGH(CurvatureStrategy):
               \qquad H = V V^\top / u^\top V
 
     (eq. 6, where :math:`u = e_1`); see :func:`flwr_fisher.rounds.fagh_step`. If
-    :math:`u^\top V` is not positive, or is mere rounding, the step is along
-    :math:`G / \rho`, and the metrics count it. (It is mere rounding, for example, if
+    :math:`u^\top V` is not positive, or is only rounding, the step is along
+    :math:`G / \rho`, and the metrics count it. (It is only rounding, for example, if
     the first weight is that of an image's black corner.)
 
     Parameters

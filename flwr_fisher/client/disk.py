@@ -153,7 +153,7 @@ class ClientDisk:
         Parameters
         ----------
         name : str
-            What it is.
+            The tensors' common name.
         step : int
             The step in which it was made.
         keys : Collection[str]

@@ -336,7 +336,7 @@ class LocalProblem:
         Raises
         ------
         DataError
-            As from :meth:`read_to_count`.
+            As raised by :meth:`read_to_count`.
         """
         batches = self.train_batches
         if isinstance(self.train_fn, LocalSGD) or length_of(batches) is not None:

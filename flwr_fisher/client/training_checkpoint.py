@@ -120,7 +120,7 @@ class KeptTraining:
     Parameters
     ----------
     checkpoint : TrainingCheckpoint
-        Where it is kept.
+        Where the training is kept.
     parts : Mapping[str, Any]
         The model, the optimiser and others; only those with a ``state_dict`` are saved.
     loader : object

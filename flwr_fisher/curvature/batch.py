@@ -41,7 +41,7 @@ class Inputs:
         Arguments by position. Every tensor has one row for each example; a number, a
         text or None is passed as it is.
     kwargs : Mapping[str, Any]
-        By name.
+        Arguments by name.
     output_fn : Callable[[Any], Tensor], optional
         Returns the tensor of outputs from what the model returns; by default
         :func:`logits_of`.

@@ -121,7 +121,7 @@ def default_reading(
     Parameters
     ----------
     batch_fn, output_fn : Callable, optional
-        As of :class:`Pairs`.
+        As for :class:`Pairs`.
     on_first_batch : Sequence[Callable[[Batch], object]], default ()
         Called once, with the first batch that :func:`batches_of` reads, before it
         yields the batch.
@@ -150,7 +150,7 @@ def batches_of(
     loader : Iterable
         Batches of any form, or :class:`Pairs` of it.
     model : nn.Module
-        What will be called.
+        The model that will be called.
     device : torch.device | None
         Where tensors are moved to; with None they stay where they are.
     labelled : bool, default False
@@ -261,7 +261,7 @@ def at_most(
     loader : Iterable
         Batches of any form, or :class:`Pairs` of it.
     model : nn.Module
-        What will be called.
+        The model that will be called.
     examples : int
         At least 1.
     seed : int

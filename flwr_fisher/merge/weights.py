@@ -140,7 +140,7 @@ def without_outliers(
     Raises
     ------
     ParamsError
-        As from :func:`~flwr_fisher.merge.fedfisher`.
+        As raised by :func:`~flwr_fisher.merge.fedfisher`.
     """
     check_posteriors(posteriors)
     everyone = list(range(len(posteriors)))

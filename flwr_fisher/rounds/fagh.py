@@ -127,7 +127,7 @@ def fagh_step(
         only the last one.
     epsilon : float, default 1e-6
         In [0, 1]. If :math:`c \le \epsilon \|V\|`, the curvature along the probe is not
-        positive or is mere rounding, and the direction is :math:`G / \rho`.
+        positive or is only rounding, and the direction is :math:`G / \rho`.
         :math:`c / \|V\|` is the cosine of the angle between :math:`u` and :math:`H u`.
 
     Returns

@@ -106,7 +106,8 @@ def last_two_mean(last: Params, before: Params | None) -> dict[str, Tensor]:
     last : Mapping[str, Tensor]
         The newest parameters.
     before : Mapping[str, Tensor] | None
-        Those of one step earlier; None after the first, whose result is returned.
+        The parameters of one step earlier; None after the first step, whose result is
+        returned.
     """
     return dict(last) if before is None else weighted_mean([last, before], [1, 1])
 

@@ -403,7 +403,7 @@ class Journal:
         Raises
         ------
         CheckpointError
-            It names the file.
+            If the file is damaged, or belongs to another run. It names the file.
         """
         try:
             return load_record(path, event["content"])[0]

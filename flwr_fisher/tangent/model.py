@@ -51,14 +51,14 @@ class TCTModel(nn.Module):
     head : str
         The layer's name.
     seed : int
-        As given.
+        The seed of the features.
 
     Raises
     ------
     ParamsError
         If shapes do not fit each other or the model, or a `std` is not positive.
     ConfigurationError, StructureError
-        As from :class:`~flwr_fisher.tangent.TangentFeatures`.
+        As raised by :class:`~flwr_fisher.tangent.TangentFeatures`.
 
     Examples
     --------

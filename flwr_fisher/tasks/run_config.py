@@ -62,7 +62,7 @@ def node_task(config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Node
     Raises
     ------
     ConfigurationError
-        If it has both, or neither; also as from the functions that it calls.
+        If it has both, or neither; also as raised by the functions that it calls.
     """
     path = node_config.get("data-path")
     if path is not None and "partition-id" in node_config:

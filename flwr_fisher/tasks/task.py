@@ -114,8 +114,8 @@ class Task:
         Returns
         -------
         DataLoader
-            Of images ``[b, C, H, W]`` and labels ``[b]``, or of tokens and next tokens
-            ``[b, T]``.
+            Batches of images ``[b, C, H, W]`` and labels ``[b]``, or of tokens and next
+            tokens ``[b, T]``.
         """
         images = self.train_images(partition_id)
         return batches(images, RandomSampler(images), batch_size)
@@ -133,8 +133,8 @@ class Task:
         Returns
         -------
         DataLoader
-            Of images ``[b, C, H, W]`` and labels ``[b]``, or of tokens and next tokens
-            ``[b, T]``.
+            Batches of images ``[b, C, H, W]`` and labels ``[b]``, or of tokens and next
+            tokens ``[b, T]``.
         """
         return batches(images, range(len(images)), batch_size)
 
@@ -149,8 +149,8 @@ class Task:
         Returns
         -------
         DataLoader
-            Of images ``[b, C, H, W]`` and labels ``[b]``, or of tokens and next tokens
-            ``[b, T]``.
+            Batches of images ``[b, C, H, W]`` and labels ``[b]``, or of tokens and next
+            tokens ``[b, T]``.
         """
         return self.eval_loader(self.data.test, batch_size)
 

@@ -117,7 +117,7 @@ def arrays_to_tensors(
     Parameters
     ----------
     record : ArrayRecord
-        What arrived.
+        The received record.
     limit : int | None
         How many bytes its arrays may have, headers included. Default: any number.
     most : int | None
@@ -168,7 +168,7 @@ def read_named(
     Parameters
     ----------
     record : ArrayRecord
-        What arrived.
+        The received record.
     expected : Mapping[str, tuple[torch.dtype, Sequence[int | None]]]
         Dtypes and shapes by name; None allows any length.
     limit : int

@@ -82,11 +82,11 @@ class LayerTraces(Additive):
         Parameters
         ----------
         record : ArrayRecord
-            What arrived.
+            The received record.
         like : Mapping[str, Tensor]
             The parameters that were sent out.
         anchor : float, optional
-            As of the class.
+            As for the class.
 
         Raises
         ------

@@ -31,7 +31,7 @@ class DirectLayer(ABC):
     layer : nn.Module
         In eval mode.
     names : dict[str, str]
-        Of its own ``weight`` and ``bias``.
+        The names in the model, by the layer's own ``weight`` and ``bias``.
     """
 
     layer: nn.Module

@@ -282,9 +282,9 @@ def explained(trial: FormTrial, names: Iterable[str]) -> dict[str, Tap]:
     Parameters
     ----------
     trial : FormTrial
-        Of the model, with the layers to try.
+        A trial of the model, with the layers to try.
     names : Iterable[str]
-        Of these layers.
+        The names of these layers.
     """
     groups = _explained([(name,) for name in names], trial)
     return {name: trial.calls[name] for (name,) in groups}
@@ -358,7 +358,7 @@ def shared_parameters(
     Parameters
     ----------
     trial : FormTrial
-        Of the model.
+        A trial of the model.
     names : Sequence[str]
         The parameters to try.
 

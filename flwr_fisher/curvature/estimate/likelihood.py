@@ -85,7 +85,7 @@ class Likelihood(ABC):
         Returns
         -------
         Tensor
-            Of the outputs' shape.
+            The gradient, in the outputs' shape.
         """
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Likelihood(ABC):
         Returns
         -------
         Tensor
-            Of the outputs' shape.
+            The gradient, in the outputs' shape.
         """
 
     def num_labels(self, labels: Tensor) -> int:

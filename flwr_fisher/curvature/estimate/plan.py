@@ -20,7 +20,7 @@ class LayerPlan:
     Parameters
     ----------
     parameters : tuple[str, ...]
-        Their names.
+        The parameters' names.
     form : str
         The form, in words.
     nbytes : int

@@ -45,7 +45,7 @@ def eigen(matrices: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     matrices : Tensor
         ``[..., n, n]``, symmetric positive semi-definite.
     damping : float
-        If it is 0, eigenvalues that may be mere rounding are set to 0, because a solver
+        If it is 0, eigenvalues that may be only rounding are set to 0, because a solver
         would divide by them.
     """
     values, vectors = torch.linalg.eigh(matrices.double())
