@@ -65,7 +65,6 @@ class Trained:
 
 
 J = TypeVar("J", bound="type[TrainingJob]")
-_JOBS: dict[str, "type[TrainingJob]"] = {}
 
 
 def training_job(name: str) -> Callable[[J], J]:
@@ -85,7 +84,6 @@ def training_job(name: str) -> Callable[[J], J]:
             return job.of(problem, request).reply(problem, request)
 
         register_job(name)(update_wrapper(run, job, updated=()))
-        _JOBS[name] = job
         return job
 
     return register
@@ -93,8 +91,8 @@ def training_job(name: str) -> Callable[[J], J]:
 
 def training_job_of(name: str) -> "type[TrainingJob] | None":
     """Return the class of the job of this name, or None if it does not train."""
-    get_job(name)
-    return _JOBS.get(name)
+    job = getattr(get_job(name), "__wrapped__", None)  # as `training_job` leaves it
+    return job if isinstance(job, type) and issubclass(job, TrainingJob) else None
 
 
 @training_job("train")
