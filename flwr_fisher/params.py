@@ -95,6 +95,11 @@ def check_finite(params: Params, what: str) -> None:
             raise ParamsError(f"{what}: '{key}' holds NaN or infinity")
 
 
+def is_finite(params: Params) -> bool:
+    """Return whether no entry is NaN or infinite."""
+    return all(map(all_finite, params.values()))
+
+
 def all_finite(tensor: Tensor) -> Tensor:
     """Return, as a scalar tensor, whether all entries are finite.
 

@@ -26,7 +26,7 @@ from flwr_fisher.merge.solvers import (
     paper_adam,
     preconditioner,
 )
-from flwr_fisher.params import Params, add, all_finite, dot, norm, select
+from flwr_fisher.params import Params, add, dot, is_finite, norm, select
 
 # A step by parameter, or None if a system was not solved.
 Steps = dict[str, Tensor | None]
@@ -206,11 +206,6 @@ def _is_solved(
         return residuals[0] == 0 or settings.tolerance >= 1
     # Conjugate gradients lower the objective at every step, but not the residual.
     return residuals[-1] <= _ROUNDED * residuals[0] or rise <= 0
-
-
-def is_finite(params: Params) -> bool:
-    """Return whether no entry is NaN or infinite."""
-    return all(map(all_finite, params.values()))
 
 
 def _solved(system: LinearSystem, settings: MergeSettings) -> Solution:

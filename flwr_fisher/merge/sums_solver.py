@@ -15,9 +15,18 @@ from torch import Tensor
 from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.solvers import Matvec
 from flwr_fisher.merge.options import MergeSettings
-from flwr_fisher.merge.solve import MergeResult, is_finite, relative_norms
+from flwr_fisher.merge.solve import MergeResult, relative_norms
 from flwr_fisher.merge.solvers import preconditioner
-from flwr_fisher.params import Params, add, dot, double, norm, scale, select
+from flwr_fisher.params import (
+    Params,
+    add,
+    dot,
+    double,
+    is_finite,
+    norm,
+    scale,
+    select,
+)
 
 
 @dataclass(frozen=True)

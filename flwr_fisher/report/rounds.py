@@ -7,7 +7,6 @@ from typing import Any
 
 from flwr.serverapp.strategy import Result
 
-from flwr_fisher.callbacks import history_of
 from flwr_fisher.errors import extra
 from flwr_fisher.log_lines import logger
 from flwr_fisher.report.plots import GRID, INK, QUIET, RUNS, panels, save
@@ -38,13 +37,20 @@ def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
     metrics of ``evaluate_fn``, ``train`` and ``evaluate`` the aggregated metrics of the
     clients. A source without metrics in a round is left out.
     """
-    rounds: dict[int, dict[str, dict[str, Any]]] = {}
-    for number, record in sorted(history_of(result).items()):
-        rounds[number] = {}
-        for name, value in record.items():
-            source, _, metric = name.partition("/")
-            rounds[number].setdefault(source, {})[metric] = value
-    return rounds
+    histories = {
+        "train": result.train_metrics_clientapp,
+        "evaluate": result.evaluate_metrics_clientapp,
+        "server": result.evaluate_metrics_serverapp,
+    }
+    numbers = sorted({number for history in histories.values() for number in history})
+    return {
+        number: {
+            source: dict(history[number])
+            for source, history in histories.items()
+            if number in history
+        }
+        for number in numbers
+    }
 
 
 def plot_rounds(
