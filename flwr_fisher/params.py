@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from flwr_fisher.errors import ParamsError
 
@@ -311,10 +312,27 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters that are not empty, by name, without copies.
+
+    Raises
+    ------
+    ParamsError
+        If a lazy layer has not been called yet, so that it has no parameters to name.
+    """
+    named = dict(model.named_parameters())
+    for name, tensor in {**named, **dict(model.named_buffers())}.items():
+        if is_lazy(tensor):
+            raise ParamsError(
+                f"'{name}' has no shape yet, since its layer is lazy: call the model "
+                "once, on a batch, where it is made"
+            )
+    return {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+
+
 def trainable_names(model: nn.Module) -> list[str]:
-    """Return the names of the trainable parameters that are not empty."""
-    named = model.named_parameters()
-    return [name for name, p in named if p.requires_grad and p.numel()]
+    """Return the names of the :func:`trainable` parameters."""
+    return list(trainable(model))
 
 
 def shared_state(model: nn.Module) -> dict[str, Tensor]:
@@ -334,7 +352,7 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     Raises
     ------
     ParamsError
-        If a trainable parameter is complex or in bfloat16.
+        If a trainable parameter is complex or in bfloat16, or a layer still lazy.
 
     Examples
     --------
@@ -343,14 +361,14 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     >>> list(shared_state(model))
     ['1.weight', '1.bias']
     """
-    trained = set(trainable_names(model))
+    trained = trainable(model)
     # Also the second names of tied parameters.
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name in trained:
-        if (dtype := model.get_parameter(name).dtype) not in _SENDABLE:
+    for name, parameter in trained.items():
+        if parameter.dtype not in _SENDABLE:
             raise ParamsError(
-                f"'{name}' is in {dtype}, and Flower's arrays have no such dtype: "
-                "freeze it, or convert the model, by model.float() for example "
+                f"'{name}' is in {parameter.dtype}, and Flower's arrays have no such "
+                "dtype: freeze it, or convert the model, by model.float() for example "
                 "(torch.autocast still trains it in half precision)"
             )
     return {

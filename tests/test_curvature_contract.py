@@ -1,5 +1,6 @@
 """What `fisher` refuses."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -12,9 +13,11 @@ from flwr_fisher.curvature import ENGINES, EXPECTATIONS, LIKELIHOODS, STRUCTURES
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
+    ParamsError,
     StructureError,
     UnknownNameError,
 )
+from flwr_fisher.params import shared_state
 
 # Every class, so that only rounding separates it from the oracles.
 fisher = partial(curvature.fisher, tolerance=0)
@@ -24,8 +27,9 @@ LINEAR = nn.Linear(3, 3)
 
 class Sometimes(CalledTwice):
     def forward(self, x):
-        x = self.fc(x)
-        return self.head(self.fc(x) if len(x) == 1 else x)
+        if len(x) == 1:
+            self.fc(x)
+        return self.head(self.fc(x))
 
 
 class Folds(CalledTwice):
@@ -36,6 +40,17 @@ class Folds(CalledTwice):
 
 def ended(*tail):
     return nn.Sequential(nn.Linear(3, 3), *tail)
+
+
+class Then(nn.Module):
+    """A layer, and a function of its inputs and outputs."""
+
+    def __init__(self, function, layer=None):
+        super().__init__()
+        self.layer, self.function = layer or nn.Linear(3, 3), function
+
+    def forward(self, x):
+        return self.function(x, self.layer(x))
 
 
 UNEVEN = VECTORS.split([4, 1])
@@ -116,6 +131,72 @@ def test_every_structure_refuses_the_same(structure, engine):
     if engine == "auto":
         with pytest.raises(StructureError, match=r"logits .*\(5, 1\)"):
             fisher(ended(nn.Linear(3, 1)), ONE, **how)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it is deprecated, but users have such
+    SCRIPTED = nn.Sequential(torch.jit.script(nn.Linear(3, 3)))
+EXPORTED = torch.export.export(nn.Linear(3, 3), (VECTORS,)).module()
+WITHOUT_A_FISHER = {
+    "joined rows": (Then(lambda x, y: y.flatten()), r"\(15,\) for 5 examples"),
+    "fewer rows": (Then(lambda x, y: y[:1]), r"\(1, 3\) for 5 examples"),
+    "detached": (Then(lambda x, y: y.detach()), "no trainable parameter"),
+    "classes": (Then(lambda x, y: y.argmax(1)), "no trainable parameter"),
+    "of the batch": (Then(lambda x, y: y - y.mean(0)), "examples of its batch"),
+    "between examples": (Then(lambda x, y: y @ y.T), "examples of its batch"),
+    "a script": (SCRIPTED, "layer '0' is a ScriptModule"),
+    "an export": (EXPORTED, "has no eval mode"),
+    "complex": (Then(abs, nn.Linear(3, 3, dtype=torch.cfloat)), "'layer.weight' has"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_FISHER)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_model_without_a_fisher_is_refused(name, structure):
+    model, why = WITHOUT_A_FISHER[name]
+    with pytest.raises(StructureError, match=why):
+        fisher(model, ONE, structure=structure)
+
+
+def test_a_lazy_layer_is_named():
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    for function in (lambda: fisher(model, ONE), lambda: shared_state(model)):
+        with pytest.raises(ParamsError, match=r"'0.weight' .* call the model once"):
+            function()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_an_example_that_the_model_squeezes_counts(structure):
+    layer = seeded(lambda: nn.Linear(3, 1))
+    squeezed = Then(lambda x, y: y.squeeze(), layer)
+    how = {"structure": structure, "likelihood": "gaussian"}
+    want, got = fisher(layer, UNEVEN, **how), fisher(squeezed, UNEVEN, **how)
+    for a, b in zip(want.diagonal().values(), got.diagonal().values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_dense_fisher_takes_sparse_gradients_and_one_dtype():
+    tokens = torch.tensor([[0, 1], [2, 1]])
+    models = [
+        seeded(lambda s=s: nn.Sequential(nn.Embedding(3, 2, sparse=s), nn.Flatten()))
+        for s in (True, False)
+    ]
+    sparse, plain = (fisher(m, [tokens], structure="dense") for m in models)
+    torch.testing.assert_close(sparse.tensors(), plain.tensors())
+    wide = nn.Linear(3, 3).double()
+    mixed = nn.Sequential(nn.Linear(3, 3), Then(lambda x, y: y, wide))
+    mixed[1].layer.register_forward_pre_hook(lambda _, args: args[0].double())
+    fisher(mixed, ONE)
+    with pytest.raises(StructureError, match=r"'0.weight' is in .*float32 and '1\."):
+        fisher(mixed, ONE, structure="dense")
+
+
+def test_a_compiled_model_has_the_fisher_of_its_module():
+    model = seeded(small_net)
+    x = randn(1, 5, *SMALL_SHAPE)
+    want, got = fisher(model, [x]), fisher(torch.compile(model, backend="eager"), [x])
+    assert [b.kind for b in got.blocks()] == [b.kind for b in want.blocks()]
+    assert got.trace() == want.trace()
 
 
 def test_the_models_device_may_be_named():

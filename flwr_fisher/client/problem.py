@@ -36,7 +36,7 @@ from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import has_float64
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import Params, select, trainable_names
+from flwr_fisher.params import Params, select, trainable, trainable_names
 from flwr_fisher.progress import watching
 
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DataParallel and of torch.compile
@@ -96,6 +96,8 @@ class LocalProblem:
         If the likelihood is not known.
     ConfigurationError
         If a number of bytes is out of range.
+    ParamsError
+        If a layer is still lazy.
     """
 
     model: nn.Module
@@ -123,6 +125,7 @@ class LocalProblem:
                 f"model must be an nn.Module object, such as Net(), got "
                 f"{self.model!r:.80}"
             )
+        trainable(self.model)  # which refuses lazy layers
         for name in ("trainloader", "valloader"):
             loader = getattr(self, name)
             if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
@@ -279,8 +282,7 @@ class LocalProblem:
 
     def trainable(self) -> dict[str, Tensor]:
         """Return the model's trainable parameters by name, without copies."""
-        model = self.model
-        return {name: model.get_parameter(name) for name in trainable_names(model)}
+        return dict[str, Tensor](trainable(self.model))
 
     def state_like(self, like: Params) -> dict[str, Tensor]:
         """Return the model's parameters and buffers with the names and order of `like`.

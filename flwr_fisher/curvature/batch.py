@@ -93,9 +93,10 @@ class Inputs:
     def __call__(self, model: Callable[..., Any]) -> Tensor:
         """Call the model, and return its outputs as one tensor."""
         returned = model(*self.args, **self.kwargs)
-        return (
-            logits_of(returned) if self.output_fn is None else self.output_fn(returned)
-        )
+        outputs = (self.output_fn or logits_of)(returned)
+        if len(self) == 1 and outputs.shape[:1] != (1,):
+            return outputs.unsqueeze(0)  # which the model's squeeze() took away
+        return outputs
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -20,7 +20,7 @@ from flwr_fisher.errors import (
     DataError,
     check_range,
 )
-from flwr_fisher.params import Params, trainable_names
+from flwr_fisher.params import Params, trainable
 
 # Of one batch: its mean loss, then one derivative of that, or several, each with a
 # tensor for each parameter, or None where it is zero.
@@ -120,7 +120,7 @@ def checked_parameters(
     if max_batch_size is not None:
         check_range("max_batch_size", max_batch_size, 1)
     check_examples_are_independent(model, "the mean loss is no sum over examples")
-    return {name: model.get_parameter(name) for name in trainable_names(model)}
+    return trainable(model)
 
 
 def mean_derivatives(

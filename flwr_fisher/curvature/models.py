@@ -1,7 +1,8 @@
 """Evaluating a model and leaving it as it was; checks of models."""
 
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,9 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_fisher.curvature.batch import Inputs
+from flwr_fisher.curvature.sums import widened
 from flwr_fisher.errors import ConfigurationError, StructureError
-from flwr_fisher.params import trainable_names
+from flwr_fisher.params import trainable
 from flwr_fisher.randomness import generator_states, set_generator_states
 
 
@@ -35,21 +37,32 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
     ConfigurationError
         If the model has no trainable parameter, was made under inference mode, or is on
         another type of device.
+    ParamsError
+        If a layer is still lazy.
     StructureError
-        If it is a ``ScriptModule``.
+        If it is or has a ``ScriptModule``, or a trainable complex parameter.
     """
-    if isinstance(model, torch.jit.ScriptModule):
-        raise StructureError(
-            "the model is a ScriptModule, and the inputs of its layers cannot be "
-            "recorded: pass the nn.Module from which it was made"
-        )
-    names = trainable_names(model)
-    if not names:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StructureError(
+                f"{f'layer {name!r}' if name else 'the model'} is a ScriptModule, and "
+                "the inputs of its layers cannot be recorded: pass the nn.Module from "
+                "which it was made"
+            )
+    parameters = trainable(model)
+    if not parameters:
         raise ConfigurationError(
             "the model has no trainable parameter: set requires_grad on the "
             "parameters to merge"
         )
-    first = model.get_parameter(names[0])
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise StructureError(
+                f"'{name}' has dtype {parameter.dtype}, and this library's curvatures "
+                "are of real numbers: freeze it, or keep real parameters and make the "
+                "complex one of them by torch.view_as_complex"
+            )
+    first = next(iter(parameters.values()))
     if first.is_inference():
         raise ConfigurationError(
             "the model was made under torch.inference_mode, so its parameters cannot "
@@ -73,16 +86,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode, with gradients, in a ``with`` block; restore it.
 
     What its ``forward`` changes, even in eval mode, is restored, too: buffers such as
-    counters, weights that it clips, attributes, and the state of global generators; and
-    hooks that were left on it.
+    counters, weights that it clips, attributes that are tensors (which of a vmap are
+    of no use after it), and the state of global generators; and hooks that were left on
+    it. What is compiled runs as it was written: it does not call hooks that are added
+    later, and would be compiled anew for each transformation, in minutes.
     """
     modes = {module: module.training for module in model.modules()}
     kept = _KeptModel(model)
     states = generator_states()
     try:
-        model.eval()
+        _into_eval_mode(model)
         recurrent = recurrent_backwards(model)
-        with torch.inference_mode(False), torch.enable_grad(), recurrent:
+        with torch.inference_mode(False), torch.enable_grad(), recurrent, _eager():
             yield
     finally:
         set_generator_states(states)
@@ -91,8 +106,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def _eager() -> AbstractContextManager[object]:
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it is slow
+        return nullcontext()
+    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
+
+
+def _into_eval_mode(model: nn.Module) -> None:
+    try:
+        model.eval()
+    except NotImplementedError as error:
+        raise StructureError(
+            f"the model, a {type(model).__name__}, has no eval mode (as what "
+            "torch.export makes): pass the nn.Module from which it was made"
+        ) from error
+
+
 class _KeptModel:
-    """What a model's ``forward`` may change: its modules' attributes and tensors."""
+    """What a model's ``forward`` may change: tensors, also those in attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -113,15 +145,19 @@ class _KeptModel:
     def restore(self) -> None:
         for module, attributes in self._attributes:
             now = vars(module)
-            for name in now.keys() - attributes.keys():
-                del now[name]
-            now.update(attributes)
+            for name, value in list(now.items()):
+                if isinstance(value, Tensor):
+                    del now[name]
+            kept = attributes.items()
+            now.update((name, value) for name, value in kept if name not in now)
         for each, before in self._dicts:
             each.clear()
             each.update(before)
         for tensor, value in self._values:
+            if tensor.shape != value.shape:  # an observer's, of quantisation
+                tensor.data = value
             # On an accelerator, a comparison would wait for it.
-            if tensor.device.type != "cpu" or not torch.equal(tensor, value):
+            elif tensor.device.type != "cpu" or not torch.equal(tensor, value):
                 tensor.data.copy_(value)
 
 
@@ -204,6 +240,70 @@ def check_examples_are_independent(model: nn.Module, consequence: str) -> None:
                 f"layer '{name}' normalises by the statistics of each batch, so "
                 f"{consequence}: use track_running_stats=True, or group norm"
             )
+
+
+_LEAST = 0.05  # relative: far above the rounding of other kernels, TF32's too
+
+
+def check_outputs_are_of_examples(
+    model: nn.Module, inputs: Inputs, outputs: Tensor
+) -> None:
+    """Raise unless each example has outputs of its own, with gradients.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode, with gradients.
+    inputs : Inputs
+        Several examples.
+    outputs : Tensor
+        What the model returned for them.
+
+    Raises
+    ------
+    StructureError
+        If outputs have another first dimension, depend on no trainable parameter, or on
+        the other examples of a batch.
+
+    Notes
+    -----
+    Where outputs differ from call to call, by random numbers or by what the model
+    remembers, nothing is known of other examples.
+    """
+    n = len(inputs)
+    if outputs.shape[:1] != (n,):
+        raise StructureError(
+            f"the model's outputs have shape {tuple(outputs.shape)} for {n} examples, "
+            "but must have a row for each: undo what joins examples with something "
+            "else, outputs.unflatten(0, (n, -1)) for example, in the model or in an "
+            "output_fn; inputs must have the examples first, too"
+        )
+    if not (outputs.requires_grad and outputs.is_floating_point()):
+        raise StructureError(
+            "the model's outputs depend on no trainable parameter, or not by real "
+            "numbers, so they have no gradient: return logits, before any argmax() or "
+            "detach(), and without torch.no_grad"
+        )
+    try:
+        alone = inputs[:1](model)
+    except Exception:  # a model may take no single example
+        return
+    if not _near(alone, outputs[:1]) and _near(inputs(model), outputs):
+        raise StructureError(
+            "the model's outputs of an example depend on the other examples of its "
+            "batch, in eval mode, too, so an example has no Fisher of its own: use "
+            "nothing that is of the whole batch, such as x.mean(0)"
+        )
+
+
+def _near(found: Tensor, wanted: Tensor) -> bool:
+    """Return whether outputs are equal, or not finite."""
+    if found.shape != wanted.shape:
+        return False
+    tolerance = max(_LEAST, 16 * torch.finfo(wanted.dtype).eps)
+    a, b = widened(found), widened(wanted)
+    near = torch.dist(a, b).le(tolerance * torch.linalg.vector_norm(b))
+    return bool(near | ~wanted.isfinite().all())
 
 
 _SAID = (

@@ -170,9 +170,7 @@ def _totals(
     """
     totals = {norm: _Total(norm) for norm in norms}
     device, batches, count = next(iter(totals.values())).mean.device, 0, 0
-    # A compiled model does not call hooks that were added later.
-    eager = torch.compiler.set_stance("force_eager")
-    with norms_training(model, totals), torch.no_grad(), _watched(totals), eager:
+    with norms_training(model, totals), torch.no_grad(), _watched(totals):
         for batch in batches_of(loader, model, device):
             batches += 1
             try:

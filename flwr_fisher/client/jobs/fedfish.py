@@ -23,7 +23,7 @@ from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.batches import length_of
 from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import check_known, check_range
-from flwr_fisher.params import select, subtract, trainable_names
+from flwr_fisher.params import select, subtract, trainable
 from flwr_fisher.wire import Additive
 
 _SOURCES = ("extra-pass", "last-epoch")
@@ -159,7 +159,7 @@ class SquaredGradients:
     """
 
     def __init__(self, model: nn.Module, epochs: int) -> None:
-        self._parameters = {n: model.get_parameter(n) for n in trainable_names(model)}
+        self._parameters = trainable(model)
         self._sums = Sums({})
         self._count, self._epochs = 0, epochs
 

@@ -33,7 +33,7 @@ from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal
 from flwr_fisher.errors import StructureError
-from flwr_fisher.params import all_finite, trainable_names
+from flwr_fisher.params import all_finite, trainable
 
 _SHARINGS = {"expand": KroneckerAccumulator, "reduce": ReducedKroneckerAccumulator}
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
@@ -68,8 +68,7 @@ class Accumulation:
     Raises
     ------
     StructureError
-        If a dense matrix would be too large, or a batch norm makes an example's output
-        depend on the other examples of its batch.
+        If a dense matrix would be too large, or an example's outputs are not its own.
     """
 
     def __init__(
@@ -83,9 +82,9 @@ class Accumulation:
         kfac: Curvature | None = None,
     ) -> None:
         check_examples_are_independent(model, "an example has no Fisher of its own")
-        self.structures, self.names = structures, trainable_names(model)
+        self.structures, self.names = structures, list(trainable(model))
         by_layer = [s for s in structures if s != "dense"]
-        forms = Forms.of(model, inputs) if by_layer else Forms({}, {}, {}, [])
+        forms = Forms.of(model, inputs, by_layer=bool(by_layer))
         if "block" in structures:
             _check_size([layer.matrices().numel() for layer in forms.layers.values()])
         blocks = kfac.blocks() if kfac is not None else []
@@ -106,7 +105,7 @@ class Accumulation:
         self.jacobians: dict[str, JacobianAccumulator] = {}
         if forms.others:
             self.jacobians["others"] = DiagonalJacobian(model, forms.others)
-        parameters = [model.get_parameter(name) for name in self.names]
+        parameters = list(trainable(model).values())
         if "dense" in structures:
             _check_size([sum(p.numel() for p in parameters)])
             self.jacobians["dense"] = DenseJacobian(model, self.names)

@@ -16,7 +16,7 @@ from flwr_fisher.curvature.estimate.pieces import Pieces
 from flwr_fisher.curvature.operators.plain import Diagonal
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import DataError
-from flwr_fisher.params import trainable_names
+from flwr_fisher.params import trainable
 
 _PASSES = 9  # of ten classes
 
@@ -147,7 +147,7 @@ def squared_batch_gradients(
     DataError
         If there is no batch, or one without labels.
     """
-    parameters = {name: model.get_parameter(name) for name in trainable_names(model)}
+    parameters = trainable(model)
     leaves, sums, count = list(parameters.values()), Sums(parameters), 0
     for batch in batches:
         given = check_labels(batch.labels)

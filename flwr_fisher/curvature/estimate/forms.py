@@ -25,14 +25,13 @@ from flwr_fisher.curvature.estimate.layers import (
     is_packed,
     is_transposed,
 )
-from flwr_fisher.curvature.estimate.lookups import (
-    LookupRefusedError,
-    NoLookups,
-    is_compiled,
-)
+from flwr_fisher.curvature.estimate.lookups import LookupRefusedError, NoLookups
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.curvature.estimate.tied_layers import Pair, tied_pairs
-from flwr_fisher.curvature.models import outputs_with
+from flwr_fisher.curvature.models import (
+    check_outputs_are_of_examples,
+    outputs_with,
+)
 from flwr_fisher.curvature.sums import widened
 from flwr_fisher.devices import CPU
 from flwr_fisher.params import trainable_names
@@ -83,6 +82,7 @@ class FormTrial:
         self.model, self.layers = model, layers
         self.inputs = concatenated([inputs[:_FEW]] * 2)[:_FEW]
         outputs, taps = tapped_forward(model, self.inputs, layers, spread=False)
+        check_outputs_are_of_examples(model, self.inputs, outputs)
         ones = any(len(call.inputs) == 1 for each in taps.values() for call in each)
         self.spread = ones and _may_spread(model, self.inputs, layers, outputs)
         if self.spread:
@@ -200,7 +200,7 @@ class Forms:
     tied: dict[tuple[str, str], Pair] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: Inputs) -> "Forms":
+    def of(cls, model: nn.Module, inputs: Inputs, *, by_layer: bool = True) -> "Forms":
         """Find the forms by running the model on a few examples.
 
         Parameters
@@ -209,7 +209,12 @@ class Forms:
             In eval mode.
         inputs : Inputs
             A batch; a few of its examples are tried.
+        by_layer : bool, default True
+            False: of none, but the model is tried.
         """
+        if not by_layer:
+            FormTrial(model, inputs, {})
+            return cls({}, {}, {}, [])
         layers, direct = kronecker_layers(model), direct_layers(model)
         tied = tied_pairs(model)
         both = {n: x for k, v in tied.items() for n, x in zip(k, v, strict=True)}
@@ -372,9 +377,8 @@ def shared_parameters(
         return {}
     if not trial.is_guarded:
         return _shared_parameters(trial, names)
-    if not is_compiled(trial.model):
-        with suppress(LookupRefusedError):
-            return _shared_parameters(trial, names)
+    with suppress(LookupRefusedError):
+        return _shared_parameters(trial, names)
     try:
         found = _shared_parameters(trial.on_cpu(), names)
     except Exception:  # whatever a model raises that cannot be copied, or run there

@@ -13,6 +13,7 @@ from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.curvature.operators.plain import Dense, Diagonal
 from flwr_fisher.curvature.sums import Sums, widened
+from flwr_fisher.errors import StructureError
 from flwr_fisher.log_lines import logger
 
 _ENTRIES_AT_ONCE = 2**24  # 64 MiB in float32
@@ -122,13 +123,21 @@ class DenseJacobian(Jacobians):
         super().__init__(model, names)
         size = sum(p.numel() for p in self.params.values())
         self.like = next(iter(self.params.values()))
+        for name, parameter in self.params.items():
+            if parameter.dtype != self.like.dtype:
+                raise StructureError(
+                    f"structure='dense' needs parameters of one dtype, but {names[0]!r}"
+                    f" is in {self.like.dtype} and {name!r} in {parameter.dtype}: "
+                    "convert the model, by model.float() for example, or use another "
+                    "structure"
+                )
         self.total = widened(self.like.new_zeros(size, size))
 
     def add(self, inputs: Inputs, pieces: Tensor) -> None:
         """Add the gradients' outer products."""
         for gradients in self.gradients(inputs, pieces):
             # Not flatten(2), which a parameter that is a single number does not have.
-            flat = [g.reshape(*g.shape[:2], -1) for g in gradients.values()]
+            flat = [g.to_dense().reshape(*g.shape[:2], -1) for g in gradients.values()]
             rows = torch.cat(flat, 2).flatten(0, 1)
             self.total.addmm_(rows.mT, rows)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -37,12 +37,3 @@ class NoLookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if others and dtypes - others:
             raise LookupRefusedError(str(func))
         return func(*args, **(kwargs or {}))
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether a part of the model is compiled; this guard cannot see inside."""
-    return any(
-        hasattr(module, "_orig_mod")
-        or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )

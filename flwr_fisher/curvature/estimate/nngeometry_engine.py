@@ -18,7 +18,7 @@ from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.operators.plain import BlockDiagonal, Dense, Diagonal
 from flwr_fisher.errors import DataError, StructureError
-from flwr_fisher.params import trainable_names, unflatten
+from flwr_fisher.params import trainable, unflatten
 
 _LAYERS = (nn.Linear, nn.Conv2d)
 _REPRESENTATIONS = {
@@ -82,7 +82,7 @@ def nngeometry_fisher(
     if structure == "block":
         blocks = dict(matrix.data)
         return BlockDiagonal([Dense(x.shapes(), blocks[n].detach()) for n, x in layers])
-    shapes = {name: model.get_parameter(name).shape for name in trainable_names(model)}
+    shapes = {name: p.shape for name, p in trainable(model).items()}
     if structure == "diagonal":
         return Diagonal(unflatten(matrix.get_diag().detach(), shapes))
     if structure != "implicit":
