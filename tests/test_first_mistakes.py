@@ -1,11 +1,13 @@
 """What a newcomer gets wrong first is told in words that lead out of it."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 from virtual import (
     ask,
     metrics_of,
@@ -52,6 +54,7 @@ from flwr_fisher.wire.quantise import decode_param, encode_param
         ({"each": np.arange(2)}, {"each": [0, 1]}, None),
         ({"each": np.zeros((2, 2))}, {}, "'each'"),
         ({"late": True}, {"late": 1}, None),
+        ({"seed": 2**64}, {}, "'seed'"),
     ],
 )
 def test_what_is_no_metric_costs_no_training(returned, kept, text, caplog):
@@ -117,6 +120,78 @@ def test_another_dtype_is_refused_before_anything_trains(dtype):
         ask(client, config={"structure": "kfac"})
 
 
+X, Y = tiny_data(2).tensors
+ONCE = {
+    "generator": lambda: (batch for batch in [(X, Y)]),
+    "map": lambda: map(tuple, [(X, Y)]),
+    "_SingleProcessDataLoaderIter": lambda: iter(DataLoader(tiny_data(2), 4)),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize("config", [{"structure": "kfac"}, {"job": "fedfish"}])
+def test_a_loader_that_can_be_read_once_is_refused_before_anything_trains(name, config):
+    def train_fn(*arguments):
+        raise AssertionError
+
+    client = FisherClient(tiny_model(), ONCE[name](), train_fn=train_fn)
+    with pytest.raises(DataError, match=rf"trainloader is a {name}, .*DataLoader"):
+        ask(client, config=config)
+
+
+def test_batch_norm_and_a_last_batch_of_one_are_told_before_anything_trains():
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(X[0].numel()), tiny_model())
+    loader = DataLoader(Subset(tiny_data(2), range(5)), 4)
+    start = copy.deepcopy(model.state_dict())
+    client = FisherClient(model, loader)
+    with pytest.raises(DataError, match=r"last batch is of one example.*drop_last"):
+        ask(client, ArrayRecord(start), config={"structure": "kfac"})
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, start[name])
+    for one_more in (6, 8):
+        loader = DataLoader(Subset(tiny_data(2), range(one_more)), 4)
+        ask(FisherClient(model, loader), ArrayRecord(start))
+
+
+CHANGES = {
+    "another dtype": lambda model: model.double(),
+    "frozen parameters": lambda model: model[-1].requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("config", [{}, {"structure": "kfac"}, {"job": "fedfish"}])
+def test_what_a_loop_makes_of_a_model_is_not_what_is_uploaded(change, config):
+    def train_fn(model, *arguments):
+        metrics = LocalSGD()(model, *arguments)
+        change(model)
+        return metrics
+
+    replies = []
+    for loop in (LocalSGD(), train_fn):
+        client = tiny_client(train_fn=loop)
+        (arrays,) = ask(client, config=config).content.array_records.values()
+        replies.append({name: array.numpy() for name, array in arrays.items()})
+        model = client.problem.model
+        assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {
+            (torch.float32, True)
+        }
+    assert replies[0].keys() == replies[1].keys()
+    for name, array in replies[0].items():
+        np.testing.assert_array_equal(array, replies[1][name])
+
+
+@pytest.mark.parametrize("config", [{}, {"structure": "kfac"}])
+def test_nan_in_the_data_ends_the_training(config):
+    epochs = []
+    train_fn = LocalSGD(epochs=5, on_epoch=lambda epoch, _: epochs.append(epoch))
+    x = torch.where(torch.arange(len(X)) == 7, torch.nan, X.T).T
+    client = FisherClient(tiny_model(), [(x, Y)], train_fn=train_fn)
+    with pytest.raises(ClientError, match=r"NaN or infinity in '.*the data"):
+        ask(client, config=config)
+    assert not epochs
+
+
 def test_an_evaluate_fn_gets_the_held_out_data_and_the_config():
     def score(model, valloader, device, config):
         return {"num-examples": len(valloader.dataset), "twice": 2 * config["lr"]}
@@ -150,6 +225,7 @@ def wrapped(name):
     LocalProblem(nn.ModuleDict({name: inner}), []).check_layout(shared_state(inner))
 
 
+EACH = nn.CrossEntropyLoss(reduction="none")
 W, DATA = {"w": torch.ones(2)}, TensorDataset(torch.zeros(4, 3), torch.zeros(4).long())
 MISTAKES = {
     "a state dict": (
@@ -183,6 +259,36 @@ MISTAKES = {
         lambda: TCTModel.load(nn.Linear(2, 2), "tct.safetensors"),
         ParamsError,
         r"load\(path, model\) takes a module",
+    ),
+    "no loader": (
+        lambda: FisherClient(nn.Linear(3, 2), None),
+        ConfigurationError,
+        "trainloader is None",
+    ),
+    "a lazy layer": (
+        lambda: FisherClient(nn.LazyLinear(2), []),
+        ParamsError,
+        "'weight' has no shape yet.*call the model once",
+    ),
+    "examples for batches": (
+        lambda: fisher(nn.Linear(3, 2), DataLoader(DATA, batch_size=None)),
+        DataError,
+        "3 rows of inputs and one number as its labels",
+    ),
+    "a name for a loop": (
+        lambda: FisherClient(nn.Linear(3, 2), [], train_fn="train"),
+        ConfigurationError,
+        "train_fn must be a function, got 'train'",
+    ),
+    "an optimizer for what makes one": (
+        lambda: LocalSGD(optimizer=torch.optim.SGD([torch.zeros(1)])),
+        ConfigurationError,
+        "optimizer must be a function that makes an optimizer, got SGD",
+    ),
+    "a loss of each example": (
+        lambda: ask(tiny_client(train_fn=LocalSGD(loss_fn=EACH))),
+        ConfigurationError,
+        "loss_fn must return a scalar",
     ),
     "a data set to train on": (
         lambda: FisherClient(nn.Linear(3, 2), DATA),

@@ -19,7 +19,14 @@ from torch.utils.data import Dataset, IterableDataset
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import LOSSES, Loss, cross_entropy
-from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
+from flwr_fisher.client.training import (
+    EvaluateFn,
+    Loader,
+    LocalSGD,
+    TrainFn,
+    check_functions,
+    check_trained,
+)
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import Batch, BatchFn, OutputFn
@@ -40,7 +47,8 @@ from flwr_fisher.params import Params, select, trainable, trainable_names
 from flwr_fisher.progress import watching
 
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DataParallel and of torch.compile
-_READ_ONCE = ("builtins", "itertools")  # iterators that cannot be read again
+# Modules of iterators that cannot be read again.
+_READ_ONCE = ("builtins", "itertools", "torch.utils.data.dataloader")
 _MOST, _CPU = 10**7, torch.device("cpu")  # examples to count in a stream
 
 
@@ -126,8 +134,12 @@ class LocalProblem:
                 f"{self.model!r:.80}"
             )
         trainable(self.model)  # which refuses lazy layers
+        check_functions(self, ("train_fn", "evaluate_fn", "loss_fn"))
+        check_functions(self, ("batch_fn", "output_fn"))
         for name in ("trainloader", "valloader"):
             loader = getattr(self, name)
+            if loader is None and name == "trainloader":
+                raise ConfigurationError("trainloader is None: pass a DataLoader")
             if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
                 raise ConfigurationError(
                     f"{name} is a {type(loader).__name__}, which yields examples, but "
@@ -214,8 +226,9 @@ class LocalProblem:
         Raises
         ------
         ClientError
-            If the loop lacks one of the keywords, or if it would train with the
-            cross-entropy of classes although the likelihood has no classes.
+            If the loop lacks one of the keywords, if it would train with the
+            cross-entropy of classes although the likelihood has no classes, or if it
+            leaves NaN in the model.
         """
         loop: Any = self.train_fn
         if getattr(loop, "loss_fn", None) is cross_entropy and not self.has_classes:
@@ -236,6 +249,7 @@ class LocalProblem:
             options["checkpoint"] = self.checkpoint
         self.checkpoint = self.checkpoint.next()
         returned = self.run(loop, self.trainloader, config, **options)
+        check_trained(self.model)
         return checked_metrics(returned, "train_fn")
 
     def evaluate(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,11 +277,25 @@ class LocalProblem:
         config: Mapping[str, Any],
         **options: Any,
     ) -> Any:
-        """Call a user's loop; within it, `batch_fn` reads the loaders by default."""
+        """Call a user's loop; within it, `batch_fn` reads the loaders by default.
+
+        The model keeps the dtypes, and trains the parameters, that the server knows of,
+        whatever the loop made of them.
+        """
         on_first_batch, self.on_first_batch = self.on_first_batch, []
+        before = {
+            name: (tensor.dtype, tensor.requires_grad)
+            for name, tensor in _tensors(self.model).items()
+        }
         with default_reading(self.batch_fn, self.output_fn, on_first_batch):
             returned = loop(self.model, loader, self.device, config, **options)
         self._follow()
+        for name, tensor in _tensors(self.model).items():
+            dtype, trained = before.get(name, (tensor.dtype, tensor.requires_grad))
+            if tensor.dtype != dtype:
+                tensor.data, tensor.grad = tensor.data.to(dtype), None
+            if tensor.requires_grad != trained:
+                tensor.requires_grad_(trained)
         return returned
 
     def _follow(self) -> None:
@@ -354,13 +382,7 @@ class LocalProblem:
         DataError
             If it is an iterator of Python's own, or does not end.
         """
-        loader = self.trainloader
-        if isinstance(loader, Iterator) and type(loader).__module__ in _READ_ONCE:
-            raise DataError(
-                f"the trainloader is a {type(loader).__name__}, which can be read only "
-                "once, but a client reads it several times, to count, to train and "
-                "for the curvature: pass a DataLoader, or a list of batches"
-            )
+        self.check_can_be_read_again()
         count = 0
         with watching("counting"):
             for batch in batches_of(self.train_batches, self.model, _CPU):
@@ -372,6 +394,16 @@ class LocalProblem:
                         "train_fn, or pass a loader that ends"
                     )
         return count
+
+    def check_can_be_read_again(self) -> None:
+        """Raise :class:`DataError` for an iterator of Python's or PyTorch's own."""
+        loader = self.trainloader
+        if isinstance(loader, Iterator) and type(loader).__module__ in _READ_ONCE:
+            raise DataError(
+                f"the trainloader is a {type(loader).__name__}, which can be read only "
+                "once, but a client reads it several times, to count, to train and "
+                "for the curvature: pass a DataLoader, or a list of batches"
+            )
 
     def load(self, params: Params) -> "LocalProblem":
         """Load the server's parameters into the model; return the problem.
@@ -498,7 +530,10 @@ def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+    """Return whether a record can hold this number."""
+    return isinstance(value, float) or (
+        isinstance(value, int) and -(2**63) <= value < 2**63
+    )
 
 
 def _of_one_kind(numbers: Sequence[Any]) -> list[Any]:
@@ -515,6 +550,10 @@ def _takes(function: Callable[..., object], keyword: str, *, or_any: bool) -> bo
         return or_any
     kinds = {parameter.kind for parameter in parameters.values()}
     return keyword in parameters or (or_any and Parameter.VAR_KEYWORD in kinds)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _second_names(model: nn.Module) -> set[str]:

@@ -3,6 +3,7 @@
 Long: the documentation of all of LocalSGD's options, and its loop.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,11 @@ from flwr_fisher.client.losses import Loss, cross_entropy
 from flwr_fisher.client.training_checkpoint import KeptTraining, TrainingCheckpoint
 from flwr_fisher.curvature.batch import Batch, Inputs, num_correct
 from flwr_fisher.curvature.batches import batches_of, count_of
-from flwr_fisher.curvature.losses import check_mean_over_labels, loss_of
+from flwr_fisher.curvature.losses import (
+    check_mean_over_labels,
+    checked_loss,
+    loss_of,
+)
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import (
     ClientError,
@@ -30,6 +35,7 @@ from flwr_fisher.errors import (
     check_range,
 )
 from flwr_fisher.log_lines import logger
+from flwr_fisher.params import all_finite, trainable
 from flwr_fisher.progress import Progress, watching
 
 Loader = Iterable[Any]  # batches of any form, or `Pairs`
@@ -120,6 +126,7 @@ class LocalSGD:
         own = [
             name for name in _OF_SGD if getattr(self, name) != getattr(LocalSGD, name)
         ]
+        check_functions(self, ("optimizer", "scheduler", "loss_fn", "on_epoch"))
         if self.optimizer is not None and own:
             raise ConfigurationError(
                 "lr, momentum and weight_decay are for the default SGD: give your "
@@ -203,6 +210,7 @@ class LocalSGD:
                     optimizer.zero_grad()
                     with mixed():
                         loss = loss_of(loss_fn, batch.inputs(model), batch.labels)
+                        loss = checked_loss(loss)
                     scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                     scaler.unscale_(optimizer)
                     if on_gradients is not None:
@@ -223,6 +231,8 @@ class LocalSGD:
                     "be read only once, it is empty now, so pass a DataLoader"
                 )
             mean = float(total) / count
+            if not math.isfinite(mean):
+                check_trained(model)
             if schedule is not None:
                 _step_schedule(schedule, mean)
             if average is not None and epoch > self.epochs - self.swa_epochs:
@@ -276,6 +286,29 @@ def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float
     value = config.get(name, default)
     check_positive(name, value, or_zero=True)
     return float(value)
+
+
+def check_functions(owner: object, names: Iterable[str]) -> None:
+    """Raise :class:`ConfigurationError` for an attribute that cannot be called."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not callable(value):
+            makes = {"optimizer": "an optimizer", "scheduler": "a schedule"}.get(name)
+            what = f"a function that makes {makes}" if makes else "a function"
+            raise ConfigurationError(f"{name} must be {what}, got {value!r:.80}")
+
+
+def check_trained(model: nn.Module) -> None:
+    """Raise :class:`ClientError` if a training has left NaN or infinity in a model."""
+    parameters = trainable(model)
+    flags = [all_finite(p.detach()) for p in parameters.values()]
+    finite = torch.stack(flags).tolist() if flags else []
+    for name, fine in zip(parameters, finite, strict=True):
+        if not fine:
+            raise ClientError(
+                f"the training has left NaN or infinity in {name!r}: look for them in "
+                "the data, inputs and labels, or lower the learning rate"
+            )
 
 
 class _OfInputs(nn.Module):

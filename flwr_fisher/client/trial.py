@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     Subset,
@@ -30,14 +31,16 @@ from torch.utils.data import (
 )
 
 from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import Curvature
-from flwr_fisher.curvature.batch import Batch
-from flwr_fisher.curvature.batches import sampler_of, with_positions
+from flwr_fisher.curvature.batch import Batch, Inputs
+from flwr_fisher.curvature.batches import count_of, sampler_of, with_positions
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.losses import check_mean_over_labels
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import ClientError, DataError, FlwrFisherError
 from flwr_fisher.log_lines import logger
+from flwr_fisher.merge.refresh import TOO_FEW
 from flwr_fisher.randomness import seeded
 
 _FEW = 4  # examples
@@ -202,14 +205,15 @@ def check_outputs(problem: LocalProblem, batch: Batch) -> None:
     Raises
     ------
     DataError, ClientError
-        If the outputs are not finite, because of the inputs or of the parameters; or if
-        labels name classes that the outputs do not have. On a GPU, such labels would
-        end the process.
+        If the outputs are not finite, because of the inputs or of the parameters; if
+        batch norm cannot train on the loader's last batch; or if labels name classes
+        that the outputs do not have. On a GPU, such labels would end the process.
     StructureError
         If the outputs are no tensor, or if the labels have a shape for which the loop's
         loss is no mean.
     """
     model, inputs = problem.model, batch.inputs
+    _check_last_batch(problem, inputs)
     with evaluating(model), torch.no_grad():
         outputs = inputs.to(problem.device)(model)
     if outputs.isfinite().all():
@@ -225,6 +229,29 @@ def check_outputs(problem: LocalProblem, batch: Batch) -> None:
         "with the server's parameters, the model's outputs of the first training "
         "examples hold NaN or infinity: check these parameters, and the inputs' scale"
     )
+
+
+def _check_last_batch(problem: LocalProblem, inputs: Inputs) -> None:
+    """Raise :class:`DataError` if batch norm cannot train on a last batch of one."""
+    loader: Any = problem.trainloader
+    batches = getattr(loader, "batch_sampler", None)
+    if type(batches) is not BatchSampler or batches.drop_last:
+        return
+    ends_with_one = (count_of(loader) or 0) % batches.batch_size == 1
+    if not ends_with_one or not isinstance(problem.train_fn, LocalSGD):
+        return
+    with evaluating(problem.model), torch.no_grad():
+        problem.model.train()
+        try:
+            inputs[:1].to(problem.device)(problem.model)
+        except ValueError as error:
+            if TOO_FEW not in str(error):
+                raise
+            raise DataError(
+                "the trainloader's last batch is of one example, on which batch norm "
+                "cannot train: pass DataLoader(..., drop_last=True), or another "
+                "batch_size"
+            ) from error
 
 
 def _check_labels(problem: LocalProblem, outputs: Tensor, labels: Tensor) -> None:

@@ -277,6 +277,12 @@ def read(
     else:
         inputs, labels = _inputs(batch, output_fn), None
     _check_call(inputs, model, batch)
+    if isinstance(labels, Tensor) and labels.dim() == 0 and len(inputs) > 1:
+        raise DataError(
+            f"a batch has {len(inputs)} rows of inputs and one number as its labels, "
+            "as a single example has: pass DataLoader(..., batch_size=32) for example, "
+            f"or {_WAY_OUT}"
+        )
     if isinstance(labels, Tensor) and labels.dtype in _NARROW:
         labels = labels.long()  # 156 is -100 in uint8, and losses refuse int32
     return Batch(inputs, labels)

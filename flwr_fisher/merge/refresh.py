@@ -20,7 +20,7 @@ from flwr_fisher.merge.batch_norms import (
     zero_shifts,
 )
 
-_TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one example
+TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one example
 
 
 def refresh_norms(model: nn.Module, loader: Iterable[Any]) -> None:
@@ -176,7 +176,7 @@ def _totals(
             try:
                 batch.inputs(model)
             except ValueError as error:
-                if _TOO_FEW not in str(error):
+                if TOO_FEW not in str(error):
                     raise
                 for total in totals.values():
                     total.forget()

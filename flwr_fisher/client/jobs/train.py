@@ -149,6 +149,8 @@ class TrainingJob:
 
     def reply(self, problem: LocalProblem, request: Request) -> Reply:
         """Try the upload, train, and return the upload."""
+        if self.structure is not None:
+            problem.check_can_be_read_again()
         try_upload(problem, request, self)
         metrics, curvature = self.train(problem, request.config)
         count = request.weight(metrics)
