@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from nets import VECTORS, CalledTwice
+from oracles import SMALL_SHAPE, randn, seeded, small_net
 from torch import nn
 
 from flwr_fisher import curvature

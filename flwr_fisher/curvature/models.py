@@ -133,7 +133,8 @@ class _KeptModel:
         self._dicts = [
             (each, dict(each))
             for name, each in held
-            if name == "_buffers" or (name.endswith("_hooks") and each is not None)
+            if isinstance(each, dict)
+            and (name == "_buffers" or name.endswith("_hooks"))
         ]
         trained = [p for p in model.parameters() if p.requires_grad]
         self._values = [
