@@ -20,6 +20,7 @@ from oracles import (
     random_kronecker,
     random_like,
     relative,
+    seeded,
 )
 
 from flwr_fisher.curvature import (
@@ -28,8 +29,10 @@ from flwr_fisher.curvature import (
     Diagonal,
     EigenKronecker,
     WeightedSum,
+    fisher,
 )
 from flwr_fisher.errors import ConfigurationError, StructureError
+from flwr_fisher.params import norm, unflatten
 
 kinds = st.sampled_from(sorted(CURVATURES))
 dtypes = st.sampled_from([torch.float32, torch.float64])
@@ -274,3 +277,34 @@ def test_another_device(kind):
 def test_a_dtype_must_be_one_of_floats():
     with pytest.raises(ConfigurationError, match="float dtype, got torch"):
         random_blocks(1).to(dtype=torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ekfac_without_damping_leaves_out_what_is_rounding(dtype):
+    """The outputs' mean does not change a softmax: its moments are zero, or nearly."""
+    model = seeded(lambda: torch.nn.Linear(5, 4)).to(dtype)
+    data = [(randn(1, 40, 5).to(dtype), torch.arange(40) % 4)]
+    ekfac, kfac = (fisher(model, data, structure=s) for s in ("ekfac", "kfac"))
+    ones = {name: torch.ones_like(p.detach()) for name, p in model.named_parameters()}
+    assert float(norm(kfac.solve(ones))) < 1e-2
+    assert float(norm(ekfac.solve(ones))) < 1e-2
+    rhs = ekfac @ {n: p.detach() for n, p in model.named_parameters()}
+    got = ekfac @ ekfac.solve(rhs)
+    assert near(in_order(got, ekfac), in_order(rhs, ekfac), dtype)
+
+
+def test_a_vector_that_does_not_fit_is_told_how():
+    F = random_kronecker(1)
+    vector = random_like(F, 2)
+    (name, value), *_ = vector.items()
+    lacking = {k: v for k, v in vector.items() if k != name}
+    with pytest.raises(StructureError, match=rf"curvature: it lacks '{name}'$"):
+        F @ lacking
+    with pytest.raises(StructureError, match=r"curvature: no 'odd' is expected$"):
+        F @ {**vector, "odd": value}
+    with pytest.raises(StructureError, match=rf"'{name}' has shape \(1,\), expected"):
+        F.solve({**vector, name: torch.ones(1)})
+    for product in (lambda b: F @ b, F.solve, F.inverse().__matmul__):
+        with pytest.raises(StructureError, match=r"not a Tensor: pass params\.unfl"):
+            product(flat(vector))
+    F @ unflatten(flat(vector).to(value), F.shapes)

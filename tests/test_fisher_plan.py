@@ -46,7 +46,7 @@ def test_it_tells_every_parameters_form():
     assert str(plan).endswith(f"{len(SERIES)} examples at once")
 
 
-@pytest.mark.parametrize("structure", ["kfac", "diagonal", "block", "dense"])
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "ekfac", "block", "dense"])
 def test_it_is_what_the_fisher_then_is(structure):
     model = seeded(Mixed)
     plan = fisher_plan(model, SERIES, structure=structure)

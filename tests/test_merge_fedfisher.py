@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -446,8 +447,22 @@ OUT_OF_RANGE = {
     ("name", "value"), [(name, v) for name, own in OUT_OF_RANGE.items() for v in own]
 )
 def test_an_option_out_of_range_is_named(name, value):
+    solver = "adam" if name == "lr" else "pcg"
     with pytest.raises(ConfigurationError, match=f"^{name} must be "):
-        merge_settings(**{name: value})
+        merge_settings(solver, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"anchr": 0.1}, "unknown option of fedfisher 'anchr'; known: solver, anchor,"),
+        ({"lr": 0.01}, "lr is the step of solver='adam', and 'pcg' does not use it"),
+        ({"solver": "gd", "lr": 0.01}, "and 'gd' does not use it: leave it out"),
+    ],
+)
+def test_an_option_without_effect_is_named(options, error):
+    with pytest.raises(ConfigurationError, match=re.escape(error)):
+        fedfisher([alone("w", w=torch.ones(1))], **options)
 
 
 def alone(*names, n=1, **params):

@@ -1,10 +1,12 @@
 """The accuracy of models and ensembles, measured on the server."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flwr_fisher.curvature.batch import num_correct
 from flwr_fisher.curvature.batches import batches_of, count_of
@@ -65,6 +67,11 @@ def ensemble_accuracy(
     _check_fit(own, members)
     device = next(model.parameters()).device
     right, count = 0.0, 0
+    kept = ExitStack()
+    # Its tensors are as they were: a posterior that has them may still be merged.
+    for tensor in model.state_dict().values():
+        if not tensor.is_inference():
+            kept.enter_context(_unsafe_preserve_version_counter(tensor))
     try:
         watched = watching("scoring", count_of(loader))
         with evaluating(model), torch.no_grad(), watched:
@@ -78,6 +85,7 @@ def ensemble_accuracy(
                 count += batch.num_labels
     finally:
         model.load_state_dict(own)
+        kept.close()
     if not count:
         raise DataError("the loader has no examples with a label")
     return right / count

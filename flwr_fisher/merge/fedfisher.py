@@ -121,7 +121,7 @@ def fedfisher(
         ``pcg``, ``cg`` and ``gd`` stop when a layer's residual has fallen by this
         factor.
     lr : float, default 0.01
-        The step of ``adam``.
+        The step of ``adam``; for no other solver.
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: called with the merged parameters every 100 steps. The parameters
         with the highest score are returned. The paper scores on 500 examples on the
@@ -144,13 +144,14 @@ def fedfisher(
     Raises
     ------
     UnknownNameError
-        If `solver` is not known.
+        If `solver` or an option is not known.
     ConfigurationError
-        If a number is out of range, `score` is given to another solver, or the device
-        has no float64.
+        If a number is out of range, `score` or `lr` is given to another solver than
+        ``adam``, or the device has no float64.
     ParamsError
-        If there is no posterior, their layouts or dtypes differ, or a client's
-        parameters or curvature are not finite, or its curvature is negative.
+        If there is no posterior, their layouts or dtypes differ, a client's parameters
+        or curvature are not finite, its curvature is negative, or its parameters were
+        changed in place after the posterior was made.
     StructureError
         If curvatures cover different parameters, or a structure has no closed form but
         the solver needs one.
@@ -174,8 +175,8 @@ def fedfisher(
     ...     model = torch.nn.Linear(3, 2)  # and train it on the data
     ...     F = fisher(model, [data], structure="kfac")
     ...     clients.append(LocalPosterior(shared_state(model), F, len(data)))
-    >>> merged = fedfisher(clients)
-    >>> model.load_state_dict(merged.params)
+    >>> merged = torch.nn.Linear(3, 2)  # a model's own tensors are in `clients`
+    >>> merged.load_state_dict(fedfisher(clients).params)
     <All keys matched successfully>
 
     With numbers: the more certain client has more weight.

@@ -1,7 +1,7 @@
 """Each client's influence on a merge, found by merging without it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -91,7 +91,7 @@ def influence(
     with watching("influence", len(posteriors), "clients") as progress:
         for index in range(len(posteriors)):
             others = [*posteriors[:index], *posteriors[index + 1 :]]
-            without = fedfisher(others, device=device, **asdict(merged.settings)).params
+            without = fedfisher(others, device=device, **merged.settings.used()).params
             distance = _distance(merged.params, without, names)
             scored = None if score is None else score(without)
             influences.append(Influence(distance, scored))

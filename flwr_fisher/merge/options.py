@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -152,12 +152,27 @@ def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
         Other fields of :class:`MergeSettings`. None means the solver's default, except
         for `tolerance` and `lr`, which have none.
 
+    Raises
+    ------
+    UnknownNameError
+        If the solver or an option is not known.
+    ConfigurationError
+        If an option is out of range, or `lr` is given to another solver than ``adam``.
+
     Examples
     --------
     >>> merge_settings("adam").iterations
     2000
     """
     check_known("solver", solver, SOLVERS)
+    known = [each.name for each in fields(MergeSettings)]
+    for name in options:
+        check_known("option of fedfisher", name, known)
+    if "lr" in options and solver != "adam":
+        raise ConfigurationError(
+            f"lr is the step of solver='adam', and '{solver}' does not use it: leave "
+            "it out"
+        )
     default = _DEFAULTS[solver]
     given = {k: default.get(k) if v is None else v for k, v in options.items()}
     return MergeSettings(solver=solver, **(default | given))

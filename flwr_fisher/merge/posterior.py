@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ class LocalPosterior:
     Parameters
     ----------
     params : Mapping[str, Tensor]
-        The client's parameters and buffers after training.
+        The client's parameters and buffers after training. They are not copied: a merge
+        refuses them if they have been changed in place since.
     curvature : Curvature
         The client's Fisher at these parameters, a mean over its examples. It covers the
         parameters to merge by curvature; all others (buffers) are averaged.
@@ -45,6 +47,9 @@ class LocalPosterior:
     params: Params
     curvature: Curvature
     num_examples: float
+    _versions: list[tuple[str, Tensor, int]] = field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, Mapping) or not isinstance(
@@ -58,6 +63,10 @@ class LocalPosterior:
         if not isinstance(self.params, DeferredParams):
             detached = {name: value.detach() for name, value in self.params.items()}
             object.__setattr__(self, "params", detached)
+        # PyTorch counts a tensor's changes in place, together with its views'.
+        held = {} if isinstance(self.params, DeferredParams) else self.params
+        counted = [(k, v, v._version) for k, v in held.items() if not v.is_inference()]
+        object.__setattr__(self, "_versions", counted)
         check_positive("num_examples", self.num_examples)
         layout = layout_of(self.params)
         for name, shape in self.curvature.shapes.items():
@@ -68,11 +77,28 @@ class LocalPosterior:
                     f"have {'no such key' if own is None else tuple(own.shape)}"
                 )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a copy is made: its tensors have version counters of their own."""
+        return LocalPosterior, (self.params, self.curvature, self.num_examples)
+
+    def check_unchanged(self, what: str = "the posterior") -> None:
+        """Raise :class:`ParamsError` if a parameter was changed in place since."""
+        for name, tensor, version in self._versions:
+            if tensor._version != version:
+                raise ParamsError(
+                    f"{what}: '{name}' was changed in place after the posterior was "
+                    "made. It is a model's own tensor, and the model was trained "
+                    "further or loaded since: load a merged model into a copy, "
+                    "copy.deepcopy(model), or make the posterior of copies, {k: "
+                    "v.clone() for k, v in shared_state(model).items()}"
+                )
+
 
 def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
     """Raise :class:`ParamsError` unless they can be merged.
 
-    There must be at least one. All must be finite, and have the same layout, and the
+    There must be at least one. None may have been changed in place since it was made.
+    All must be finite, and have the same layout, and the
     same dtype for each parameter and its curvature. No diagonal may be negative.
     Deferred values are not checked here: those of an upload were checked when it was
     read.
@@ -82,6 +108,7 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
     first = layout_of(posteriors[0].params)
     for index, posterior in enumerate(posteriors):
         what, layout = f"posterior {index}", layout_of(posterior.params)
+        posterior.check_unchanged(what)
         if layout is posterior.params:
             check_finite(posterior.params, what)
         check_same_layout(first, layout, what)

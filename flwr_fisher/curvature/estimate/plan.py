@@ -119,8 +119,11 @@ def fisher_plan(
     for each in taken.accumulators.values():
         found, layer = each[kind], each[kind].layer
         names = tuple(layer.shapes())
-        form = f"{found.form}, as a basis" if basis else found.form
-        layers.append(LayerPlan(names, form, found.nbytes))
+        form, nbytes = found.form, found.nbytes
+        if basis:  # and a moment for each entry of the weight and bias
+            form += ", as a basis"
+            nbytes += layer.matrices().numel() * layer.dtype.itemsize
+        layers.append(LayerPlan(names, form, nbytes))
     for direct in taken.direct.values():
         if not (totals := direct.sums.totals):  # a tied weight's, told with the other
             continue

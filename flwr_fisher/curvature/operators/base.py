@@ -1,7 +1,7 @@
 """The base class of curvatures: operators on named tensors, and their algebra."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -165,10 +165,12 @@ class Curvature(ABC):
         this is the pseudo-inverse: an eigenvalue counts as 0 if it is at most
         :math:`n \varepsilon` of the largest, for n rows and the dtype's
         :math:`\varepsilon`. A :class:`Kronecker` uses the eigenvalues of its two
-        factors. The entries of a :class:`Diagonal` and the moments of an
-        :class:`EigenKronecker` are used as they are. The eigenvalues of a sum are not
-        known, so conjugate gradients reduce the residual to 1e-10 of :math:`b`. With
-        :math:`\lambda = 0`, :math:`b` must then be in the range of :math:`F`.
+        factors. The moments of an :class:`EigenKronecker` are squares: for m outputs
+        and n inputs, one counts as 0 if it is at most :math:`m n \varepsilon^2` of the
+        largest. The entries of a :class:`Diagonal` are used as they are. The
+        eigenvalues of a sum are not known, so conjugate gradients reduce the residual
+        to 1e-10 of :math:`b`. With :math:`\lambda = 0`, :math:`b` must then be in the
+        range of :math:`F`.
 
         Examples
         --------
@@ -232,10 +234,26 @@ class Curvature(ABC):
 
     def check(self, vector: Params) -> None:
         """Raise :class:`StructureError` unless `vector` has this curvature's layout."""
+        if not isinstance(vector, Mapping):
+            raise StructureError(
+                "a curvature multiplies a dict with the parameters' names and shapes, "
+                f"not a {type(vector).__name__}: pass "
+                "params.unflatten(vector, curvature.shapes) for a flat vector"
+            )
         shapes = {name: tensor.shape for name, tensor in vector.items()}
         if shapes != self.shapes:
-            wrong = sorted(set(shapes.items()) ^ set(self.shapes.items()))
-            raise StructureError(f"the vector does not fit the curvature: {wrong}")
+            wrong = [
+                *(f"it lacks '{name}'" for name in self.shapes.keys() - shapes),
+                *(f"no '{name}' is expected" for name in shapes.keys() - self.shapes),
+                *(
+                    f"'{name}' has shape {tuple(shapes[name])}, expected {tuple(shape)}"
+                    for name, shape in self.shapes.items()
+                    if shapes.get(name, shape) != shape
+                ),
+            ]
+            raise StructureError(
+                f"the vector does not fit the curvature: {', '.join(sorted(wrong))}"
+            )
 
 
 class Inverse:

@@ -9,7 +9,7 @@ from flwr_fisher.curvature.operators.base import Curvature, Solver
 from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
 from flwr_fisher.curvature.operators.lazy import WeightedSum
-from flwr_fisher.curvature.operators.solvers import eigen
+from flwr_fisher.curvature.operators.solvers import eigen, known_moments
 from flwr_fisher.errors import StructureError
 
 
@@ -256,13 +256,15 @@ class EigenKronecker(LayerCurvature):
     def solver(self, damping: float) -> Solver:
         """Return a solver: by the moments, or by conjugate gradients.
 
-        Conjugate gradients are needed if a codec has rounded the bases, so that they
-        are no longer orthonormal.
+        Without damping, moments that may be only rounding count as 0. Conjugate
+        gradients are needed if a codec has rounded the bases, so that they are no
+        longer orthonormal.
         """
         (U_A, R_A), (U_G, R_G) = map(_orthonormal, (self.basis_A, self.basis_G))
         if R_A is None or R_G is None:
             return super().solver(damping)
-        values = R_G.unsqueeze(-1) * self.moments.double() * R_A.unsqueeze(-2)
+        moments = known_moments(self.moments, damping)
+        values = R_G.unsqueeze(-1) * moments * R_A.unsqueeze(-2)
         return self.solver_in(U_A, U_G, values, damping)
 
     def non_negative(self) -> list[Tensor]:
