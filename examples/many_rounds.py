@@ -28,9 +28,8 @@ from flwr_fisher.client import (
 )
 from flwr_fisher.errors import RoundError
 from flwr_fisher.measures import EvaluateFn, MeasuredGrid, combine, costs
-from flwr_fisher.params import shared_state
 from flwr_fisher.report import plot_rounds
-from flwr_fisher.strategies import FAGH, FedAvg, FedFish, Scaffold
+from flwr_fisher.strategies import FAGH, FedAvg, FedFish, Scaffold, shared_state
 from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.testing import LocalGrid
 

@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.measures import accuracies
-from flwr_fisher.params import shared_state
 from flwr_fisher.report import plot_accuracies, plot_labels
-from flwr_fisher.strategies import FedAvg, FedFisherOneShot
+from flwr_fisher.strategies import FedAvg, FedFisherOneShot, shared_state
 from flwr_fisher.tasks import label_histogram, partition_indices
 from flwr_fisher.testing import LocalGrid
 
@@ -154,10 +153,11 @@ plot_accuracies(Path("one_shot_accuracy.png"), accuracy, best="FedFisher")
 # The same code under ``flwr run``
 # --------------------------------
 #
-# An app is a folder with three files. ``client_app.py`` holds ``Net``, the data with
-# ``load_data``, ``client_fn`` and ``app``, as they are above. ``server_app.py`` holds
-# what the server does. FedAvg needs no second training: it is another merge of the same
-# uploads.
+# An app is a folder, this one with three files. ``client_app.py`` holds ``Net``, the
+# data with ``load_data``, ``client_fn`` and ``app``, as they are above.
+# ``server_app.py`` holds what the server does. FedAvg needs no second training: it is
+# another merge of the same uploads. With ``fraction_evaluate=0.0`` no client evaluates
+# the model, since these have no data for it.
 #
 # .. code-block:: python
 #
@@ -168,8 +168,7 @@ plot_accuracies(Path("one_shot_accuracy.png"), accuracy, best="FedFisher")
 #
 #     from flwr_fisher.measures import accuracies
 #     from flwr_fisher.merge import fedavg
-#     from flwr_fisher.params import shared_state
-#     from flwr_fisher.strategies import FedFisherOneShot
+#     from flwr_fisher.strategies import FedFisherOneShot, shared_state
 #
 #     app = ServerApp()
 #

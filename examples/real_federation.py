@@ -109,8 +109,7 @@ from task import load, make_model
 
 from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import fedavg
-from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot, shared_state
 
 app = ServerApp()
 
