@@ -85,8 +85,8 @@ results: install
 	$(BIN)/python benchmarks/summary.py
 
 docs: install
-	# Tutorials run two at a time, and their tensors are small.
-	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -b html -W --keep-going -q docs build/docs
+	# Tutorials run two at a time: their tensors are small.
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -j 2 -b html -W --keep-going -q docs build/docs
 
 # In an environment of its own: twine wants a newer packaging than Flower.
 dist:
