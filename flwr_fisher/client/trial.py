@@ -6,6 +6,8 @@ The trial uses a copy of the model. It does not iterate the loader, and leaves i
 workers, its sampler and its generators alone, so that it does not change the training.
 A data set that is more than tensors is read in a fork of this process: random numbers
 that it draws, or files that it opens, change nothing here.
+
+Long: reading the examples, all checks of them, and the lines for the log.
 """
 
 import copy

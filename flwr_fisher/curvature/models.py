@@ -1,4 +1,7 @@
-"""Evaluating a model and leaving it as it was; checks of models."""
+"""Evaluating a model and leaving it as it was; checks of models.
+
+Long: what an evaluation keeps, restores and checks of a model is all here.
+"""
 
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,7 @@
-"""The base class of curvatures: operators on named tensors, and their algebra."""
+"""The base class of curvatures: operators on named tensors, and their algebra.
+
+Long: half of it documents the interface of all curvatures.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
