@@ -43,6 +43,7 @@ from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
+_FUNCTIONS = ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
 _RANGES: dict[str, tuple[int, ...]] = {
     "fraction_train": (0, 1),
     "fraction_evaluate": (0, 1),
@@ -161,6 +162,11 @@ class CurvatureStrategy(FedAvg):
             )
         for name in kwargs.keys() & _RANGES.keys():
             check_range(name, kwargs[name], *_RANGES[name])
+        for name in kwargs.keys() & _FUNCTIONS:
+            if not callable(kwargs[name] or len):
+                raise ConfigurationError(
+                    f"{name} must be a function, got {kwargs[name]!r:.80}"
+                )
         check_whole("seed", seed)
         self.policy = given("policy", policy, Policy)
         self.waiting = given("waiting", waiting, Waiting)
@@ -352,6 +358,12 @@ class CurvatureStrategy(FedAvg):
             If a callback failed. Its round is finished then.
         """
         check_callbacks(callbacks)
+        if not hasattr(grid, "get_node_ids"):
+            raise ConfigurationError(
+                "grid must be the Grid that the ServerApp's main gets, got "
+                f"{grid!r:.80}: to run an app in this process, pass "
+                "testing.LocalGrid(app, 4)"
+            )
         check_whole("num_rounds", num_rounds, 0)
         check_range("timeout", timeout, 0)
         self.check_rounds(num_rounds)

@@ -235,6 +235,30 @@ MISTAKES = {
         ConfigurationError,
         r"pass ArrayRecord\(\.\.\.\)",
     ),
+    "an app for a grid": (
+        lambda: FedFisherOneShot().start(tiny_app(), tiny_arrays()),
+        ConfigurationError,
+        r"grid must be .*\n?.*LocalGrid\(app",
+    ),
+    "what evaluate_fn returned once": (
+        lambda: FedFisherOneShot().start(
+            LocalGrid(tiny_app(), 3), tiny_arrays(), evaluate_fn=lambda *_: (0.1, {})
+        ),
+        ConfigurationError,
+        r"evaluate_fn must return a MetricRecord or None, got \(0.1",
+    ),
+    "a name of an aggregation": (
+        lambda: FedFisherOneShot(evaluate_metrics_aggr_fn="mean"),
+        ConfigurationError,
+        "evaluate_metrics_aggr_fn must be a function, got 'mean'",
+    ),
+    "a model for a client": (
+        lambda: FedFisherOneShot().start(
+            LocalGrid(make_client_app(lambda _: tiny_model()), 2), tiny_arrays()
+        ),
+        RoundError,
+        "client_fn must return a FisherClient, got Seq.*from_numpy_client",
+    ),
     "start's keyword": (
         lambda: FedFisherOneShot(num_rounds=3),
         TypeError,

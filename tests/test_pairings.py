@@ -20,6 +20,7 @@ from flwr.server import Server, SimpleClientManager
 from flwr.serverapp.strategy import FedAvg
 from harness.repeatable import Repeatable
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 from virtual import (
     close,
     fedfisher_with,
@@ -331,6 +332,34 @@ def test_batches_that_come_once_are_checked_without_being_read(options):
     assert any(key.startswith(PREFIX) for key in arrays)
     with pytest.raises(DataError, match="reads the loader twice"):
         check_fisher(*asked(structure="ekfac"), tiny_model(), batches, **options)
+
+
+class Stream(IterableDataset):
+    """Draws random numbers, and ends only once somebody has read enough."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        for i in range(self.count):
+            yield torch.rand(3), i % 2
+
+
+def test_a_stream_is_counted_by_hand_only_where_its_number_counts():
+    loader, random = DataLoader(Stream(8), 4), torch.get_rng_state()
+    arrays = fisher_arrays(*asked(structure="kfac"), tiny_model(), loader)
+    assert any(key.startswith(PREFIX) for key in arrays)
+    assert torch.equal(torch.get_rng_state(), random)
+    endless = DataLoader(Stream(10**12), 4)
+    assert [*fisher_arrays(*asked(), tiny_model(), endless)] == [*tiny_arrays()]
+
+
+def test_what_a_training_by_hand_cannot_do_is_told_before_it():
+    loader = tiny_client().problem.trainloader
+    with pytest.raises(ClientError, match="requests the job 'tct-check', but fisher"):
+        check_fisher(*asked(check="tct-check"), tiny_model(), loader)
+    with pytest.raises(DataError, match="no training examples"):
+        check_fisher(*asked(structure="kfac"), tiny_model(), DataLoader([], 4))
 
 
 @pytest.mark.parametrize("call", [fisher_arrays, check_fisher])

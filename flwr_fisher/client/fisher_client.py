@@ -31,6 +31,7 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
+from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.progress import watching
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES
@@ -256,23 +257,34 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
 
     @app.train(mods=[answered, addressed, *own])
     def train(message: Message, context: Context) -> Message:
-        return client_fn(context).fit(message, context)
+        return _client_of(client_fn, context).fit(message, context)
 
     @app.evaluate(mods=[answered])
     def evaluate(message: Message, context: Context) -> Message:
-        return client_fn(context).evaluate(message, context)
+        return _client_of(client_fn, context).evaluate(message, context)
 
     # A strategy knows a node by its partition, because node ids are random. It asks
     # each node once, before training, which parameters it trains.
     @app.query(mods=[answered])
     def query(message: Message, context: Context) -> Message:
         asks = asks_for_parameters(message)
-        model = client_fn(context).problem.model if asks else None
+        model = _client_of(client_fn, context).problem.model if asks else None
         answer = identify(message, context, model)
         answer.content.config_records["config"][ANY_JOB] = True
         return answer
 
     return app
+
+
+def _client_of(client_fn: ClientFn, context: Context) -> FisherClient:
+    client = client_fn(context)
+    if not isinstance(client, FisherClient):
+        raise ConfigurationError(
+            f"client_fn must return a FisherClient, got {client!r:.80}: return "
+            "FisherClient(model, trainloader), or of a NumPyClient "
+            "flwr_fisher.legacy.from_numpy_client(client, model, trainloader)"
+        )
+    return client
 
 
 def _run_jobs(jobs: Sequence[Job], problem: LocalProblem, request: Request) -> Reply:

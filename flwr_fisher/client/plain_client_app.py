@@ -21,6 +21,7 @@ from flwr_fisher.client.training import Loader
 from flwr_fisher.client.trial import log_once
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
+from flwr_fisher.curvature.batches import count_of
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU, has_float64
 from flwr_fisher.errors import ClientError
@@ -99,9 +100,12 @@ def fisher_arrays(
     problem = _problem(
         model, trainloader, max_examples, likelihood, batch_fn, output_fn
     )
-    if num_examples is None:
-        num_examples = problem.count_examples(partition_of(context))
-    request, job = _read(message, context, problem, num_examples)
+    request, job = _read(message, context, problem, num_examples or 1)
+    if num_examples is None and job.structure is not None:
+        with seeded(0):  # a stream is read, which may draw random numbers
+            num_examples = problem.count_examples(partition_of(context))
+    num_examples = num_examples or 1  # Flower's own strategies do not need it
+    request = replace(request, num_examples=num_examples)
     problem.train_fn = _OwnTraining(num_examples)
     with seeded(request.seed):
         _, curvature = job.train(problem, request.config)
@@ -155,6 +159,8 @@ def check_fisher(
         model, trainloader, max_examples, likelihood, batch_fn, output_fn
     )
     request, job = _read(message, context, problem, num_examples or 1)
+    if job.structure is not None and count_of(trainloader) is not None:
+        problem.count_examples(partition_of(context))
     replace(problem, model=model).load(request.params)
     try_upload(problem.load(request.params), request, job)
 
@@ -200,13 +206,15 @@ def _read(
 ) -> tuple[Request, TrainingJob]:
     """Read the request and its job; the app itself trains."""
     request = Request.of(message, context, problem.device, num_examples)
-    name = str(request.options.get("job", "train"))
-    if (job := training_job_of(name)) is None:
-        raise ClientError(
-            f"the strategy requests the job {name!r:.80}, but fisher_arrays supports "
-            "only jobs that train: pass your model, loader and training function to "
-            "FisherClient(model, trainloader, train_fn=...)"
-        )
+    job: type[TrainingJob] | None = None
+    for name in (request.options.get("check", "train"), request.options.get("job")):
+        if (job := training_job_of(str(name or "train"))) is None:
+            raise ClientError(
+                f"the strategy requests the job {name!r:.80}, but fisher_arrays "
+                "supports only jobs that train: pass your model, loader and training "
+                "function to FisherClient(model, trainloader, train_fn=...)"
+            )
+    assert job is not None
     problem.check_layout(request.params)
     if request.options.keys() & {"structure", "job"}:  # this library's server
         problem.check_dtypes(request.params)
