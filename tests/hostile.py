@@ -132,7 +132,7 @@ VICTIMS = {
     "FedExP": Victim(FedExP, 6, ONE),
     "FedGA": Victim(FedGA, 8, ONE),
     "GIANT": Victim(partial(GIANT, lr=0.5, iterations=2), 15, ONE),
-    "DONE": Victim(partial(DONE, lr=1.0, alpha=0.1, iterations=20), 10, ONE),
+    "DONE": Victim(partial(DONE, lr=1.0, alpha=0.5, iterations=5), 4, ONE),
     "FedPM": Victim(FedPM, 6, FAST),
     "AFL": Victim(AFL),
     "TCT": Victim(
