@@ -316,7 +316,7 @@ class FedFisherOneShot(CurvatureStrategy):
             score=self.score,
             progress=progress_of_merge(),
             device=self.device,
-            **asdict(merge),
+            **merge.used(),
         )
         for place, distance in merged.outliers.items():
             logger.warning(
@@ -340,7 +340,7 @@ class FedFisherOneShot(CurvatureStrategy):
             like=state.params,
             score=self.score,
             progress=progress_of_merge(),
-            **asdict(self.merge),
+            **self.merge.used(),
         )
         return step_of(merged)
 
