@@ -4,15 +4,16 @@ import os
 import re
 import shutil
 import sys
-from importlib.metadata import metadata
+import tomllib
 from pathlib import Path
 
 from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
-_package = metadata("flwr-fisher")
+# Not of what is installed, whose version may be an earlier checkout's.
+_package = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
 
-project, version = _package["Name"], _package["Version"]
+project, version = (_package["project"][key] for key in ("name", "version"))
 author = copyright = "The flwr-fisher authors"  # the name is Sphinx's
 extensions = [
     "mathml",
@@ -28,16 +29,22 @@ html_static_path, html_css_files = ["_static"], ["tables.css"]
 html_math_renderer = "mathml"
 myst_enable_extensions, myst_heading_anchors = ["dollarmath"], 3
 autodoc_typehints, autodoc_member_order = "description", "bysource"
+autodoc_default_options = {"show-inheritance": True}
 napoleon_google_docstring, napoleon_use_rtype = False, False
 # What is ours has to be there; no other site is asked for what is not.
 nitpicky = True
-# Rooms' own types, which a signature shows and no caller makes.
+# Rooms' own types, which a signature or a list of bases shows and no caller makes.
 _INNER = (
     r"flwr_fisher\.(client\.(disk|store)|curvature\.(estimate|operators\.factors)|"
     r"secure\.(aggregator|payload)|server\.(driver|policy)|tasks\.examples|"
-    r"wire\.(options|tangent_upload))\..*|flwr_fisher\.server\.exchange\.(P|Total)"
+    r"wire\.(options|tangent_upload))\..*|flwr_fisher\.server\.exchange\.(P|Total)|"
+    r"flwr_fisher\.(callbacks\.trackers\._Tracker|curvature\.operators\.layer\..*|"
+    r"strategies\.baselines\.newton\.NewtonStrategy)"
 )
-nitpick_ignore_regex = [("py:.*", r"(?!flwr_fisher\.).*"), ("py:class", _INNER)]
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!flwr_fisher\.).*"),
+    ("py:(class|obj)", _INNER),
+]
 
 # `make docs` runs the tutorials that have changed; `-D plot_gallery=0` runs none.
 sphinx_gallery_conf = {

@@ -192,8 +192,9 @@ for name, params in points.items():
     print(f"{name:10}loss {loss_at(params):.3f}")
 
 # %%
-# The mean is half way on the straight line. The merge leaves the line: where an owner's
-# predictions do not depend on a direction, it moves for the sake of the other.
+# The mean is half way on the straight line. The merge leaves the line: along a
+# direction in which one owner's predictions do not change, it goes to where the other
+# owner's loss is least.
 #
 # All four, and the structures
 # ----------------------------
@@ -225,6 +226,9 @@ for kinds, share, each in zip(
         f"owner of {kinds!s:11}{share:6.1%} of the curvature, "
         f"moves the merge by {each.distance:.2f} of its length"
     )
+
+for name, value in accuracy.items():
+    print(f"{name:20}{value:.1%}")
 
 plot_accuracies(Path("without_flower.png"), accuracy, best="FedFisher, kfac")
 

@@ -123,7 +123,7 @@ class CurvatureStrategy(FedAvg):
         the clients' training has changed statistics. It costs a forward pass, and two
         numbers a channel. If no client is connected any more, the server logs a warning
         and goes on without it. Norms that clients keep in eval mode are frozen, and
-        stay as they are (docs/pretrained.md).
+        stay as they are (:doc:`/pretrained`).
     secure : flwr_fisher.secure.SecureSums, optional
         Let the server see sums over clients, and no single client's upload; see
         :class:`~flwr_fisher.secure.SecureSums`. Then `policy` has no effect.

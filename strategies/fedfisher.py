@@ -113,7 +113,7 @@ class FedFisherOneShot(CurvatureStrategy):
         the sums. Each client counts once (:mod:`flwr_fisher.merge.private_sums`), its
         contribution is clipped, and noise is added. With `secure` each client adds a
         share of the noise; without it, the server adds all of it. Buffers stay as they
-        are. The figures in docs/secure-sums.md show when this is of no use.
+        are. The figures in :doc:`/differential-privacy` show when this is of no use.
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data.
     device : torch.device | str, optional
@@ -121,7 +121,7 @@ class FedFisherOneShot(CurvatureStrategy):
     norm_statistics : "refresh" | "average", optional
         As for :class:`CurvatureStrategy`, but ``refresh`` by default, unless there is
         `privacy`. With averaged statistics, a merged network with batch norm can be far
-        worse than it has to be (docs/pretrained.md).
+        worse than it has to be (:doc:`/pretrained`).
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``. With
         ``aggregate="parts"``, `policy`'s `max_curvature` has no effect: use

@@ -128,11 +128,11 @@ def test_the_test_examples_run(my_app, monkeypatch):
 
 
 def test_the_examples_without_flower_run(tmp_path):
-    model = Net()
     trained = [(Net(), load_data(partition)[0]) for partition in range(3)]
-    names = {"trained": trained, "model": model, "folder": tmp_path}
+    names = {"trained": trained, "folder": tmp_path}
     first, _, second = blocks(DOCS / "without-flower.md")
     exec(first, names)
+    model = names["merged"]
     start = trained[0][0].state_dict()
     assert all(not torch.equal(v, start[k]) for k, v in model.state_dict().items())
     exec(second, names)
@@ -146,6 +146,7 @@ def test_the_examples_without_flower_run(tmp_path):
 def test_the_examples_with_batch_norm_run(page, place):
     model, loader = nn.Sequential(nn.BatchNorm1d(4), Net()), load_data(0)[0]
     names = {"model": model, "loader": loader, "trained": [(model, loader)]}
+    names["merged"] = model
     exec(blocks(DOCS / page)[place], names)
     inputs = torch.cat([x for x, _ in loader])
     assert torch.allclose(model[0].running_mean, inputs.mean(0), atol=1e-6)
@@ -188,11 +189,20 @@ def test_one_app_of_clients_answers_all_methods_of_many_rounds(my_app):
     assert found["accuracy"].keys() == found["methods"].keys()
 
 
+def test_a_fisher_without_a_merge_runs():
+    model, (loader, _) = Net(), load_data(0)
+    vector = {k: torch.ones_like(v) for k, v in shared_state(model).items()}
+    names = {"model": model, "loader": loader, "vector": vector}
+    (block,) = blocks(DOCS / "curvature.md")
+    exec(block, names)
+    assert names["F"].shapes == {k: v.shape for k, v in vector.items()}
+
+
 def test_the_other_merges_run():
     (merges,) = blocks(DOCS / "merges.md")
     model, (loader, test_loader) = Net(), load_data(0)
     trained = [(model, loader), *((Net(), load_data(i)[0]) for i in (1, 2))]
-    namespace = {"model": model, "trained": trained, "test_loader": test_loader}
+    namespace = {"trained": trained, "test_loader": test_loader}
     exec(merges, namespace)
     for params in namespace["merged"].values():
         model.load_state_dict(params)

@@ -61,9 +61,10 @@ def fedfisher(
         ``pcg``: conjugate gradients, preconditioned by the product of each layer's
         partial traces; it takes a few iterations. ``cg``: the same without a
         preconditioner. For a diagonal layer both compute the exact solution, a
-        division. ``closed-form``: the solution of FisherMerge, for diagonals. ``adam``:
-        the optimiser of the paper's experiments. ``gd``: the gradient descent of its
-        Algorithm 1.
+        division. ``closed-form``: the solution of FisherMerge, for diagonals, which
+        keeps the mean in entries below 1e-6 of the largest, where the other two divide.
+        ``adam``: the optimiser of the paper's experiments. ``gd``: the gradient descent
+        of its Algorithm 1.
     anchor : float, optional
         :math:`\rho \ge 0`; :math:`\lambda_\ell` is that share of the mean eigenvalue of
         the layer's :math:`\sum_i w_i F_i`. Default 0.1 with ``pcg``, 0.03 with
@@ -74,7 +75,9 @@ def fedfisher(
         statistics are among its parameters; 0.1 with ``cg``, otherwise 0.
     damping : float, optional
         In [0, 1]: draws the second moment of a layer's output gradients towards the
-        multiple of the identity with the same trace. This is useful if a client is
+        multiple of the identity with the same trace. It is no multiple of the identity
+        itself, as in :meth:`Curvature.solve
+        <flwr_fisher.curvature.Curvature.solve>`. This is useful if a client is
         certain of nearly every example, so that only a few examples determine the
         moment. It has no effect on a diagonal. Default 0.3 with ``cg``, otherwise 0.
     balance : float, optional
@@ -94,9 +97,9 @@ def fedfisher(
         of three or more has at most this share; its :math:`w_i` is lowered to that.
         Default 0.5 with ``pcg`` and ``cg``, otherwise 1.
     outlier : float, default inf
-        Robust merging, for three clients or more. benchmarks/results/attacks.md
-        measures 1.5. A client is left out if its distance :math:`d_i` from the median
-        model is more than this times the median distance,
+        Robust merging, for three clients or more; :doc:`figures for 1.5
+        </benchmarks/attacks>`. A client is left out if its distance :math:`d_i` from
+        the median model is more than this times the median distance,
 
         .. math:: d_i^2 = \operatorname{mean}_\ell \operatorname{median}_{j \ne i}
                   \frac{\|\theta_i - c\|^2_{F_{j\ell}}}

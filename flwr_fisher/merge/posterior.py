@@ -25,6 +25,9 @@ from flwr_fisher.params import (
 class LocalPosterior:
     """A client's posterior, FedFisher's Laplace approximation: a Gaussian.
 
+    Its mean is `params`. Its precision is `num_examples` times `curvature`, plus that
+    of a prior, which a merge leaves out.
+
     Parameters
     ----------
     params : Mapping[str, Tensor]

@@ -101,7 +101,7 @@ class SecureSums:
     """The option for secure sums: the server sees sums, and no client's upload.
 
     SecAgg+ (Bell et al., CCS 2020): masks hide each client's contribution. A client
-    agrees on them with its neighbours, and they cancel in the sum. docs/secure-sums.md
+    agrees on them with its neighbours, and they cancel in the sum. :doc:`/secure-sums`
     says what a malicious server can still do, and what prevents it. Clients need
     :class:`SecureSumsMod`.
 

@@ -25,10 +25,10 @@ class FisherOptions:
     """The options with which a server asks clients for a Fisher.
 
     By default a client computes it from few examples, in few passes and at few
-    positions. On real images this is as accurate as with all of them, at a fraction of
-    the cost (benchmarks/results/budget.md). The cost is below that of a local epoch.
-    With packing this holds for most clients of 300 examples; a small client with a
-    large model pays a little more (benchmarks/results/client.md).
+    positions. On real images this is :doc:`as accurate as with all of them
+    </benchmarks/budget>`, at a fraction of the cost. The cost is below that of a local
+    epoch. With packing this holds for most clients of 300 examples; a small client with
+    a large model :doc:`pays a little more </benchmarks/client>`.
 
     Parameters
     ----------

@@ -28,8 +28,9 @@ class Curvature(ABC):
     dense matrix orders its rows as :func:`flwr_fisher.params.flatten` orders the
     parameters, in the order of :attr:`shapes`.
 
-    ``F @ v`` is a product, ``F + F2`` a lazy sum, ``c * F`` a multiple with
-    :math:`c \ge 0`, ``F.solve(b)`` and ``F.inverse() @ b`` solve.
+    Every kind of curvature has the methods described here. ``F @ v`` is a product,
+    ``F + F2`` a lazy sum, ``c * F`` a multiple with :math:`c \ge 0`, ``F.solve(b)`` and
+    ``F.inverse() @ b`` solve.
 
     Examples
     --------

@@ -18,10 +18,12 @@ class Kronecker(LayerCurvature):
 
     Let :math:`W` be the layer's weight as a matrix, outputs by inputs, with the bias,
     if there is one, as its last column. Then :math:`F \operatorname{vec} W` is
-    :math:`\operatorname{vec}(G W A)`. For a convolution the inputs are the unfolded
-    patches (KFC, Grosse & Martens 2016); `A` is summed over output positions and `G`
-    averaged. A grouped convolution has one pair of factors for each group, and no
-    curvature between groups.
+    :math:`\operatorname{vec}(G W A)`, where vec stacks rows (K-FAC's papers stack
+    columns, and have :math:`A \otimes G`). :meth:`dense_blocks` has this order;
+    :meth:`to_dense` has the weight's entries first, then the bias. For a convolution
+    the inputs are the unfolded patches (KFC, Grosse & Martens 2016); `A` is summed over
+    output positions and `G` averaged. A grouped convolution has one pair of factors for
+    each group, and no curvature between groups.
 
     Parameters
     ----------
@@ -31,7 +33,8 @@ class Kronecker(LayerCurvature):
         ``[out, in / groups, *kernel]``.
     A : Tensor | SymmetricFactor
         ``[groups, n, n]``, :math:`E[a a^\top]` of the inputs, with
-        ``n = in / groups * kernel (+ 1 with a bias)``.
+        ``n = in / groups * kernel (+ 1 with a bias)``. A ``SymmetricFactor`` is such a
+        matrix as an upload has it, of low rank.
     G : Tensor | SymmetricFactor
         ``[groups, out / groups, out / groups]``, :math:`E[g g^\top]` of the gradients
         with respect to the outputs before the non-linearity.
