@@ -3,6 +3,7 @@
 # make test    everything that a change must pass
 # make oldest  the tests with the lowest versions that pyproject.toml admits
 # make fuzz    a hundred thousand spoiled uploads: each is read, or refused by name
+# make smoke   every benchmark in its smallest size, in CI once a release
 # make results  the pages that put the papers' figures and ours side by side
 # make docs    the documentation, in build/docs/index.html
 # make dist    a wheel and an sdist in dist/, looked over by twine
@@ -16,7 +17,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: demo federation test oldest fuzz results docs dist release gpu develop install clean
+.PHONY: demo federation test oldest fuzz smoke results docs dist release gpu develop install clean
 
 # Ports of its own, so that no SuperLink of another environment answers.
 FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
@@ -80,6 +81,9 @@ oldest: .venv-oldest/dependencies
 
 fuzz: install
 	$(BIN)/python tools/fuzz_wire.py --count 100000 --seed 0
+
+smoke: install
+	$(BIN)/python benchmarks/smoke.py
 
 results: install
 	$(BIN)/python benchmarks/summary.py

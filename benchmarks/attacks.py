@@ -37,6 +37,7 @@ from itertools import chain
 from pathlib import Path
 
 from harness.page import command_line, opening, with_workers, write_page
+from harness.size import sized
 from harness.splits import on_splits
 from harness.uploads import Setting
 from studies.attacks.methods import Params, digest, models
@@ -46,9 +47,9 @@ from studies.attacks.uploads import ATTACKERS, ATTACKS, BACKDOORS, Federation
 from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import fedfisher
 
-SCORED = 5000  # of the test images
-ALPHAS = (0.3, 0.1)
-SEEDS = range(3)
+SCORED = sized(5000, 100)  # of the test images
+ALPHAS = sized((0.3, 0.1), (0.3,))
+SEEDS = sized(range(3), range(2))
 
 
 def settings() -> dict[float, list[Setting]]:

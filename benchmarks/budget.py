@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from fedfisher_defaults import ALPHAS, asked_for, scored
 from harness.page import blocks, command_line, opening, with_workers, write_page
+from harness.size import sized
 from harness.splits import on_splits
 from harness.stats import paired, with_error
 from harness.tables import head, row
@@ -65,6 +66,7 @@ BUDGETS["1000 examples, 32 positions, one sampled label"] = {
     "max_positions": 32,
     "expectation": "sampled",
 }
+BUDGETS = sized(BUDGETS, {name: BUDGETS[name] for name in (ALL, "1000 examples")})
 
 
 def with_budget(

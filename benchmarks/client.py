@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from engine import efficientnet
 from harness.page import RESULTS, blocks, command_line, opening, write_page
+from harness.size import sized
 from harness.tables import head, row
 from harness.timing import medians
 from torch import nn
@@ -81,6 +82,7 @@ for _size in (300, 600):
             (1, 10),
         ),
     }
+CLIENTS = sized(CLIENTS, {k: v for k, v in CLIENTS.items() if k.startswith("LeNet")})
 PACKED = (
     "EfficientNet",
     "LeNet, 300",
@@ -177,7 +179,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
 def main() -> None:
     """Write the table and the numbers."""
     parser = command_line(__doc__)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=sized(3, 1))
     parser.add_argument("--only", action="append", default=[])
     options = parser.parse_args()
     before = RESULTS / "client.json"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from harness.page import RESULTS, blocks, command_line, opening, write_page
 from harness.plots import without_frame
+from harness.size import sized
 from harness.tables import head, row
 from harness.timing import peak_bytes, seconds
 from matplotlib.figure import Figure
@@ -69,12 +70,12 @@ def cases(data_dir: Path, device: torch.device) -> dict[str, tuple[nn.Module, Ba
         data = load_dataset("mnist", data_dir).train
         x, y = data[list(range(len(data)))]
         model = make_model("lenet", shape=(1, 28, 28), num_classes=10)
-        found["LeNet, MNIST"] = _trained(model, x, y, device, 4096)
+        found["LeNet, MNIST"] = _trained(model, x, y, device, sized(4096, 128))
     else:
         print(f"MNIST is not in {data_dir}: LeNet is skipped")
-    x, y = generated(4096)
+    x, y = generated(sized(4096, 256))
     model = make_model("cnn", shape=(3, 32, 32), num_classes=10)
-    found["CNN, CIFAR-10's shape"] = _trained(model, x, y, device, 512)
+    found["CNN, CIFAR-10's shape"] = _trained(model, x, y, device, sized(512, 64))
     return found
 
 
@@ -205,7 +206,7 @@ def page(numbers: Mapping[str, Any], where: str, runs: int) -> list[str]:
 def main() -> None:
     """Write the tables, the plot and the numbers."""
     parser = command_line(__doc__)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=sized(5, 1))
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     device, torch_is = torch.device(options.device), f"torch {torch.__version__}"

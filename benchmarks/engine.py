@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from harness.alone import alone
 from harness.page import blocks, opening, write_page
+from harness.size import sized
 from harness.tables import head, row
 from harness.timing import medians, peak_bytes
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from flwr_fisher.params import Params
 from flwr_fisher.tasks import make_model
 
 PEER = "curvlinops"
-CPU, BATCHES = torch.device("cpu"), 8
+CPU, BATCHES = torch.device("cpu"), sized(8, 2)
 SAMPLED: dict[str, Any] = {"expectation": "sampled"}
 ALL: dict[str, Any] = {"tolerance": 0.0}
 DEFAULT: dict[str, Any] = asdict(FisherOptions(examples=None))
@@ -122,7 +123,8 @@ def cases() -> dict[str, tuple[nn.Module, Batches]]:
             efficientnet(),
             _batches(64, (3, 64, 64), BATCHES // 2),
         )
-    return {title: (model.eval(), data) for title, (model, data) in found.items()}
+    wanted = sized(list(found), ["LeNet", "small ViT"])
+    return {title: (found[title][0].eval(), found[title][1]) for title in wanted}
 
 
 def efficientnet() -> nn.Module:
@@ -269,13 +271,14 @@ def _cell(values: dict[str, float], name: str, shown: str) -> str:
 def of_case(name: str, runs: int) -> dict[str, Any]:
     """Return a network's figures, by one thread."""
     torch.set_num_threads(1)
-    return measure(*cases()[name], runs)
+    peer = sized(True, find_spec(PEER) is not None)
+    return measure(*cases()[name], runs, peer=peer)
 
 
 def main() -> None:
     """Write the tables and the numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=sized(5, 1))
     runs = parser.parse_args().runs
     found = {}
     for name in cases():

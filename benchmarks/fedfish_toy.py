@@ -16,11 +16,12 @@ from pathlib import Path
 from statistics import mean
 
 from harness.page import blocks, command_line, opening, write_page
+from harness.size import sized
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 
 TOY = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "fedfish_toy.py"))
-SEEDS, MOMENTA = range(20), (0.0, 0.9)
+SEEDS, MOMENTA = sized((range(20), (0.0, 0.9)), (range(2), (0.0,)))
 Barriers = Mapping[str, Sequence[float]]  # a mean over clients a seed, by method
 
 

@@ -29,6 +29,7 @@ from statistics import fmean
 from typing import Any
 
 from harness.page import blocks, command_line, opening, with_workers, write_page
+from harness.size import sized
 from harness.splits import on_splits
 from harness.stats import paired, with_error
 from harness.tables import head, row
@@ -39,8 +40,8 @@ from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, regmean
 from flwr_fisher.tasks import Task
 
-ALPHAS = (0.2, 0.1, 0.05)
-SCORED = 2000  # validation images, at most
+ALPHAS = sized((0.2, 0.1, 0.05), (0.2, 0.1))
+SCORED = sized(2000, 100)  # validation images, at most
 BEFORE = "CG, 100 iterations, its own constants"
 WEIGHTS = {
     "plain": {"balance": 0.0, "robust": 0.0},
@@ -52,9 +53,10 @@ WEIGHTS = {
     "balance 1, robust 1": {"balance": 1.0, "robust": 1.0},
     "balance 1, robust 3": {"balance": 1.0, "robust": 3.0},
 }
-ANCHORS = (0.03, 0.1, 0.3)
-CORRELATIONS = ((0.1, 0.3), (0.3, 0.0), (0.3, 0.1))  # shrink, damping
-ITERATIONS = (1, 2, 3, 4, 5, 10, 100)  # of the default, but for this
+ANCHORS = sized((0.03, 0.1, 0.3), (0.1,))
+# Of shrink and damping.
+CORRELATIONS = sized(((0.1, 0.3), (0.3, 0.0), (0.3, 0.1)), ((0.3, 0.0),))
+ITERATIONS = sized((1, 2, 3, 4, 5, 10, 100), (4, 5))  # of the default, but for this
 DEFAULT = "default, iterations 4"
 REFERENCES = ("FedAvg", "RegMean, off-diagonal 0.9", BEFORE)
 Scores = dict[str, list[dict[str, float]]]  # of a column's splits, by method
@@ -185,7 +187,12 @@ def page(scores: Scores) -> list[str]:
 def main() -> None:
     """Write the tables."""
     parser = with_workers(command_line(__doc__))
-    parser.add_argument("--columns", type=int, help="only so many; by default all")
+    parser.add_argument(
+        "--columns",
+        type=int,
+        default=sized(None, 3),
+        help="only so many; by default all",
+    )
     options = parser.parse_args()
     data_dir: Path = options.data_dir
     scores: Scores = {}

@@ -17,6 +17,7 @@ import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from harness.clients import CPU
 from harness.page import blocks, command_line, opening, write_page
+from harness.size import sized
 from harness.tables import head, row
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
@@ -27,7 +28,8 @@ from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
-MODELS, SEEDS, CLIENTS, ROUNDS = ("mlp", "lenet-bias"), range(10, 20), 5, 5
+MODELS, CLIENTS = sized(("mlp", "lenet-bias"), ("mlp",)), 5
+SEEDS, ROUNDS = sized((range(10, 20), 5), (range(10, 11), 2))
 FAR = MergeOptions(trust=float("inf"))
 METHODS: dict[str, dict[str, Any]] = {
     "default": {},

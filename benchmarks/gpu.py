@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from engine import PEER, SAMPLED, cases, measure, tables, training
 from harness.page import RESULTS, blocks, opening, write_page
+from harness.size import sized
 from harness.tables import head, row
 from harness.timing import medians, peak_bytes
 
@@ -26,7 +27,8 @@ from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.tasks import make_model
 
-MODELS, CLIENTS, BATCH, SHAPE = ("lenet", "cnn", "resnet18"), 5, 32, (3, 32, 32)
+MODELS = sized(("lenet", "cnn", "resnet18"), ("lenet",))
+CLIENTS, BATCH, SHAPE = 5, 32, (3, 32, 32)
 
 
 def posteriors(name: str, device: torch.device) -> list[LocalPosterior]:
@@ -79,8 +81,8 @@ def merges(found: dict[str, dict[str, float]]) -> list[str]:
 def main() -> None:
     """Write the tables and the numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--device", default=sized("cuda", "cpu"))
+    parser.add_argument("--runs", type=int, default=sized(5, 1))
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():

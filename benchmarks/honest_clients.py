@@ -34,6 +34,7 @@ from harness.page import (
     with_workers,
     write_page,
 )
+from harness.size import sized
 from harness.tables import head, row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -50,8 +51,8 @@ from unequal import (
 
 from flwr_fisher.strategies import FedAvg
 
-ROUNDS = 5
-CASES = [("digits", 0.1), ("digits", 1.0), ("mnist", 0.1)]
+ROUNDS, SHARE = sized((5, 1), (2, 50))  # of a client's examples, one in so many
+CASES = [("digits", 0.1), *sized([("digits", 1.0), ("mnist", 0.1)], [])]
 SLOW = "TCT"  # by steps, on MNIST
 
 
@@ -65,7 +66,7 @@ def cases(options: Namespace) -> list[tuple[str, float]]:
 
 def measure(name: str, alpha: float, data_dir: Path) -> dict[str, Any]:
     """Return what two runs of FedAvg, and two of each method, differ by."""
-    federation = Federation(holdings(name, alpha, data_dir=data_dir))
+    federation = Federation(holdings(name, alpha, SHARE, data_dir))
     ours, our_models = federation.run(FedAvg(min_train_nodes=CLIENTS), ROUNDS)
     strategy = flowers.FedAvg(min_train_nodes=CLIENTS)
     theirs, their_models = federation.run(strategy, ROUNDS)

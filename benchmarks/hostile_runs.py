@@ -38,6 +38,7 @@ from harness.page import (
     with_workers,
     write_page,
 )
+from harness.size import sized
 from harness.tables import head, row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -57,6 +58,7 @@ from hostile_servers import besiege
 from flwr_fisher.strategies import Policy
 
 POLICIES = {"strict": STRICT, "default": Policy()}
+NAMES, EVERY = sized(([*VICTIMS], 1), (["FedFish", "FAGH"], 20))  # case that is run
 SEEN = """\
 | what was seen to do harm | what happens instead | test |
 |---|---|---|
@@ -124,10 +126,9 @@ def measure(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for word, policy in POLICIES.items():
         honest, runs = honest_accuracy(name, policy), []
-        for victim, kind, attack, act in cases():
-            if victim == name:
-                end = run(name, act, (kind,), policy)
-                runs.append([kind, attack, told(end), end.harm[:200], end.accuracy])
+        for _, kind, attack, act in [c for c in cases() if c[0] == name][::EVERY]:
+            end = run(name, act, (kind,), policy)
+            runs.append([kind, attack, told(end), end.harm[:200], end.accuracy])
         found[word] = {"honest": honest, "runs": runs}
         print(name, word, len(runs), [run for run in runs if run[3]], flush=True)
     found["knowing"] = run(name, within_the_limits).accuracy
@@ -217,7 +218,7 @@ def main() -> None:
     else:
         context = multiprocessing.get_context("spawn")
         with context.Pool(options.workers, quiet) as pool:
-            found = dict(pool.imap(kept, VICTIMS))
+            found = dict(pool.imap(kept, NAMES))
     sys.exit(report(found) > 0)
 
 

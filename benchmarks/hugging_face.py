@@ -20,18 +20,21 @@ from typing import Any
 
 import torch
 from harness.page import blocks, opening, write_page
+from harness.size import sized
 from harness.tables import head, row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import hugging_face as tutorial
 
-RATES, EPOCHS, CHOOSING, SEEDS = (3e-4, 1e-3, 3e-3), 4, 90, (0, 1, 2)
+RATES, SEEDS = sized(((3e-4, 1e-3, 3e-3), (0, 1, 2)), ((1e-3,), (0, 1)))
+EPOCHS, MOST, CHOOSING = sized(4, 1), sized(10_000, 100), 90
+TASKS = sized([*tutorial.TASKS], ["BERT"])
 ONES = ("start", "best client", "FedAvg", "FedFisher")
 
 
 def measured(name: str, lora: bool, seed: int, lr: float) -> dict[str, dict[str, Any]]:
     """Return the scores of the start, the best client, FedAvg and FedFisher."""
-    scores = tutorial.run(name, lora=lora, seed=seed, lr=lr, epochs=EPOCHS)
+    scores = tutorial.run(name, lora=lora, seed=seed, lr=lr, epochs=EPOCHS, most=MOST)
     clients = [each for key, each in scores.items() if key.startswith("client")]
     better = min if name == "GPT-2" else max
     by = "loss" if name == "GPT-2" else "accuracy"
@@ -52,7 +55,7 @@ def main() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    for name in tutorial.TASKS:
+    for name in TASKS:
         for lora in (False, True):
             tried = {lr: measured(name, lora, CHOOSING, lr) for lr in RATES}
             lr = min(tried, key=lambda each: tried[each]["FedAvg"]["loss"])

@@ -35,6 +35,7 @@ from harness.page import (
     opening,
     write_page,
 )
+from harness.size import sized
 from harness.tables import head, row
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
@@ -58,7 +59,8 @@ from flwr_fisher.report.plots import save
 from flwr_fisher.tasks import load_dataset, make_model
 from flwr_fisher.wire import curvature_to_tensors
 
-DIGIT, OTHERS, AUXILIARY, ALPHA = 3, 1000, 5000, 0.1
+DIGIT, ALPHA = 3, 0.1
+OTHERS, AUXILIARY = sized((1000, 5000), (100, 300))
 NOTHING = "nothing but its own images"
 CASES = {
     NOTHING: None,
@@ -239,8 +241,8 @@ def shown(rates: Sequence[float]) -> str:
 def main() -> None:
     """Write the page."""
     parser = command_line(__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=sized(3, 2))
+    parser.add_argument("--epochs", type=int, default=sized(10, 1))
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = load_dataset("mnist", mnist_folder(options))

@@ -47,6 +47,7 @@ from harness.page import (
     with_workers,
     write_page,
 )
+from harness.size import sized
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from studies.lora.merges import (
@@ -66,7 +67,8 @@ from studies.lora.merges import (
 from studies.lora.model import BLOCKS, WIDTH
 from studies.lora.runs import CLIENTS, Job, federate, pretrained_in
 
-ALPHAS, SEEDS, EPOCHS = (0.3, 0.1), (0, 1, 2), (5, 15)
+ALPHAS, EPOCHS = sized(((0.3, 0.1), (5, 15)), ((0.3,), (1,)))
+SEEDS, RATES = sized(((0, 1, 2), 3), ((0, 1), 1))  # of each grid, the first
 BEST = "best client"
 SHAPES = [(3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
 
@@ -89,7 +91,7 @@ class Variant:
         """Return what is tried to choose a learning rate and the epochs."""
         return [
             Job(alpha, self.frozen, self.rank, lr, epochs, CHOICE)
-            for lr, epochs in product(self.rates, EPOCHS)
+            for lr, epochs in product(self.rates[:RATES], EPOCHS)
         ]
 
 

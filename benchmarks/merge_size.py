@@ -22,15 +22,18 @@ from typing import Any
 from harness.alone import alone
 from harness.page import Page, opening
 from harness.plots import dress
+from harness.size import sized
 from harness.tables import head, row
 from matplotlib.figure import Figure
 from studies.size.measure import codec, merging
 
 from flwr_fisher.report.plots import save
 
-MODELS = ("lenet", "cnn", "resnet18")
+MODELS = sized(("lenet", "cnn", "resnet18"), ("lenet",))
 FIVE = 5
-COUNTS = {"lenet": (10, 30, 100, 300, 1000), "resnet18": (5, 20, 100)}
+COUNTS = sized(
+    {"lenet": (10, 30, 100, 300, 1000), "resnet18": (5, 20, 100)}, {"lenet": (5,)}
+)
 
 
 def codec_section(found: dict[str, Any]) -> list[str]:
@@ -99,8 +102,7 @@ PAGE = Page(
 
 def main() -> None:
     """Run what is asked for, and write the page of all that was ever run."""
-    page, names = PAGE.asked(PAGE.command_line(__doc__).parse_args())
-    for name in names:
+    for name in PAGE.asked(PAGE.command_line(__doc__).parse_args()):
         found: dict[str, Any]
         if name == "codec":
             found = {model: alone(codec, model) for model in MODELS}
@@ -112,8 +114,8 @@ def main() -> None:
                 model: [merging(model, count, False) for count in counts]
                 for model, counts in COUNTS.items()
             }
-        page.keep(name, found)
-    page.write()
+        PAGE.keep(name, found)
+    PAGE.write()
 
 
 if __name__ == "__main__":

@@ -50,14 +50,15 @@ from harness.page import (
     with_workers,
     write_page,
 )
+from harness.size import sized
 from harness.splits import on_splits
 from harness.uploads import Setting
 from studies.rivals.methods import PARTS
 from studies.rivals.split import Found
 from studies.rivals.tables import Results, ahead, constants_table, missing, plot, table
 
-ALPHAS = (0.2, 0.1, 0.05)
-SEEDS = range(5)
+ALPHAS = sized((0.2, 0.1, 0.05), (0.2,))
+SEEDS = sized(range(5), range(2))
 READING = """\
 **Reading.** Clients start from one model: Git Re-Basin finds no unit to permute and
 optimal transport next to none, so that both end where FedAvg does, and PFNM, which
@@ -148,7 +149,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="of each α")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for name in [options.only] if options.only else PROBLEMS:
+    for name in [options.only] if options.only else sized([*PROBLEMS], ["mnist"]):
         problem = PROBLEMS[name]
         if not (options.data_dir / problem.folder).exists():
             print(f"left out, as it is not in {options.data_dir}: {problem.folder}")

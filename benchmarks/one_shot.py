@@ -25,14 +25,15 @@ from typing import Any
 
 from harness.jobs import kept_by_seed
 from harness.page import CACHE, Page, opening
+from harness.size import sized
 from harness.splits import on_splits
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from harness.uploads import Setting
 from studies.one_shot.merges import MULTI_ROUND, OURS, ROUNDS, once, pretrained, rounds
 
-SEEDS = (0, 1, 2)
-CLIENTS, EPOCHS = (10, 20, 30), (2, 5, 10, 30)
+SEEDS = sized((0, 1, 2), (0, 1))
+CLIENTS, EPOCHS = sized(((10, 20, 30), (2, 5, 10, 30)), ((10,), (2,)))
 NETWORKS = ("cnn", "small ResNet")
 Scores = Mapping[str, float]
 Columns = Mapping[str, Sequence[Scores]]  # each column's seeds
@@ -113,14 +114,13 @@ DATA = {"pretrained": "CIFAR10"}
 def main() -> None:
     """Run what is asked for, and write the page of all that was ever run."""
     options = PAGE.command_line(__doc__).parse_args()
-    page, names = PAGE.asked(options)
-    for name in names:
+    for name in PAGE.asked(options):
         folder = DATA.get(name, "MNIST")
         if (options.data_dir / folder).exists():
-            page.keep(name, PARTS[name](options))
+            PAGE.keep(name, PARTS[name](options))
         else:
             print(f"{folder} is not in {options.data_dir}: {name} is skipped")
-    page.write()
+    PAGE.write()
 
 
 if __name__ == "__main__":

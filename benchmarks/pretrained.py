@@ -42,18 +42,21 @@ from harness.page import (
     with_workers,
     write_page,
 )
+from harness.size import sized
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from studies.pretrained.cell import Cell, Data, Federation
 from studies.pretrained.networks import NETWORKS
 
 PRETRAINED = "efficientnet-lite0"
-SCRATCH = Federation("cnn", 0.1, 0, epochs=8, images=6000)
+SCRATCH = Federation(
+    "cnn", 0.1, 0, epochs=sized(8, 1), images=sized(6000, 300), scored=sized(5000, 100)
+)
 TITLES = {
     "cnn": "From scratch: a CNN on MNIST",
     PRETRAINED: "From pre-trained weights: EfficientNet-Lite0 on CIFAR-10",
 }
-SEEDS, VALIDATION = range(5), range(100, 103)
+SEEDS, VALIDATION = sized(range(5), range(2)), sized(range(100, 103), range(100, 102))
 ALPHAS, CLIENTS, FEW = (0.1, 0.05), (10, 20), range(3)
 RATES = (0.003, 0.01)
 METHODS = {

@@ -29,6 +29,7 @@ from harness.page import (
     with_workers,
     write_page,
 )
+from harness.size import sized
 from harness.splits import on_splits
 from harness.stats import spread
 from harness.tables import head, row
@@ -46,9 +47,9 @@ from flwr_fisher.params import clipped, subtract
 from flwr_fisher.server.privacy import Privacy, noised
 from flwr_fisher.wire import Additive
 
-SEEDS, CLIENTS, DELTA = 3, 100, 1e-3
-EPSILONS = (1000.0, 200.0, 50.0, 20.0, 8.0, 3.0, 1.0)
-NORMS, ANCHORS = (0.25, 0.5, 1.0, 2.0, 4.0), (0.1, 1.0, 10.0)
+SEEDS, CLIENTS, DELTA = sized(3, 2), sized(100, 10), 1e-3
+EPSILONS = sized((1000.0, 200.0, 50.0, 20.0, 8.0, 3.0, 1.0), (1000.0,))
+NORMS, ANCHORS = sized(((0.25, 0.5, 1.0, 2.0, 4.0), (0.1, 1.0, 10.0)), ((1.0,), (0.1,)))
 CLIPPED, PLAIN = "clipped, no noise", "neither"
 
 NOTES = """\

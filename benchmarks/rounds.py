@@ -104,14 +104,14 @@ FedExP. In one of its runs a client's training diverges in three rounds: the cli
 so, and the round goes on without it.
 """
 
-from dataclasses import replace
 from functools import partial
 
 from harness.jobs import run_all
 from harness.page import Page, mnist_folder, opening
+from harness.size import sized
 from studies.rounds.extras import client_cost, cost_section, spectra, spectrum_section
 from studies.rounds.methods import METHODS
-from studies.rounds.runs import PARTS, Part, federate, joined, run_part
+from studies.rounds.runs import PARTS, federate, joined, run_part
 from studies.rounds.tables import plots, section
 
 PAGE = Page(
@@ -126,11 +126,6 @@ PAGE = Page(
 )
 
 
-def smoke(part: Part) -> Part:
-    """Return a part that has just enough to see that it works."""
-    return replace(part, seeds=part.seeds[:2], rounds=3, choosing=2, configurations=1)
-
-
 def main() -> None:
     """Run what is asked for, and write the page of all that was ever run."""
     parser = PAGE.command_line(__doc__)
@@ -142,24 +137,24 @@ def main() -> None:
     run = partial(
         run_all, federate=federate, data_dir=data_dir, workers=options.workers
     )
-    page, names = PAGE.asked(options)
+    names = PAGE.asked(options)
     if options.method:
         names = [n for n in names if n in PARTS and options.method in PARTS[n].methods]
         if not names:
             parser.error(f"--only {options.only} is without {options.method}")
     for name in names:
         if name == "cost":
-            page.keep(name, client_cost(data_dir, 20 if options.smoke else 200))
+            PAGE.keep(name, client_cost(data_dir, sized(200, 5)))
         elif name == "spectrum":
-            page.keep(name, spectra(data_dir))
+            PAGE.keep(name, spectra(data_dir))
         elif name == "cifar10" and not (data_dir / "CIFAR10").exists():
             print(f"left out, as it is not in {data_dir}: CIFAR10")
         else:
-            part = smoke(PARTS[name]) if options.smoke else PARTS[name]
+            part = PARTS[name]
             methods = [options.method] if options.method else part.methods
             found = run_part(part, methods, run)
-            page.keep(name, joined(page.numbers().get(name, {}), found))
-    page.write()
+            PAGE.keep(name, joined(PAGE.numbers().get(name, {}), found))
+    PAGE.write()
 
 
 if __name__ == "__main__":

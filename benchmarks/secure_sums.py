@@ -37,6 +37,7 @@ from flwr.server import LegacyContext, ServerConfig
 from flwr.server.strategy import FedAvg as FlowersFedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from harness.page import CACHE, blocks, opening, write_page
+from harness.size import sized
 from harness.tables import head, row
 
 from flwr_fisher.client import identify
@@ -163,8 +164,12 @@ def kept(size: tuple[int, int, int]) -> list[dict[str, float]]:
 def main() -> None:
     """Write the page."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--clients", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--parameters", type=int, nargs="+", default=[44_000, 10**6])
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=sized([10, 100, 1000], [10])
+    )
+    parser.add_argument(
+        "--parameters", type=int, nargs="+", default=sized([44_000, 10**6], [1000])
+    )
     parser.add_argument("--most-neighbours", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -36,6 +36,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from harness.canned import CannedGrid
 from harness.page import blocks, opening, write_page
+from harness.size import sized
 from harness.tables import head, row
 from harness.timing import where
 from torch import nn
@@ -46,7 +47,7 @@ from flwr_fisher.strategies import FAGH, FedFish, FedFisherOneShot
 from flwr_fisher.wire import Additive, Codec, FisherUpload, resolve
 
 ROOT = Path(__file__).parents[1]
-CLIENTS, ROUNDS, CANNED = 4000, 5, 20
+CLIENTS, ROUNDS, CANNED = sized((4000, 5, 20), (50, 2, 3))
 OURS = {
     "FedFisherOneShot": lambda: FedFisherOneShot(fraction_evaluate=0.0),
     "FedFish": lambda: FedFish(fraction_evaluate=0.0),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from fedfisher_defaults import ALPHAS, scored
 from harness.page import blocks, command_line, opening, with_workers, write_page
+from harness.size import sized
 from harness.splits import on_splits
 from harness.stats import paired, with_error
 from harness.tables import head, row
@@ -32,7 +33,7 @@ from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.tasks import Task
 
-SIZES = (300, 375, 450, 525, 600)
+SIZES = sized((300, 375, 450, 525, 600), (30, 40, 50, 60, 70))
 DATA = {
     "digits": ("digits", "mlp", 16, 397),
     "MNIST": ("mnist", "lenet", 64, 10_000),
@@ -52,7 +53,7 @@ def settings(data: str, seeds: int) -> list[Setting]:
             model,
             ALPHAS[index % len(ALPHAS)],
             300 + index,
-            epochs=12,
+            epochs=sized(12, 1),
             batch_size=batch_size,
             validation=validation,
             hold_out=True,
@@ -117,7 +118,7 @@ def table(found: dict[str, list[dict[str, float]]]) -> list[str]:
 def main() -> None:
     """Write the page, without the data sets that are not there."""
     parser = with_workers(command_line(__doc__))
-    parser.add_argument("--splits", type=int, default=6)
+    parser.add_argument("--splits", type=int, default=sized(6, 2))
     options: Namespace = parser.parse_args()
     found = {}
     for data, (dataset, *_) in DATA.items():

@@ -31,6 +31,7 @@ from harness.page import (
     with_workers,
     write_page,
 )
+from harness.size import sized
 from harness.splits import on_splits
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
@@ -41,7 +42,7 @@ from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, matched
 from flwr_fisher.params import Params, dot, select, subtract
 
-SEEDS, STARTS = 5, 3
+SEEDS, STARTS = sized(5, 2), 3
 PLAIN = "FedFisher (default), one upload"
 VOTE = f"vote of {STARTS} merges, {STARTS} uploads"
 GAP = "least difference of exponents"

@@ -25,6 +25,7 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from harness.alone import Numbers, alone
 from harness.canned import CannedGrid
 from harness.page import blocks, opening, write_page
+from harness.size import sized
 from harness.tables import head, row
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -115,7 +116,9 @@ def peak_of(count: int) -> Numbers:
 def main() -> None:
     """Write the page."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--clients", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=sized([10, 100, 1000], [10])
+    )
     found = {count: alone(peak_of, count) for count in parser.parse_args().clients}
     lines = head(
         "clients", "peak, MB", "clients' uploads", "largest uploads", "seconds"

@@ -31,10 +31,11 @@ from functools import partial
 import torch
 from harness.jobs import run_all
 from harness.page import Page, blocks
+from harness.size import sized
 from studies.tct import speed, tables
 from studies.tct.layers import layers, layers_section
 from studies.tct.runs import (
-    SMOKE,
+    SMALL,
     Extent,
     ablations,
     accuracies,
@@ -70,23 +71,22 @@ def main() -> None:
     """Run what is asked for, and write the page of all that was ever run."""
     options = PAGE.command_line(__doc__).parse_args()
     torch.set_num_threads(1)
-    extent = SMOKE if options.smoke else Extent()
+    extent = sized(Extent(), SMALL)
     data_dir, workers = options.data_dir, options.workers
     run = partial(run_all, federate=federate, data_dir=data_dir, workers=workers)
-    page, names = PAGE.asked(options)
-    for name in names:
+    for name in PAGE.asked(options):
         if name in SPEEDS:
-            page.keep(name, SPEEDS[name](extent))
+            PAGE.keep(name, SPEEDS[name](extent))
         elif not (data_dir / FOLDERS.get(name, "MNIST")).exists():
             print(
                 f"{name} is skipped, as {data_dir} has not its images: see --data-dir"
             )
         elif name in ON_SPLITS:
-            page.keep(name, ON_SPLITS[name](extent, run))
+            PAGE.keep(name, ON_SPLITS[name](extent, run))
         else:
-            known = page.numbers().get("accuracy")
-            page.keep(name, ON_ONE[name](extent, run, known))
-    page.write()
+            known = PAGE.numbers().get("accuracy")
+            PAGE.keep(name, ON_ONE[name](extent, run, known))
+    PAGE.write()
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from harness.page import (
     write_page,
 )
 from harness.plots import dress, legend, powers_of_two
+from harness.size import sized
 from harness.stats import with_error
 from harness.tables import head, row
 from matplotlib.figure import Figure
@@ -45,9 +46,9 @@ from flwr_fisher.merge import LocalPosterior, fedavg
 from flwr_fisher.report.plots import BEST, RUNS, save
 
 CLIENTS, POINTS, RATE = 2, 100, 0.1
-WIDTHS, STEPS = (32, 64, 128, 256, 512, 1024), 2048
-WIDTH, LOCAL = 512, (32, 128, 512, 2048, 8192, 32768)
-SEEDS_OF_WIDTHS, SEEDS_OF_STEPS = 20, 10
+WIDTHS, STEPS = sized(((32, 64, 128, 256, 512, 1024), 2048), ((32, 64), 32))
+WIDTH, LOCAL = sized((512, (32, 128, 512, 2048, 8192, 32768)), (32, (4, 8, 16, 32)))
+SEEDS_OF_WIDTHS, SEEDS_OF_STEPS = sized((20, 10), (2, 2))
 SERVER_RATE = 0.001
 OURS = {f"FedFisher, 1e{power} steps": 10**power for power in (3, 4, 5, 6)}
 LINES = dict(zip(("FedAvg", *OURS, "clients"), (*RUNS[1:], BEST), strict=False))

@@ -38,6 +38,7 @@ from harness.page import (
     with_workers,
     write_page,
 )
+from harness.size import sized
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from studies.fedfish.choice import known_in
@@ -45,9 +46,9 @@ from studies.fedfish.runs import Job
 from studies.fedfish.strategies import AVG, FISH, MENDED
 from studies.fedfish.transfer import KIND, OTHER, OWN, SHARES, federate
 
-EPOCHS, TOTAL, SEEDS = (1, 16), 160, (0, 1, 2)
+EPOCHS, TOTAL, SEEDS = sized(((1, 16), 160, (0, 1, 2)), ((1, 2), 2, (0, 1)))
 METHODS = (AVG, FISH, MENDED)
-RATES = tuple(product((0.1, 0.4), (0.003, 0.01)))
+RATES = tuple(product(sized((0.1, 0.4), (0.1,)), sized((0.003, 0.01), (0.01,))))
 Runs = Mapping[tuple[int, str], Sequence[Numbers]]
 
 

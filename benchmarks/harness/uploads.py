@@ -21,6 +21,7 @@ from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.wire import PREFIX, curvature_to_tensors, tensors_to_curvature
 from harness.page import CACHE
 from harness.poison import poisoned
+from harness.size import sized
 
 # Fields that came later: at their defaults, clients trained before keep their folders.
 LATER = (
@@ -71,7 +72,7 @@ class Setting:
             num_partitions=self.clients,
             seed=self.seed,
         )
-        task = load(validation=self.validation)
+        task = load(validation=sized(self.validation, 100))
         if not self.hold_out:  # FedFisher's experiments leave them with the clients
             task = replace(task, parts=load().parts)
         task = self.from_start(task)
@@ -139,7 +140,7 @@ def _train(setting: Setting, task: Task, client: int, path: Path) -> None:
             average.update_parameters(model)
 
     train = LocalSGD(
-        epochs=setting.epochs,
+        epochs=sized(setting.epochs, 1),
         lr=setting.lr,
         momentum=setting.momentum,
         weight_decay=setting.weight_decay,

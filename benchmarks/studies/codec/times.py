@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from curvature import Pairs, generated
+from curvature import Batches, generated
 from harness.clients import CPU
 from harness.page import blocks
+from harness.size import sized
 from harness.tables import head, row
 from harness.timing import seconds
 from harness.uploads import Setting, posteriors
@@ -26,7 +27,8 @@ from flwr_fisher.tasks import make_model
 from studies.codec.accuracy import FULL, KFAC, PAPER, Find, pack, unpack
 
 TIMED = {name: KFAC[name] for name in (FULL, "packed, 0.5", "packed, 0.3", PAPER)}
-EXAMPLES, GENERATED, RUNS = 12_000, 3_000, 5
+EXAMPLES = 12_000
+GENERATED, RUNS = sized((3_000, 5), (200, 1))
 
 
 @dataclass
@@ -53,10 +55,10 @@ def clients(data_dir: Path) -> Iterator[tuple[str, Client]]:
     x, y = generated(GENERATED)
     model = make_model("cnn", shape=(3, 32, 32), num_classes=10)
     torch.manual_seed(0)
-    LocalSGD()(model, Pairs(x, y, 64), CPU, {})
-    curvature = fisher(model, Pairs(x[:2048], y[:2048], 256), structure="kfac")
+    LocalSGD()(model, Batches(x, y, 64), CPU, {})
+    curvature = fisher(model, Batches(x[:2048], y[:2048], 256), structure="kfac")
     chosen = LocalPosterior(shared_state(model), curvature, GENERATED)
-    yield "CNN, CIFAR-10's shape", Client(model, Pairs(x, y, 64), chosen)
+    yield "CNN, CIFAR-10's shape", Client(model, Batches(x, y, 64), chosen)
 
 
 @contextmanager

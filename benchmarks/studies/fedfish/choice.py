@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.clients import CHOICE
 from harness.jobs import Numbers, Run
+from harness.size import sized
 
 from studies.fedfish.runs import SHIFT, SKEW, Job
 from studies.fedfish.strategies import (
@@ -19,13 +20,14 @@ from studies.fedfish.strategies import (
     ROOT,
 )
 
-TOTAL = 80  # local epochs of a run, at every E
-EPOCHS = (1, 4, 16)
+TOTAL = sized(80, 8)  # local epochs of a run, at every E
+EPOCHS = sized((1, 4, 16), (1, 4))
 LOW, HIGH = min(EPOCHS), max(EPOCHS)
 KINDS = (SKEW, SHIFT)
-SEEDS = (0, 1, 2, 3, 4)
+SEEDS = sized((0, 1, 2, 3, 4), (0, 1))
 ABLATIONS = (LATE, PRODUCT, BALANCED, ROOT)  # at the most local epochs alone
-CLIENT_LRS, SERVER_LRS = (0.01, 0.04, 0.16), (0.001, 0.004, 0.016)
+CLIENT_LRS = sized((0.01, 0.04, 0.16), (0.04,))
+SERVER_LRS = sized((0.001, 0.004, 0.016), (0.004,))
 STEP = 4  # from one learning rate of the grid to the next
 Cell = tuple[str, int, str]
 Runs = Mapping[Cell, Sequence[Numbers]]

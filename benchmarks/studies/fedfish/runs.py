@@ -21,6 +21,7 @@ from harness.clients import (
 )
 from harness.jobs import Numbers
 from harness.page import CACHE
+from harness.size import sized
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
@@ -38,7 +39,8 @@ from flwr_fisher.wire import arrays_to_tensors
 from studies.fedfish.averages import same_uploads
 from studies.fedfish.strategies import FISH, MENDED, make_strategy
 
-CLIENTS, HELD_OUT, SAMPLED, CAP, BATCH = 100, 20, 10, 200, 20
+CLIENTS, HELD_OUT, SAMPLED, CAP = sized((100, 20, 10, 200), (12, 4, 3, 40))
+BATCH = 20
 LAST = 2  # rounds that a score is the mean of
 TUNED, COMMON = 4, 0.04  # epochs of fine-tuning, and a rate that is alike for all
 SKEW, SHIFT = "label skew", "shift"

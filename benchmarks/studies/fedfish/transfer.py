@@ -10,6 +10,7 @@ import torch
 from flwr.app import ArrayRecord
 from harness.clients import CHOICE, grid_of
 from harness.jobs import Numbers
+from harness.size import sized
 from torch.utils.data import TensorDataset
 
 from flwr_fisher.client import LocalSGD
@@ -23,7 +24,8 @@ from flwr_fisher.tasks.language import cut, load_language
 from studies.fedfish.runs import Job, batches
 from studies.fedfish.strategies import make_strategy
 
-CLIENTS, HELD_OUT, SAMPLED, PIECES, LENGTH = 40, 10, 10, 48, 64
+LENGTH = 64
+CLIENTS, HELD_OUT, SAMPLED, PIECES = sized((40, 10, 10, 48), (6, 2, 2, 8))
 TUNED = 4  # epochs of fine-tuning
 MODULES = (
     "argparse", "ast", "calendar", "configparser", "difflib", "enum", "fractions",

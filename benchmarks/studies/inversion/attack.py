@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from harness.size import sized
 from torch import Tensor, nn
 
 from studies.inversion.gan import LATENT
 
-STEPS, IMAGES = 1000, 100
+STEPS, IMAGES = sized(1000, 3), 100
 IDENTITY = 100.0  # the weight of the class's loss, as in Zhang et al.; the curvature's
 
 Statistics = dict[str, dict[str, Tensor]]  # by kind (A, G, diagonal) and layer

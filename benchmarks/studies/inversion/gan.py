@@ -2,10 +2,11 @@
 
 import torch
 import torch.nn.functional as F
+from harness.size import sized
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-LATENT, STEPS, BATCH = 64, 3000, 64
+LATENT, STEPS, BATCH = 64, sized(3000, 3), 64
 
 
 def generator() -> nn.Module:

@@ -8,6 +8,7 @@ import torch
 from harness.clients import CHOICE, CPU, Batch, Shuffled, in_batches
 from harness.jobs import Numbers
 from harness.page import CACHE
+from harness.size import sized
 from torch import Tensor
 
 from flwr_fisher.client import LocalSGD
@@ -18,8 +19,10 @@ from flwr_fisher.tasks import Splits, load_dataset, partition_indices
 from studies.lora.merges import Client, added, merged, with_added
 from studies.lora.model import Transformer, adapted
 
-PRETRAINED, SHARED_OUT = 10_000, 50_000  # up to which image of the training set
-CLIENTS, IMAGES, SCORED, BATCH = 4, 400, 2000, 32
+# Up to which image of the training set.
+PRETRAINED, SHARED_OUT = sized((10_000, 50_000), (300, 1500))
+CLIENTS, BATCH = 4, 32
+IMAGES, SCORED = sized((400, 2000), (40, 100))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 from harness.clients import CPU, shared_out
 from harness.networks import small_resnet
+from harness.size import sized
 from harness.uploads import Setting, fisher_within_budget, posteriors
 from torch import nn
 
@@ -26,8 +27,10 @@ from flwr_fisher.wire import arrays_to_tensors
 OURS, DIAGONAL = "FedFisher K-FAC (default)", "FedFisher diagonal, closed form"
 BEST = "best single client (chosen on the test set)"
 ENSEMBLE = "ensemble of clients (not one model)"
-CLIENTS, ROUNDS, ROUND_EPOCHS, EXAMPLES = 5, 5, 10, 20_000
-PRETRAINED_ON, PRETRAINING, TUNING, TUNING_LR = 10_000, 20, 10, 0.001
+CLIENTS = 5
+ROUNDS, ROUND_EPOCHS, EXAMPLES = sized((5, 10, 20_000), (2, 1, 500))
+PRETRAINED_ON, PRETRAINING, TUNING = sized((10_000, 20, 10), (100, 1, 1))
+TUNING_LR = 0.001
 MULTI_ROUND = {
     "FedAvg": lambda **own: FedAvg(**own),
     DIAGONAL: lambda **own: FedFisherOneShot(structure="diagonal", **own),

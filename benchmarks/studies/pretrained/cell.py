@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness.size import sized
 from torch import Tensor, nn
 
 from flwr_fisher.client import LocalSGD
@@ -31,7 +32,7 @@ from flwr_fisher.tasks import load_dataset, partition_indices
 from flwr_fisher.wire import Codec, FisherUpload, resolve
 from studies.pretrained.networks import NETWORKS, make
 
-BATCH, HELD, RIDGE = 64, 1000, 1e-3
+BATCH, HELD, RIDGE = 64, sized(1000, 100), 1e-3
 FEW = 1536  # images of all clients, by which a choice's norms are refreshed
 CONSTANTS: tuple[dict[str, float], ...] = (
     {},

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from time import process_time
 
+from harness.size import sized
 from harness.timing import seconds
 from harness.uploads import Setting, posteriors
 from rivals import fedbens, mats, task_arithmetic
@@ -18,7 +19,7 @@ from flwr_fisher.tasks import Task
 from studies.rivals.split import started
 
 EXAMPLES = 1000  # of a client, at most, for MaTS' factors: the released code's
-ITERATIONS = (10, 100)  # its README's, for adapters and for whole networks
+ITERATIONS = sized((10, 100), (1,))  # its README's, for adapters and for whole networks
 
 
 def matched_subspaces(setting: Setting, data_dir: Path) -> dict[str, dict[str, float]]:

@@ -8,6 +8,7 @@ from time import process_time
 from typing import Any
 
 import torch
+from harness.size import sized
 from harness.uploads import Setting, posteriors
 from rivals import fedcgs, fens, gh_lda, logits_of, regmean_plus_plus
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from flwr_fisher.tasks import Task
 from studies.rivals.split import Found, Rivals, started
 
 # RegMean++'s examples a client, of which the paper takes 256; FENS's share of them.
-EXAMPLES, SHARE, ROUNDS = 1000, 0.1, 500
+EXAMPLES, SHARE, ROUNDS = 1000, 0.1, sized(500, 3)
 RIDGE = 1e-3  # AFL's, as on the page of pre-trained networks
 PLUS, FENS = "RegMean++ *", "FENS (a sixth model weighs the five)"
 AFL, CGS, LDA = (f"{name}, on a random network" for name in ("AFL", "FedCGS", "GH-LDA"))

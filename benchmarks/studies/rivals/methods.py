@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from harness.size import sized
 from harness.uploads import Setting, posteriors
 from rivals import (
     Normalised,
@@ -33,7 +34,9 @@ from studies.rivals.sums import from_sums
 # A student's epochs, each with a step on all images of the former ones, the width of
 # its generator and the images of a batch: the published 200, 64 and 256 (Co-Boosting:
 # 128) take days on a core.
-EPOCHS, WIDTH, COUNT = {"mnist": 50, "imagefolder:CIFAR10": 30}, 16, 64
+EPOCHS = {"mnist": sized(50, 1), "imagefolder:CIFAR10": sized(30, 1)}
+WIDTH, COUNT = 16, 64
+LPA_STEPS, ADAM_STEPS = sized(((0, 10_000), 2000), ((0, 5), 5))
 # What rivals teach: the default's constants, and others, on the server's examples.
 CONSTANTS: dict[str, dict[str, float]] = {
     "default": {},
@@ -77,7 +80,7 @@ def merges(setting: Setting, data_dir: Path) -> Found:
     for name, own in (("as released", empirical), ("with FedFisher's factors", kfac)):
         split.run(
             f"FedLPA, {name} *",
-            *(partial(fedlpa, own, steps=k, positions=where) for k in (0, 10_000)),
+            *(partial(fedlpa, own, steps=k, positions=where) for k in LPA_STEPS),
         )
     split.run(OURS, lambda: fedfisher(kfac).params)
     split.run(MATCHED, lambda: fedfisher(matched(kfac)).params)
@@ -114,7 +117,7 @@ def constants(setting: Setting, data_dir: Path) -> Found:
 def adam(setting: Setting, data_dir: Path) -> Found:
     """Return the accuracy and cost of the paper's solver on one split."""
     split, uploads = prepared(setting, data_dir)
-    run = partial(fedfisher, solver="adam", score=split.score)
+    run = partial(fedfisher, solver="adam", iterations=ADAM_STEPS, score=split.score)
     split.run("FedFisher diagonal *", lambda: run(uploads["diagonal"]).params)
     split.run("FedFisher K-FAC, paper's Adam *", lambda: run(uploads["kfac"]).params)
     return split.found

@@ -8,6 +8,7 @@ import torch
 from harness.clients import CHOICE
 from harness.jobs import quiet
 from harness.page import blocks
+from harness.size import sized
 from harness.tables import head, row
 from harness.timing import medians
 
@@ -15,7 +16,7 @@ from flwr_fisher.curvature import gradient, gradient_and_hvp, hvp
 from flwr_fisher.params import flatten, unflatten
 from studies.rounds.runs import PARTS, world
 
-ROUNDS_SEEN, EIGENVALUES, PROBED = (0, 5, 10, 30), 12, 8000
+ROUNDS_SEEN, EIGENVALUES, PROBED = (0, 5, 10, 30), 12, sized(8000, 200)
 
 
 def client_cost(data_dir: Path, repeats: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from harness.clients import CHOICE, Batch, Shuffled, World, grid_of, scores, sha
 from harness.in_memory import folder_in_memory
 from harness.jobs import Numbers, Run, run_cells
 from harness.page import CACHE
+from harness.size import sized
 
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import FlwrFisherError
@@ -22,7 +23,7 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.wire import arrays_to_tensors
 from studies.rounds.methods import METHODS, Options, make_strategy
 
-CLIENTS, BATCH = 200, 512
+CLIENTS, BATCH = sized(200, 10), 512
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,11 @@ CNN = Part(
     grid="cnn",
 )
 PARTS = {part.name: part for part in (MLR, LENET, CIFAR, CNN)}
+_SHORT = {"rounds": 3, "choosing": 2, "configurations": 1}
+PARTS = sized(
+    PARTS,
+    {n: replace(part, seeds=part.seeds[:2], **_SHORT) for n, part in PARTS.items()},
+)
 
 
 @dataclass(frozen=True)

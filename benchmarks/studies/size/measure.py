@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness.alone import alone
+from harness.size import sized
 from harness.timing import seconds
 
 from flwr_fisher.merge import fedfisher
@@ -17,7 +18,7 @@ from flwr_fisher.wire import Codec, FisherUpload, resolve
 from studies.size.uploads import BATCH, network, packed, trained
 
 Numbers = dict[str, Any]
-MOST_RUNS, ENOUGH = 7, 30.0  # seconds
+MOST_RUNS, ENOUGH = sized(7, 1), 30.0  # seconds
 _GB = 1e9
 
 

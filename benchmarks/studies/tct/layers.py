@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord
 from harness.clients import CPU, Shuffled, World, grid_of, scores
 from harness.jobs import Numbers, Run, run_cells
 from harness.page import blocks
+from harness.size import sized
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from studies.tct.runs import AVG, Extent, Job, make_strategy, rate_of_c1
 from studies.tct.splits import BATCH, EVERY, world
 
 PROBED = "FedAvg, its last layers retrained"
-RETRAINING = LocalSGD(epochs=20, lr=0.01, momentum=0.9)
+RETRAINING = LocalSGD(epochs=sized(20, 1), lr=0.01, momentum=0.9)
 STARTS = ("random", AVG)  # what the frozen layers are
 
 

@@ -15,6 +15,7 @@ from harness.clients import CHOICE, Batch, grid_of, scores
 from harness.jobs import Numbers, Run, run_cells
 from harness.page import CACHE
 from harness.repeatable import Repeatable
+from harness.size import sized
 from torch import Tensor, nn
 
 from flwr_fisher.client import LocalSGD
@@ -26,7 +27,7 @@ from flwr_fisher.tangent import TangentFeatures, TCTModel
 from flwr_fisher.wire import arrays_to_tensors
 from studies.tct.splits import CIFAR, CONVEX, EVERY, SPLITS, world
 
-FEATURES, STEPS = 20_000, 500
+FEATURES, STEPS = sized((20_000, 500), (500, 5))
 LAST = 5  # rounds whose mean accuracy decides
 
 
@@ -181,7 +182,7 @@ class Extent:
         ]
 
 
-SMOKE = Extent(2, 2, 2, (0, 1), (0.03,), repeats=2, sizes=((100, 2000, 1),))
+SMALL = Extent(2, 2, 2, (0, 1), (0.03,), repeats=2, sizes=((100, 500, 1),))
 
 
 def choose(
@@ -221,7 +222,7 @@ def convex(extent: Extent, run: Run) -> dict[str, Any]:
 def cifar(extent: Extent, run: Run) -> dict[str, Any]:
     """Do it all with a small ResNet on CIFAR-10, in fewer rounds and rates."""
     fewer = {"stage1": 15, "stage2": 15, "choosing": 10, "rates": (0.03, 0.1)}
-    own = extent if extent == SMOKE else replace(extent, **fewer)
+    own = extent if extent == SMALL else replace(extent, **fewer)
     return _finals(own, run, CIFAR, second=True)
 
 

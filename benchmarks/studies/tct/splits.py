@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 from harness.clients import Shuffled, World, share_out
+from harness.size import sized
 
-CLIENTS, EXAMPLES, BATCH = 10, 500, 64
+CLIENTS, EXAMPLES, BATCH = 10, sized(500, 30), 64
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ CIFAR = {
         model="small ResNet",
         epochs=2,
     )
-    for split in (*SPLITS.values(), _MILD)
+    for split in sized((*SPLITS.values(), _MILD), (_MILD,))
 }
 EVERY = SPLITS | CONVEX | CIFAR
 
