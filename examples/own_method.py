@@ -31,20 +31,29 @@ from flwr_fisher.client import (
     register_job,
 )
 from flwr_fisher.curvature import gradient
-from flwr_fisher.errors import WireError
+from flwr_fisher.errors import WireError, check_positive, check_range
 from flwr_fisher.measures import accuracies
-from flwr_fisher.params import Params, shared_state
+from flwr_fisher.params import (
+    Params,
+    add,
+    select,
+    shared_state,
+    subtract,
+    weighted_mean,
+)
 from flwr_fisher.report import plot_rounds
+from flwr_fisher.rounds import stepped_names
 from flwr_fisher.strategies import (
     CurvatureStrategy,
     Exchange,
     ServerState,
     Step,
+    Summation,
     Upload,
 )
 from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import Payload, arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire import Additive, Payload, arrays_to_tensors, tensors_to_arrays
 
 # %%
 # What travels
@@ -88,15 +97,15 @@ class Signs(Payload):
 # ----------------------
 #
 # A job gets the client's own problem (model, loaders, loss) and the server's request.
-# The model holds the parameters that the server sent. In an app this stands in
-# ``client_app.py``.
+# The model holds the parameters that the server sent. ``train_batches`` is the client's
+# data, read with its ``batch_fn``. A job that trains calls ``problem.train`` instead.
 
 
 @register_job("signs")
 def signs_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the signs of the gradient of the client's whole loss."""
     vector, loss = gradient(
-        problem.model, problem.trainloader, loss_fn=problem.differentiable_loss
+        problem.model, problem.train_batches, loss_fn=problem.differentiable_loss
     )
     signs = Signs({key: value.sign().to(torch.int8) for key, value in vector.items()})
     return Reply({"train_loss": loss}, signs.to_arrays())
@@ -107,8 +116,10 @@ def signs_job(problem: LocalProblem, request: Request) -> Reply:
 # --------------------
 #
 # An exchange is a request, the reader of its replies, and the step that is taken with
-# them. ``settings`` are the strategy's own options: a run that is resumed with others
-# is told so.
+# them. ``settings`` returns the strategy's own options: if you resume with other
+# options, an error says so. Check the arguments where they arrive. If one of them
+# depends on the model, such as a parameter's name, override ``check(state)``: it is
+# called before any client trains.
 
 
 class SignSGD(CurvatureStrategy):
@@ -116,6 +127,7 @@ class SignSGD(CurvatureStrategy):
 
     def __init__(self, *, lr: float = 0.1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        check_positive("lr", lr)
         self.lr = lr
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Signs]]:
@@ -133,6 +145,63 @@ class SignSGD(CurvatureStrategy):
     def settings(self) -> dict[str, Any]:
         """Return the options that a resumed run must have alike."""
         return {"lr": self.lr}
+
+
+# %%
+# The :class:`~flwr_fisher.strategies.Policy`, which limits a single client's influence,
+# shortens what a payload's ``step_norms`` measures. ``Signs`` has none, and needs none:
+# all votes are equally long, and this step does not use the clients' weights.
+#
+# A server that remembers
+# -----------------------
+#
+# If the server must remember something, put tensors into a named group of the new
+# state, and read them with ``state.group(name)`` in the next round. In the first round,
+# the group is empty. Checkpoints contain it. If one step does not return it, it is
+# lost, and no error says so.
+#
+# Here it is the velocity of FedAvg with server momentum (Hsu et al., "Measuring the
+# Effects of Non-Identical Data Distribution", 2019): :math:`v \leftarrow \beta v +
+# (\theta - \bar\theta)`, then :math:`\theta \leftarrow \theta - \eta v`, where
+# :math:`\bar\theta` is the mean of the clients' models. The request ``{}`` asks clients
+# to train, so there is no job and no payload to write.
+#
+# An uploaded model also has buffers, such as a batch norm's statistics. The server only
+# averages these. With ``additive=Summation()``, ``uploads`` may be one upload, the mean
+# of all. Write the step with ``weighted_mean``, and it is right in both cases. So the
+# strategy takes ``secure=``, too.
+
+
+class HeavyBall(CurvatureStrategy):
+    """FedAvg with momentum on the server."""
+
+    def __init__(self, *, lr: float = 1.0, beta: float = 0.9, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        check_positive("lr", lr)
+        check_range("beta", beta, 0, 1)
+        self.lr, self.beta = lr, beta
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
+        """Ask every sampled client to train."""
+        read = Additive.reader("params")
+        return [Exchange({}, read, self.move, additive=Summation())]
+
+    def move(self, state: ServerState, uploads: Sequence[Upload[Additive]]) -> Step:
+        """Return the next model and velocity."""
+        weights = [upload.num_examples for upload in uploads]
+        models = [upload.payload.part("params") for upload in uploads]
+        means = weighted_mean(models, weights)
+        names = stepped_names(state.params)
+        start, mean = (select(params, names) for params in (state.params, means))
+        velocity = subtract(start, mean)
+        if before := state.group("velocity"):
+            velocity = add(velocity, before, self.beta)
+        params = {**means, **add(start, velocity, -self.lr)}
+        return Step(ServerState(params, {"velocity": velocity}))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options that a resumed run must have alike."""
+        return {"lr": self.lr, "beta": self.beta}
 
 
 # %%
@@ -182,11 +251,12 @@ plot_rounds(Path("own_method.png"), {"signSGD": history}, ["accuracy"])
 # In an app of your own
 # ---------------------
 #
-# Put ``Signs`` into a module that both sides import. The job belongs to
-# ``client_app.py``, beside ``client_fn``, and ``SignSGD`` to ``server_app.py``. The
-# library needs no change.
+# Put ``Signs`` and the job into a module that both ``client_app.py`` and
+# ``server_app.py`` import, and ``SignSGD`` into ``server_app.py`` or the same module.
+# Importing the module registers the job. The server does not need it, but it does no
+# harm there. The library needs no change.
 #
-# To test the method, compare a round with a slow version that is obviously right. Then
-# let a client send something that is no sign: the server skips its upload, logs its
-# name, and goes on with the round. To add the method to the library itself, read
-# :doc:`/adding-a-method`.
+# :doc:`/testing` has a file of tests to copy, which tests ``HeavyBall``. If you have a
+# payload of your own, let a client also send something that is none: the server must
+# skip the upload, log the client's name, and go on with the round.
+# :doc:`/adding-a-method` says what else a method can do.

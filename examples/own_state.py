@@ -17,7 +17,7 @@ two more terms,
           g_k \leftarrow g_k - \alpha (\theta_k - \theta^{t-1})
 
 and the server corrects the mean of the models that come back. Clients with different
-data then agree on the optimum of all data, which FedAvg's mean is not.
+data then agree on the optimum of all data. FedAvg's mean is another point.
 """
 
 import logging
@@ -38,6 +38,7 @@ from flwr_fisher.client import (
     make_client_app,
     register_job,
 )
+from flwr_fisher.errors import ConfigurationError, check_positive
 from flwr_fisher.measures import accuracies
 from flwr_fisher.params import (
     add,
@@ -102,11 +103,17 @@ def feddyn_job(problem: LocalProblem, request: Request) -> Reply:
 #
 # The server's own memory, h, is the mean of all clients' g_k. The library keeps groups
 # of tensors from round to round, and in checkpoints. A client finds in
-# ``request.facts`` what ``send`` returns in group ``""``. Models are weighted by
-# examples here. So the sampled clients' share of all weight replaces the paper's count
-# of clients. ``members.rescaled`` makes h a mean over more clients when more are known,
-# and zeros at first. ``additive=Summation()`` says that the step needs only a mean of
-# the models, so the strategy takes ``secure=``, too.
+# ``request.facts`` what ``send`` returns in group ``""``. The paper divides by numbers
+# of clients. We divide by their weights, the numbers of examples. ``members.rescaled``
+# makes h a mean over more clients when more are known, and zeros at first.
+# ``additive=Summation()`` says that the step needs only a mean of the models, so the
+# strategy takes ``secure=``, too.
+#
+# The :class:`~flwr_fisher.strategies.Policy` limits a single client's influence: it may
+# shorten the way from the model that was sent to a client's model. ``"kept":
+# "parameters"`` says that clients also keep this part of the upload. A client then
+# learns with its next request how much of it the server used. Its g_k changes by no
+# more than that, and h remains the mean.
 
 
 class FedDyn(CurvatureStrategy):
@@ -116,7 +123,13 @@ class FedDyn(CurvatureStrategy):
         self, *, trained: Sequence[str], alpha: float = 0.1, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
+        check_positive("alpha", alpha)
         self.trained, self.alpha = list(trained), alpha
+
+    def check(self, state: ServerState) -> None:
+        """Raise an error, before any client trains, for names of another model."""
+        if unknown := sorted(set(self.trained) - state.params.keys()):
+            raise ConfigurationError(f"trained has {unknown}, which the model lacks")
 
     def initial_groups(self) -> dict[str, Any]:
         """Name the run: clients keep their state under its number."""
@@ -160,9 +173,7 @@ def send(state: ServerState) -> dict[str, Any]:
 # --------
 #
 # Ten virtual clients have digits of about two classes each, and half of them take part
-# in a round. FedAvg has the same training. If the policy shortens a client's step,
-# ``"kept": "parameters"`` above tells that client so with its next request. Then its
-# g_k changes by no more than the server took, and h remains the mean.
+# in a round. FedAvg has the same training.
 
 # Flower logs every step of a round, which this page has no need of.
 logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -210,6 +221,5 @@ for name, strategy in {
 plot_rounds(Path("own_state.png"), histories, ["accuracy"])
 
 # %%
-# A test of such a method begins with a round by hand. It must also show that a run with
-# a ``checkpoint_dir`` gives the same bits as one without, that a run which is stopped
-# and resumed does, too, and that the server counts a client whose disk is lost.
+# To test such a method, copy the file of :doc:`/testing`. Add a test that the server
+# counts a client whose disk is lost.

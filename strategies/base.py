@@ -34,7 +34,13 @@ from flwr_fisher.params import Params
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import EvaluationDoor
 from flwr_fisher.server.driver import TO_EVALUATE, Driver, exchanges_of
-from flwr_fisher.server.exchange import Exchange, Groups, Secure, ServerState
+from flwr_fisher.server.exchange import (
+    Exchange,
+    Groups,
+    Secure,
+    ServerState,
+    check_groups,
+)
 from flwr_fisher.server.journal import Journal
 from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.policy import Policy
@@ -260,7 +266,10 @@ class CurvatureStrategy(FedAvg):
         return config
 
     def settings(self) -> dict[str, Any]:
-        """Return this strategy's own settings, for the log and for :meth:`options`."""
+        """Return this strategy's own settings, as JSON: override this.
+
+        :meth:`options`, :meth:`used_settings` and :meth:`summary` are made from it.
+        """
         return {}
 
     def options(self) -> dict[str, Any]:
@@ -388,7 +397,7 @@ class CurvatureStrategy(FedAvg):
             {**self.options(), **config},
             checkpoint_dir,
             resume,
-            self.initial_groups(),
+            self._initial_groups(),
             reopen=reopen,
         )
         try:
@@ -427,7 +436,7 @@ class CurvatureStrategy(FedAvg):
         if self.fraction_train == 0.0:
             return []
         exchange = self._only_exchange(server_round)
-        groups = self.initial_groups() if self._state is None else self._state.groups
+        groups = self._initial_groups() if self._state is None else self._state.groups
         state = ServerState(arrays_to_tensors(arrays), groups)
         self.check(state)
         where = grid, Journal(None).exchange(server_round, 1), self.timeout
@@ -523,6 +532,11 @@ class CurvatureStrategy(FedAvg):
             "(docs/moving-from-numpyclient.md), or start it in an @app.main() "
             "(docs/moving-from-fedavg.md)"
         )
+
+    def _initial_groups(self) -> Groups:
+        groups = self.initial_groups()
+        check_groups(groups, f"{type(self).__name__}.initial_groups")
+        return groups
 
     def _only_exchange(self, server_round: int) -> Exchange[Any]:
         exchange, *others = exchanges_of(self, server_round)

@@ -9,14 +9,21 @@ from functools import partial, wraps
 import pytest
 import torch
 import tutorials
-from virtual import Watched, change_array, tiny_app, tiny_arrays, tiny_client
+from virtual import (
+    Watched,
+    change_array,
+    same_bits,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+)
 
-from flwr_fisher.client import jobs, register_job
+from flwr_fisher.client import Request, jobs, register_job
 from flwr_fisher.client.jobs import get_job
 from flwr_fisher.curvature import gradient
 from flwr_fisher.errors import ConfigurationError, RoundError
 from flwr_fisher.params import trainable_names
-from flwr_fisher.strategies import Exchange
+from flwr_fisher.strategies import Exchange, ServerState, Step
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -61,6 +68,71 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     assert [server_round for server_round, _ in app.trained].count(1) == 3
     actual, expected = map(arrays_to_tensors, (goes_on.arrays, whole.arrays))
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
+
+
+class Forgetful(SignSGD):
+    """A method whose step returns what it should not."""
+
+    def vote(self, state, uploads):
+        return self.returned(state)
+
+
+WRONG = {
+    "dict": (lambda s: dict(s.params), r"returned \{.*type dict\), .*return Step\("),
+    "none": (lambda s: None, r"returned None .*must return Step\("),
+    "params": (lambda s: Step(dict(s.params)), r"returned a Step of \{.*return Step\("),
+    "number": (
+        lambda s: Step(ServerState(s.params, {"velocity": 0.9})),
+        r"the group 'velocity' as 0\.9 \(of type float\), .*torch\.tensor\(0\.9\)",
+    ),
+    "no-tensor": (
+        lambda s: Step(ServerState(s.params, {"velocity": {"w": 0.9}})),
+        r"the group 'velocity' with 'w' as 0\.9 .*, but it must be a tensor",
+    ),
+    "groups": (
+        lambda s: Step(ServerState(s.params, [])),
+        r"returned \[\] \(of type list\), but the groups of a state are a dict",
+    ),
+    "no-model": (
+        lambda s: Step(ServerState({"w": 0.5})),
+        r"the params with 'w' as 0\.5 .*, but it must be a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize(("returned", "message"), WRONG.values(), ids=WRONG)
+def test_a_step_that_returns_something_else_is_named(returned, message):
+    strategy = Forgetful(fraction_evaluate=0.0)
+    strategy.returned = returned
+    with pytest.raises(ConfigurationError, match=rf"^Forgetful\.vote .*{message}"):
+        strategy.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
+
+
+def test_a_first_group_that_is_a_number_is_named():
+    strategy = SignSGD(fraction_evaluate=0.0)
+    strategy.initial_groups = lambda: {"velocity": 0.9}
+    match = r"^SignSGD\.initial_groups returned the group 'velocity' as 0\.9"
+    with pytest.raises(ConfigurationError, match=match):
+        strategy.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
+
+
+def test_arguments_out_of_range_are_named():
+    for wrong, name in (
+        (partial(SignSGD, lr=0), "lr"),
+        (partial(OWN.HeavyBall, lr=-1.0), "lr"),
+        (partial(OWN.HeavyBall, beta=2.0), "beta"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"^{name} must be "):
+            wrong()
+
+
+def test_a_job_reads_batches_by_the_clients_batch_fn():
+    plain = tiny_client().problem
+    batches = [{"features": x, "class": y} for x, y in plain.trainloader]
+    of_dicts = tiny_client(batch_fn=lambda b: (b["features"], b["class"])).problem
+    of_dicts.trainloader = batches
+    same = [OWN.signs_job(problem, Request({})) for problem in (plain, of_dicts)]
+    assert same_bits(*(reply.arrays for reply in same))
 
 
 def test_a_job_that_nobody_registered_is_told_with_those_that_there_are():

@@ -69,6 +69,15 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     assert same_bits(goes_on.arrays, whole.arrays)
 
 
+def test_arguments_that_do_not_fit_are_named_before_any_client_trains():
+    with pytest.raises(ConfigurationError, match=r"^alpha must be > 0"):
+        feddyn(alpha=0)
+    app = Watched(tiny_app())
+    with pytest.raises(ConfigurationError, match=r"trained has \['head'\], which the"):
+        OWN.FedDyn(trained=["head"]).start(LocalGrid(app, 3), tiny_arrays())
+    assert not app.trained
+
+
 def test_a_lost_state_is_counted_and_told(tmp_path, caplog):
     run(num_rounds=1, checkpoint_dir=tmp_path)
     next(Path.home().rglob("partition-1/*/feddyn-*")).unlink()

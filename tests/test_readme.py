@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -120,11 +121,27 @@ def test_the_test_examples_run(my_app, monkeypatch):
         exec(code, module.__dict__)
         monkeypatch.setitem(sys.modules, name, module)
     namespace = {}
-    first, second = blocks(DOCS / "testing.md")
+    first, second, _ = blocks(DOCS / "testing.md")
     exec(first, namespace)
     assert set(namespace["result"].arrays) == set(shared_state(Net()))
     exec(second, namespace)
     assert (Path.home() / "model.pt").exists()
+
+
+def test_the_tests_of_a_strategy_of_ones_own_find_what_is_lost(tmp_path):
+    """The file that the page has, on the tutorial's strategy, and on a spoiled one."""
+    tutorial = (ROOT / "examples" / "own_method.py").read_text()
+    strategy = tutorial.partition("# %%\n# A run\n")[0]
+    spoiled = strategy.replace('(params, {"velocity": velocity})', "(params)")
+    (tmp_path / "test_my_strategy.py").write_text(blocks(DOCS / "testing.md")[2])
+    for text, which, outcome in (
+        (strategy, [], "7 passed"),
+        (spoiled, ["-k", "by_hand"], "1 failed, 6 deselected"),
+    ):
+        (tmp_path / "my_strategy.py").write_text(text)
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", *which]
+        told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert outcome in told.stdout, told.stdout + told.stderr
 
 
 def test_the_examples_without_flower_run(tmp_path):

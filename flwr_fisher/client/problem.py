@@ -164,7 +164,10 @@ class LocalProblem:
 
     @property
     def train_batches(self) -> Pairs:
-        """The training data, as jobs read them."""
+        """The training data with `batch_fn` and `output_fn`: what a job reads.
+
+        ``trainloader`` is the client's loader without these two.
+        """
         return self.pairs_of(self.trainloader)
 
     @property

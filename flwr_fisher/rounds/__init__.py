@@ -13,6 +13,7 @@ from flwr_fisher.rounds.server_optimizer import (
     make_optimizer,
     server_step,
 )
+from flwr_fisher.rounds.updates import stepped_names
 
 __all__ = [
     "OPTIMIZERS",
@@ -36,4 +37,5 @@ __all__ = [
     "scaffold_control",
     "scaffold_step",
     "server_step",
+    "stepped_names",
 ]

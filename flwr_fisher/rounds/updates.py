@@ -35,8 +35,23 @@ def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tenso
 def stepped_names(params: Params, trained: Collection[str] | None = None) -> list[str]:
     """Return the names to step, where uploads do not say which parameters are trained.
 
-    By default, these are all floating-point tensors except those that are named like
-    the statistics of torch's batch norm.
+    A model that a client uploads also has buffers, which a server only averages.
+
+    Parameters
+    ----------
+    params : Mapping[str, Tensor]
+        The model: parameters and buffers.
+    trained : Collection[str], optional
+        The names of the trained parameters (``trainable_names(model)``). By default,
+        these are all floating-point tensors except those that are named like the
+        statistics of torch's batch norm.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    >>> stepped_names(model.state_dict())
+    ['0.weight', '1.weight', '1.bias']
     """
     if trained is not None:
         return [key for key in params if key in trained]

@@ -158,6 +158,49 @@ def mean_vector(uploads: Uploads[Any], name: str) -> dict[str, Tensor]:
     return weighted_mean(vectors, weights_of(uploads))
 
 
+def check_groups(groups: object, who: str) -> None:
+    """Raise an error unless these are groups of tensors.
+
+    Parameters
+    ----------
+    groups : object
+        What should be groups: tensors by name, by the name of their group.
+    who : str
+        The function that returned them.
+
+    Raises
+    ------
+    ConfigurationError
+        If they are anything else.
+    """
+    if not isinstance(groups, Mapping):
+        raise ConfigurationError(
+            f"{who} returned {_shown(groups)}, but the groups of a state are a dict of "
+            "dicts of tensors, such as {'velocity': {'weight': tensor}}"
+        )
+    for name, group in groups.items():
+        _check_tensors(group, f"{who} returned the group {name!r}")
+
+
+def _check_tensors(tensors: object, what: str) -> None:
+    """Raise :class:`ConfigurationError` unless these are tensors by name."""
+    if not isinstance(tensors, Mapping):
+        raise ConfigurationError(
+            f"{what} as {_shown(tensors)}, but it must be a dict of tensors: put a "
+            "number into one, such as {'value': torch.tensor(0.9)}"
+        )
+    for key, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise ConfigurationError(
+                f"{what} with {key!r} as {_shown(value)}, but it must be a tensor: use "
+                "torch.tensor(...)"
+            )
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.40} (of type {type(value).__name__})"
+
+
 @dataclass(frozen=True)
 class Step:
     """The result of a strategy's step.
@@ -181,6 +224,21 @@ class Step:
     details: Any = None
     summed: Upload[Any] | None = None
     quiet: bool = False
+
+
+def _checked(step: object, function: Callable[..., object]) -> Step:
+    """Return a step, or raise an error if a strategy's function returned none."""
+    who = getattr(function, "__qualname__", repr(function))
+    if not isinstance(step, Step) or not isinstance(step.state, ServerState):
+        wrong = _shown(step.state if isinstance(step, Step) else step)
+        place = "a Step of " if isinstance(step, Step) else ""
+        raise ConfigurationError(
+            f"{who} returned {place}{wrong}, but a step must return Step(ServerState("
+            "params, groups), metrics), without groups and metrics if there are none"
+        )
+    _check_tensors(step.state.params, f"{who} returned the params")
+    check_groups(step.state.groups, who)
+    return step
 
 
 class Total(Protocol):
@@ -272,7 +330,9 @@ class Exchange(Generic[P]):
         Skip, before they train, clients that train other parameters than most, or whose
         frozen parameters have other values.
     additive : Summation, optional
-        How a sum may replace the uploads. With None the step needs each single upload.
+        With ``Summation()``, the step may receive one upload: the mean of all, with
+        their total weight. Write it with `weighted_mean`, and it is right in both
+        cases. By default it receives each client's upload.
     kept : str
         The part of an upload that clients also keep on their disks. If the policy cuts
         it, the clients also keep only the share that the server used. They learn this
@@ -328,7 +388,7 @@ class Exchange(Generic[P]):
         own = self.additive
         if own is not None and own.total is not None and own.alone:
             uploads = [own.mean(own.total, uploads)]
-        return self.step(state, uploads)
+        return _checked(self.step(state, uploads), self.step)
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record with the caller's entries and the options."""

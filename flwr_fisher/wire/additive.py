@@ -55,7 +55,8 @@ class Additive(Payload):
     Parameters
     ----------
     parts : Mapping[str, Mapping[str, Tensor]]
-        Tensors, by the part's name and the parameter's name.
+        Tensors, by the part's name and the parameter's name. A part may have any name.
+        Its tensors have the parameters' shapes and dtypes.
 
     Examples
     --------
@@ -127,8 +128,8 @@ class Additive(Payload):
 
         The record of one client (`of_one`) needs no ``fisher-params``: the reader
         computes them from the client's Fisher and parameters, so that they fit
-        together. In the sum over several clients they cannot be computed, and are read
-        from the record.
+        together. In the sum over several clients they cannot be computed: they are read
+        from the record, and the server cannot check them.
         """
         return partial(cls.from_arrays, parts=parts, of_one=of_one)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.params import Params, double
-from flwr_fisher.rounds import fedexp_step, last_two_mean
-from flwr_fisher.rounds.updates import stepped_names, updates, with_averages
+from flwr_fisher.rounds import fedexp_step, last_two_mean, stepped_names
+from flwr_fisher.rounds.updates import updates, with_averages
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads, weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import Additive
