@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import LocalSGD, score
 from flwr_fisher.curvature import (
@@ -216,3 +217,13 @@ def test_what_was_taken_before_is_trained_as_ever(make):
             LocalSGD(epochs=2)(model, [(X, Y)], CPU, {})
     for name, value in one.state_dict().items():
         assert torch.equal(value, other.state_dict()[name])
+
+
+@pytest.mark.parametrize("examples", [None, 3])
+def test_a_loader_shuffles_afterwards_as_ever(examples):
+    own = torch.Generator().manual_seed(3)
+    loader = DataLoader(TensorDataset(X, Y), 2, shuffle=True, generator=own)
+    state = own.get_state()
+    for structure in ("kfac", "ekfac"):
+        fisher(nn.Linear(5, 3), loader, structure=structure, examples=examples)
+        assert torch.equal(own.get_state(), state)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flwr_fisher.client.disk import ClientDisk
+from flwr_fisher.curvature.batches import generators_of
 from flwr_fisher.errors import ClientError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import generator_states, set_generator_states
@@ -176,20 +177,3 @@ class KeptTraining:
             part.load_state_dict(states[name])
         for generator, state in pairs:
             generator.set_state(state)
-
-
-def generators_of(loader: object) -> list[torch.Generator]:
-    """Return a loader's own random generators, each once.
-
-    Examples
-    --------
-    >>> own = torch.Generator()
-    >>> loader = torch.utils.data.DataLoader([1, 2], shuffle=True, generator=own)
-    >>> generators_of(loader) == [own]
-    True
-    """
-    batches = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
-    owners = (loader, batches, *samplers)
-    own = [getattr(owner, "generator", None) for owner in owners]
-    return list(dict.fromkeys(g for g in own if isinstance(g, torch.Generator)))

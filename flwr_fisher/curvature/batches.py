@@ -196,6 +196,35 @@ def pairs_of(loader: Iterable[Any]) -> Pairs:
     return loader if isinstance(loader, Pairs) else Pairs(loader, *_defaults.get())
 
 
+@contextmanager
+def generators_kept(loader: Iterable[Any]) -> Iterator[None]:
+    """Restore the states of a loader's own generators after a ``with`` block."""
+    states = [(own, own.get_state()) for own in generators_of(loader)]
+    try:
+        yield
+    finally:
+        for own, state in states:
+            own.set_state(state)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return a loader's own random generators, each once.
+
+    Examples
+    --------
+    >>> own = torch.Generator()
+    >>> loader = torch.utils.data.DataLoader([1, 2], shuffle=True, generator=own)
+    >>> generators_of(loader) == [own]
+    True
+    """
+    loader = unwrapped(loader)
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
+    owners = (loader, batches, *samplers)
+    own = [getattr(owner, "generator", None) for owner in owners]
+    return list(dict.fromkeys(g for g in own if isinstance(g, torch.Generator)))
+
+
 def count_of(loader: Any) -> int | None:
     """Return how many examples a loader has, or None if that is not known in advance.
 

@@ -11,7 +11,13 @@ from typing import Any, TypedDict, Unpack, overload
 import torch
 from torch import nn
 
-from flwr_fisher.curvature.batches import at_most, batches_of, count_of, unwrapped
+from flwr_fisher.curvature.batches import (
+    at_most,
+    batches_of,
+    count_of,
+    generators_kept,
+    unwrapped,
+)
 from flwr_fisher.curvature.estimate.accumulation import Accumulation
 from flwr_fisher.curvature.estimate.expectation import (
     Expectation,
@@ -148,8 +154,8 @@ def fisher(
         is cheaper, and exact if the model is linear up to a mean over positions.
     seed : int, default 0
         The seed of all random numbers: labels, signs, grids, `examples`. The global
-        generators are left as they were, whatever the model and the loader draw from
-        them.
+        generators and the loader's own are left as they were, whatever the model and
+        the loader draw from them.
     examples : int, optional
         Take a random subset of at most this many examples; by default all. A K-FAC of a
         few hundred examples merges as well as one of ten thousand.
@@ -230,7 +236,7 @@ def fisher(
     if total_passes is not None:
         check_whole("total_passes", total_passes, 1)
         examples = over_labels.examples_within(total_passes, examples, loader)
-    with evaluating(model):
+    with generators_kept(loader), evaluating(model):
         if examples is not None:
             # Where all fit, the same data are read in the same order, whatever the
             # seed.
