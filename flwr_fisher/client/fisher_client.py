@@ -1,4 +1,7 @@
-"""``FisherClient``, the adapter from Flower's messages to a client's jobs."""
+"""``FisherClient``, the adapter from Flower's messages to a client's jobs.
+
+Long: half of it is the documentation of what a client takes.
+"""
 
 import time
 from collections.abc import Callable, Sequence

@@ -6,13 +6,13 @@ Long: a third of it is the interface that a strategy must have.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_fisher.callbacks import Callback
-from flwr_fisher.errors import RoundError, listed
+from flwr_fisher.errors import ConfigurationError, RoundError, listed
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.door import EvaluationDoor, abstains
@@ -136,7 +136,7 @@ class Driver:
         """
         run, strategy = self.run, self.strategy
         if evaluate_fn and run.server_round == 0:
-            run.evaluated(0, evaluate_fn(0, run.arrays()))
+            self._evaluate_here(0, evaluate_fn)
             run.finish(0)
         if run.id is not None:
             named = named_options({"run": run.id})
@@ -157,9 +157,19 @@ class Driver:
                 run.skip_round(server_round, before, error)
             self.evaluate(strategy.evaluation_config(server_round, evaluate_config))
             if evaluate_fn:
-                run.evaluated(server_round, evaluate_fn(server_round, run.arrays()))
+                self._evaluate_here(server_round, evaluate_fn)
             run.finish(server_round, self.cohort.absences())
             ended = run.run_callbacks(callbacks)
+
+    def _evaluate_here(self, server_round: int, evaluate_fn: EvaluateFn) -> None:
+        """Evaluate on the server, and note the metrics."""
+        metrics: object = evaluate_fn(server_round, self.run.arrays())
+        if not isinstance(metrics, MetricRecord | dict | None):
+            raise ConfigurationError(
+                "evaluate_fn must return a MetricRecord or None, got "
+                f"{metrics!r:.80}: return MetricRecord({{'accuracy': ...}})"
+            )
+        self.run.evaluated(server_round, cast(MetricRecord | None, metrics))
 
     def do_exchanges(self, config: ConfigRecord) -> None:
         """Do the current round's exchanges, and take each one's step.

@@ -217,18 +217,7 @@ class Run:
             self._result.evaluate_metrics_clientapp[server_round] = metrics
 
     def evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:
-        """Note the metrics of the server's evaluation.
-
-        Raises
-        ------
-        ConfigurationError
-            If they are no metrics.
-        """
-        if not isinstance(metrics, Mapping | None):
-            raise ConfigurationError(
-                "evaluate_fn must return a MetricRecord or None, got "
-                f"{metrics!r:.80}: return MetricRecord({{'accuracy': ...}})"
-            )
+        """Note the metrics of the server's evaluation."""
         logger.info("Global evaluation\n\t└──> MetricRecord: %s", shown(metrics))
         if metrics is not None:
             self._result.evaluate_metrics_serverapp[server_round] = metrics
