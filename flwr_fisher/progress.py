@@ -24,12 +24,13 @@ class Progress:
         The work's name.
     total : int, optional
         The total amount of work, if it is known.
-    unit : str, default "examples"
-        What is counted.
+    unit : str | None, default "examples"
+        What is counted; with None nothing, because the block only names the work of
+        inner ones.
     """
 
     def __init__(
-        self, what: str, total: int | None = None, unit: str = "examples"
+        self, what: str, total: int | None = None, unit: str | None = "examples"
     ) -> None:
         outer = _watched.get()
         self.what: str = what if outer is None else f"{outer.what}: {what}"
@@ -54,7 +55,7 @@ class Progress:
     def advance(self, count: int = 1) -> None:
         """Count `count` more as done; log the progress when a line is due."""
         self.done += count
-        if self.due:
+        if self.unit is not None and self.due:
             self.tell(f"{self._done()}, {self.seconds:.0f} s so far")
 
     def _done(self) -> str:
@@ -69,7 +70,7 @@ _watched: ContextVar[Progress | None] = ContextVar("watched", default=None)
 
 @contextmanager
 def watching(
-    what: str, total: int | None = None, unit: str = "examples"
+    what: str, total: int | None = None, unit: str | None = "examples"
 ) -> Iterator[Progress]:
     """Count this work by :func:`advance`, as long as the block lasts.
 
@@ -80,10 +81,10 @@ def watching(
 
     Examples
     --------
-    >>> with watching("partition-3"), watching("curvature", 1000) as progress:
-    ...     advance(400)
+    >>> with watching("partition-3", unit=None), watching("curvature", 10) as progress:
+    ...     advance(4)
     >>> progress.what, progress.done
-    ('partition-3: curvature', 400)
+    ('partition-3: curvature', 4)
     """
     progress = Progress(what, total, unit)
     token = _watched.set(progress)

@@ -528,9 +528,9 @@ class CurvatureStrategy(FedAvg):
         raise ConfigurationError(
             f"{name} is a strategy of Flower's Message API, but ServerApp(server_fn="
             f"...) runs older ones. Use as_legacy({name}, model=...) and "
-            "server_app(server_fn) of flwr_fisher.legacy "
-            "(docs/moving-from-numpyclient.md), or start it in an @app.main() "
-            "(docs/moving-from-fedavg.md)"
+            "server_app(server_fn) of flwr_fisher.legacy, or start "
+            'it in an @app.main(). The documentation\'s "Change a NumPyClient app" and '
+            '"Change a FedAvg app" show how'
         )
 
     def _initial_groups(self) -> Groups:

@@ -265,7 +265,10 @@ def sent(**changes):
     [
         (sent(**{"0_weight": torch.ones(3, 4)}), ["'0.weight'", "(3, 4)", "(4, 3)"]),
         (sent(**{"3_bias": torch.ones(1)}), ["'3.bias'", "(1,)", "(3,)"]),
-        (sent(**{"7_weight": torch.ones(2)}), ["'7.weight'", "no such entry"]),
+        (
+            sent(**{"7_weight": torch.ones(2)}),
+            ["'7.weight'", "no such entry", "another app"],
+        ),
         (sent(**{"0_weight": None, "3_bias": None}), ["'0.weight', '3.bias'"]),
         (ArrayRecord(), ["0.weight", "shared_state"]),
     ],

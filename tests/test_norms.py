@@ -413,6 +413,9 @@ def test_a_round_ends_with_the_statistics_of_its_model(name, caplog):
     assert_refresh_of(averaged, refreshed)
     assert sorted(requests(app)) == [0, 1, 2]
     assert "norm statistics: asking 3 clients for the new model's" in caplog.text
+    *_, after = caplog.text.split("norm statistics: asking 3 clients")
+    assert "norm statistics: 3 of 3 replies" in after
+    assert "_train: " not in after  # nobody trains
     assert type(refreshed.details) is type(averaged.details)
     clients = [[u.client for u in r.uploads] for r in (averaged, refreshed)]
     assert clients[0] == clients[1]
@@ -587,7 +590,7 @@ def test_where_nobody_is_left_the_mean_stays_and_a_warning_says_so(clock, caplog
     gone, kept = warned(caplog)
     assert gone.endswith("disconnected: partition-0, partition-1, partition-2")
     assert "1 batch norms keep the mean" in kept
-    assert "docs/pretrained.md" in kept
+    assert "Networks with batch norm" in kept
 
 
 def test_a_window_that_is_opened_again_is_the_trainings(clock, tmp_path):

@@ -67,6 +67,19 @@ def test_work_within_work_is_named_after_both(clock, lines):
     assert len(lines()) == 1
 
 
+def test_a_block_that_only_names_its_work_logs_nothing_itself(clock, lines):
+    with watching("partition-3", unit=None):
+        clock.now += 3 * EVERY
+        advance(16)
+        assert lines() == []
+        with watching("curvature", total=551):
+            clock.now += EVERY
+            advance(16)
+    assert lines() == [
+        f"partition-3: curvature, 3 % of 551 examples, {EVERY:.0f} s so far"
+    ]
+
+
 def test_work_is_forgotten_when_it_fails(clock):
     with pytest.raises(ValueError, match="broken"), watching("one"):
         raise ValueError("broken")
@@ -107,5 +120,11 @@ def test_a_clients_lines_say_whose_they_are(monkeypatch, clock, lines):
         LocalGrid(tiny_app(), 2), ArrayRecord(tiny_model().state_dict())
     )
     text = "\n".join(lines())
-    for work in ("training, epoch 1 of 1", "curvature, ", "scoring, "):
+    assert not any(line.startswith("partition-1, ") for line in lines())
+    for work in (
+        "training, epoch 1 of 1",
+        "curvature, ",
+        "scoring, ",
+        "norm statistics, ",
+    ):
         assert f"partition-1: {work}" in text

@@ -164,7 +164,9 @@ def test_a_rejected_reply_is_not_kept(tmp_path):
 
 
 @pytest.mark.parametrize("num_rounds", [ROUNDS, 0])
-def test_when_all_is_done_the_result_is_returned(tmp_path, uninterrupted, num_rounds):
+def test_when_all_is_done_the_result_is_returned(
+    tmp_path, uninterrupted, num_rounds, caplog
+):
     """More rounds may be added; then the last two, and the last uploads, are there."""
     start(where=tmp_path, num_rounds=1)
     with safe_open(tmp_path / "round-0001.safetensors", "pt") as file:
@@ -184,7 +186,10 @@ def test_when_all_is_done_the_result_is_returned(tmp_path, uninterrupted, num_ro
         raise AssertionError(f"round {server_round} was evaluated again")
 
     own = {"num_rounds": num_rounds, "evaluate_fn": never}
+    caplog.set_level("INFO", logger="flwr")
+    assert "reopen=True" not in caplog.text
     result = start(again, tmp_path, resume=True, **own)
+    assert "add reopen=True" in caplog.text.replace("\n", " ")
     assert_same_result(result, uninterrupted)
     assert not again.trained
     assert not again.evaluated

@@ -162,7 +162,7 @@ def test_nobody_who_answers_is_named(clock, caplog):
     caplog.set_level("INFO", logger="flwr")
     dumb = Behaviour(answers=inf)
     grid = ClockedGrid(quick_app(), dict.fromkeys(range(2), dumb), clock, 2)
-    with pytest.raises(RoundError, match=r"did not answer within 90 s: check that"):
+    with pytest.raises(RoundError, match=r"within 90 s: .* raise start's timeout"):
         start(grid, timeout=90)
     assert 90 < clock.now < 100
     waits = r"2 connected \(minimum required: 2\), no answer yet from node-\d+, node-"

@@ -187,7 +187,7 @@ class FisherClient:
         if request.options.keys() & {"structure", "job"}:  # this library's server
             self.problem.check_dtypes(request.params)
         outbox = Outbox.of(self.problem, request)
-        with outbox.locked(_time_left(message)), watching(name_of(context)):
+        with outbox.locked(_time_left(message)), watching(name_of(context), unit=None):
             if (reply := outbox.reply()) is None:
                 problem = replace(self.problem, checkpoint=outbox.training())
                 reply = _run_jobs(jobs, problem, request)
@@ -214,7 +214,7 @@ class FisherClient:
         """
         request = self._read(message, context)
         job = get_job(str(request.options.get("job", "evaluate")), "evaluate")
-        with seeded(request.seed), watching(name_of(context)):
+        with seeded(request.seed), watching(name_of(context), unit=None):
             reply = job(self.problem, request)
         return _message(message, MetricRecord({**reply.metrics}))
 

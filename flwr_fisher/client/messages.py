@@ -90,7 +90,8 @@ class ClientApp(FlowerApp):
                 "strategy), but this ClientApp is flwr-fisher's: start a strategy of "
                 "flwr_fisher.strategies or flwr.serverapp.strategy, or wrap it in "
                 "as_legacy(...) of flwr_fisher.legacy, with its "
-                "server_app(server_fn) (docs/moving-from-numpyclient.md)"
+                "server_app(server_fn), as the documentation's \"Change a "
+                'NumPyClient app" shows'
             )
         if message.metadata.message_type == MessageType.QUERY and not self._has_query:
             return identify(message, context)

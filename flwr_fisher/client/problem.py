@@ -453,7 +453,11 @@ class LocalProblem:
         for name, tensor in params.items():
             if name not in own or own[name].shape != tensor.shape:
                 has = tuple(own[name].shape) if name in own else "no such entry"
-                way_out = "build the same model on both sides"
+                way_out = (
+                    "build the same model on both sides. If another app ran on this "
+                    "SuperLink before, stop the SuperLink: a client may have imported "
+                    "that app's module of the same name"
+                )
                 for wrapper in _WRAPPERS:
                     if f"{wrapper}{name}" in own:
                         has = f"it as {wrapper + name!r}"

@@ -154,7 +154,7 @@ def as_legacy(
     if evaluate_fn is not None and issubclass(strategy, TCT):
         raise ConfigurationError(
             "evaluate_fn gets only a network's arrays, but TCT's model has more: use "
-            "strategy.start(..., evaluate_fn=...) (docs/moving-from-fedavg.md)"
+            "strategy.start(..., evaluate_fn=...)"
         )
     aggregate = {
         "train_metrics_aggr_fn": fit_metrics_aggregation_fn,

@@ -19,6 +19,7 @@ from flwr_fisher.merge.batch_norms import (
     with_shifts,
     zero_shifts,
 )
+from flwr_fisher.progress import watching
 
 TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one example
 
@@ -170,7 +171,8 @@ def _totals(
     """
     totals = {norm: _Total(norm) for norm in norms}
     device, batches, count = next(iter(totals.values())).mean.device, 0, 0
-    with norms_training(model, totals), torch.no_grad(), _watched(totals):
+    work = watching("norm statistics")
+    with work, norms_training(model, totals), torch.no_grad(), _watched(totals):
         for batch in batches_of(loader, model, device):
             batches += 1
             try:

@@ -252,8 +252,8 @@ class Cohort(NodeNames):
         silent = [node for node in connected if node not in self.answered]
         return (
             f"of {len(connected)} connected nodes, {self._listed(silent)} did not "
-            f"answer within {waited:.0f} s: check that their ClientApp starts, or "
-            "lower min_train_nodes"
+            f"answer within {waited:.0f} s: check that their ClientApp starts, raise "
+            "start's timeout, or lower min_train_nodes"
         )
 
     # --- trained and frozen parameters

@@ -34,7 +34,9 @@ _ENTRIES, _NUMBERS, _NAME = 1000, 100_000, 200  # limits of a reply's metrics
 _REASON, _LONG_REASON, _LINES = 500, 800, 20
 _SLIGHT = 0.5  # a smaller cut is not logged
 _HEAVIEST = 1e15  # examples: above it, a weight is not plausible
-TRAIN, EVALUATE = "aggregate_train", "aggregate_evaluate"  # the beginning of a log line
+# the beginnings of a log line
+TRAIN, EVALUATE = "aggregate_train", "aggregate_evaluate"
+NORMS = "norm statistics"
 
 
 # --- bounds

@@ -142,6 +142,11 @@ class Driver:
             named = named_options({"run": run.id})
             train_config = ConfigRecord({**train_config, **named})
         ended = bool(run.server_round) and run.run_callbacks(callbacks)
+        if run.server_round and run.server_round >= num_rounds:
+            logger.info(
+                "All rounds are finished. The result has the model, but no uploads and "
+                "no details: add reopen=True to merge the last round's uploads again"
+            )
         for server_round in range(run.server_round + 1, num_rounds + 1):
             if ended:
                 break
@@ -279,7 +284,8 @@ class Driver:
             logger.warning(
                 "norm statistics: %d batch norms keep the mean of the clients' "
                 "statistics, which belong to other weights than the new model's, so "
-                "the model may be far worse (docs/pretrained.md). The reason: %s",
+                "the model may be far worse; the documentation's \"Networks with batch "
+                'norm" says more. The reason: %s',
                 len(prefixes),
                 error,
             )

@@ -30,12 +30,12 @@ _FOREIGN = {
     "Invalid message type: query": (
         "its ClientApp is that of a NumPyClient, or of another client_fn: use "
         "app = flwr_fisher.legacy.client_app(client_fn, model=..., trainloader=...), "
-        "as in docs/moving-from-numpyclient.md"
+        'as the documentation\'s "Change a NumPyClient app" shows'
     ),
     "No query function registered": (
         "its ClientApp is not flwr-fisher's: add app.query()(identify) and "
-        "fisher_arrays of flwr_fisher.client to it, or use FisherClient, as in "
-        "docs/moving-from-fedavg.md"
+        "fisher_arrays of flwr_fisher.client to it, or use FisherClient, as "
+        'the documentation\'s "Change a FedAvg app" shows'
     ),
 }
 _PLAIN = _FOREIGN["No query function registered"]

@@ -32,7 +32,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.cohort import Cohort, Sample
-from flwr_fisher.server.door import TRAIN, Door
+from flwr_fisher.server.door import NORMS, TRAIN, Door
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.journal import ExchangeJournal, ExchangeRecord
 from flwr_fisher.server.mailbox import NodeReply, Receive, collect
@@ -206,6 +206,8 @@ class ExchangeRun(Generic[P]):
             own = named_options({"tell-frozen": True})
             self.config = ConfigRecord({**self.config, **own})
         self.door = door_of(strategy, exchange, state, weighted_by)
+        if optional:
+            self.door.stage = NORMS  # nobody trains
         self._sampled: set[str] | None = None  # names, or None for all that connect
         self._asked: dict[int, _Asked] = {}
         self._due: set[int] = set()  # nodes without a reply
@@ -244,7 +246,9 @@ class ExchangeRun(Generic[P]):
                 ready = cohort.ready(self.grid, minimum, minimum, self.timeout)
             nodes = [node for node in ready if cohort.identity(node).number in numbers]
             part = self.exchange.log_name and f"{self.exchange.log_name}: "
-            logger.info("configure_train: %sasking %s nodes", part, len(nodes))
+            begin = NORMS if self.optional else "configure_train"
+            if part or not self.optional:  # else the driver has logged it
+                logger.info("%s: %sasking %s nodes", begin, part, len(nodes))
             return Sample(nodes, len(nodes))
         sample = cohort.sample(
             self.grid,

@@ -145,7 +145,7 @@ def of_products(trained: Iterable[str]) -> str:
     return (
         f"Clients train both factors of adapters, {some(both)} and its lora_B. The "
         "merge of each factor is not the merge of their product. Freeze each lora_A, "
-        "the same on every client, and double the rank (docs/lora.md)"
+        "the same on every client, and double the rank"
     )
 
 

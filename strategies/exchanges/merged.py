@@ -29,7 +29,7 @@ def step_of(merged: MergeResult) -> Step:
         solver or "sums",
         merged.iterations,
         merged.residuals[-1],
-        "; so few are by design (docs/fedfisher.md)" if solver == "pcg" else "",
+        "; so few are by design" if solver == "pcg" else "",
     )
     if merged.unsolved:
         logger.warning(
