@@ -19,6 +19,8 @@ curvlinops cannot take is left empty, with its reason below.
 Errors are those of the product with a random vector, over all classes, relative to
 float64. Peak memory is the most that is allocated at once on one batch, in that of a
 pass.
+
+Long: the networks, both libraries' measurements and the page stand in one script.
 """
 
 import argparse
