@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import ACCELERATOR
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -401,6 +402,25 @@ def test_a_custom_train_fn_gets_model_loader_device_and_config():
     assert seen["config"] == {"lr": 0.3, "note": "hello"}
     assert metrics_of(reply)["mine"] == 1.5
     assert torch.equal(tensors_of(reply)["3.bias"], torch.full((3,), 7.0))
+
+
+def test_the_device_is_the_one_asked_for():
+    client = tiny_client(device="cpu")
+    assert client.problem.device == CPU
+    assert {p.device for p in client.problem.model.parameters()} == {CPU}
+    default = FisherClient(tiny_model(), DataLoader(tiny_data(0))).problem.device.type
+    assert default == (ACCELERATOR or "cpu")
+
+
+@pytest.mark.skipif(not ACCELERATOR, reason="needs an accelerator")
+def test_a_gpu_client_answers_as_a_cpu_client_does():
+    like = arrays_to_tensors(tiny_arrays())
+    replies = [ask(tiny_client(device=d), config=KFAC) for d in ("cpu", ACCELERATOR)]
+    cpu, gpu = (FisherUpload.from_arrays(*records(r), like) for r in replies)
+    for key, value in cpu.params.items():
+        torch.testing.assert_close(gpu.params[key], value, rtol=1e-4, atol=1e-5)
+    dense = [upload.curvature.to_dense() for upload in (gpu, cpu)]
+    torch.testing.assert_close(*dense, rtol=1e-3, atol=1e-5)
 
 
 def slow_sgd(epochs=1, lr=0.01, momentum=0.9, decay=0.0, mu=0.0, smoothing=0.0):

@@ -357,7 +357,7 @@ def test_what_has_no_second_moment_takes_plain_steps():
             None,
             {"lr": 1e38},
             ClientError,
-            "model diverges: lower lr",
+            "left NaN or infinity in .0.weight",
         ),
         (
             lambda: nets.mlp(nets.SquaredWeight(3, 3))[:1],

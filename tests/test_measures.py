@@ -313,7 +313,6 @@ def by_hand(arrays, partition, config):
     optimizer = torch.optim.SGD(model.parameters(), config.get("lr", 0.1), 0.9)
     model.train()
     with seeded(derive_seed(seed, int(config.get("server-round", 0)), partition)):
-        torch.empty((), dtype=torch.int64).random_()  # zero-shot's, as below
         for _ in range(config["personalise-epochs"]):
             torch.empty((), dtype=torch.int64).random_()  # a DataLoader's base seed
             for batch in torch.randperm(count).split(4):

@@ -103,11 +103,12 @@ def test_a_client_cannot_move_its_distance_by_its_own_curvature(make):
 
 
 def test_buffers_are_measured_too():
+    means = [randn(i, 4).double() for i in range(5)]
+    means[2] *= 1e6
     clients = [
-        replace(client, params={**client.params, "mean": randn(i, 4).double()})
-        for i, client in enumerate(posteriors(KINDS["diagonal"], 5))
+        replace(client, params={**client.params, "mean": mean})
+        for client, mean in zip(posteriors(KINDS["diagonal"], 5), means, strict=True)
     ]
-    clients[2].params["mean"].mul_(1e6)
     screened = without_outliers(clients, 3.0)
     assert screened.indices == [0, 1, 3, 4]
     assert list(screened.outliers()) == [2]

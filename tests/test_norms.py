@@ -415,7 +415,7 @@ def test_a_round_ends_with_the_statistics_of_its_model(name, caplog):
     assert "norm statistics: asking 3 clients for the new model's" in caplog.text
     *_, after = caplog.text.split("norm statistics: asking 3 clients")
     assert "norm statistics: 3 of 3 replies" in after
-    assert "_train: " not in after  # nobody trains
+    assert "_train: " not in after.split("[ROUND")[0]  # nobody trains
     assert type(refreshed.details) is type(averaged.details)
     clients = [[u.client for u in r.uploads] for r in (averaged, refreshed)]
     assert clients[0] == clients[1]
