@@ -24,6 +24,7 @@ Long: the networks, both libraries' measurements and the page stand in one scrip
 """
 
 import argparse
+import copy
 import platform
 import time
 from collections.abc import Callable
@@ -182,7 +183,8 @@ def theirs(model: nn.Module, batches: Batches, kind: str) -> Any:
 def refusal(model: nn.Module, batches: Batches) -> str | None:
     """Return why curvlinops cannot take a network; None if it can."""
     try:
-        theirs(model, batches[:1], "mc")
+        # A copy: where curvlinops fails, its hooks stay on the model.
+        theirs(copy.deepcopy(model), batches[:1], "mc")
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return str(error).splitlines()[0]
     return None
