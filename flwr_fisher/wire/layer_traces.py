@@ -4,13 +4,12 @@ Partial traces have a Fisher's keys (``curvature/kfac/<weight>/A``, …), and ca
 up (:func:`~flwr_fisher.merge.partial_traces`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
-from flwr_fisher.merge.sums_solver import own_step
 from flwr_fisher.params import Params, norm
 from flwr_fisher.wire.additive import PRODUCT, Additive, take_parts
 from flwr_fisher.wire.arrays import arrays_to_tensors
@@ -23,6 +22,8 @@ from flwr_fisher.wire.layout import (
 )
 
 _LED = f"step of the {PRODUCT}"
+# From a client's traces and product, the step to which they lead by themselves.
+OwnStep = Callable[[Curvature, Params], Params]
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class LayerTraces(Additive):
         The parts of both, by name; :meth:`of` makes them.
     traces : Curvature
         The partial traces as a curvature, from the part ``curvature``.
-    anchor : float, optional
-        The merge's `anchor`. Pass it if a policy limits how far the product may lead.
+    own_step : Callable[[Curvature, Params], Params], optional
+        The merge's step by this client's traces and product alone. Pass it if a policy
+        limits how far the product may lead.
     """
 
     traces: Curvature
-    anchor: float | None = None
+    own_step: OwnStep | None = None
 
     @classmethod
     def of(cls, product: Params, traces: Curvature) -> "LayerTraces":
@@ -51,10 +53,9 @@ class LayerTraces(Additive):
 
     def step_norms(self, like: Params) -> dict[str, float]:
         """Return the length of the step to which the product would lead by itself."""
-        if self.anchor is None:
+        if self.own_step is None:
             return {}
-        step = own_step(self.traces, self.part(PRODUCT), self.anchor)
-        return {_LED: float(norm(step))}
+        return {_LED: float(norm(self.own_step(self.traces, self.part(PRODUCT))))}
 
     def curvature_norms(self) -> dict[str, float]:
         """Return each layer's trace, and the product's norm."""
@@ -71,11 +72,11 @@ class LayerTraces(Additive):
         blocks = self.traces.blocks()
         lighter = [_lighter(b, factors.get(trace_name(b), 1.0)) for b in blocks]
         scaled = self.of(product, BlockDiagonal(lighter))
-        return replace(scaled, anchor=self.anchor)
+        return replace(scaled, own_step=self.own_step)
 
     @classmethod
     def read(
-        cls, record: ArrayRecord, like: Params, *, anchor: float | None = None
+        cls, record: ArrayRecord, like: Params, *, own_step: OwnStep | None = None
     ) -> "LayerTraces":
         """Read and check a record, none of which is trusted.
 
@@ -85,7 +86,7 @@ class LayerTraces(Additive):
             The received record.
         like : Mapping[str, Tensor]
             The parameters that were sent out.
-        anchor : float, optional
+        own_step : Callable[[Curvature, Params], Params], optional
             As for the class.
 
         Raises
@@ -100,7 +101,7 @@ class LayerTraces(Additive):
         product = take_parts(tensors, like, [PRODUCT])[PRODUCT]
         traces = tensors_to_curvature(own, like)
         check_same_keys(product.keys(), traces.shapes.keys(), f"{PRODUCT}/")
-        return replace(cls.of(product, traces), anchor=anchor)
+        return replace(cls.of(product, traces), own_step=own_step)
 
 
 def _lighter(block: Curvature, factor: float) -> Curvature:

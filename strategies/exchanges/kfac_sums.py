@@ -16,7 +16,7 @@ from torch import Tensor
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import WireError
 from flwr_fisher.merge import MergeSettings
-from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
+from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged, own_step
 from flwr_fisher.params import Params, check_finite, double, rounded
 from flwr_fisher.randomness import new_run_number
 from flwr_fisher.server.exchange import (
@@ -83,10 +83,10 @@ class KfacSums:
             additive=self._mean(),
         )
         # Only a policy needs to know how far each client's product leads.
-        anchor = self.merge.anchor if self.keep_all else None
+        alone = partial(own_step, anchor=self.merge.anchor) if self.keep_all else None
         traces = Exchange(
             {"job": "kfac-traces"},
-            partial(LayerTraces.read, anchor=anchor),
+            partial(LayerTraces.read, own_step=alone),
             self._begin,
             send=_run,
             clients=_present,
