@@ -46,6 +46,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, select, trainable, trainable_names
 from flwr_fisher.progress import watching
 
+_FUNCTIONS = "train_fn", "evaluate_fn", "loss_fn", "batch_fn", "output_fn"
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DataParallel and of torch.compile
 # Modules of iterators that cannot be read again.
 _READ_ONCE = ("builtins", "itertools", "torch.utils.data.dataloader")
@@ -134,8 +135,7 @@ class LocalProblem:
                 f"{self.model!r:.80}"
             )
         trainable(self.model)  # which refuses lazy layers
-        check_functions(self, ("train_fn", "evaluate_fn", "loss_fn"))
-        check_functions(self, ("batch_fn", "output_fn"))
+        check_functions(self, _FUNCTIONS)
         for name in ("trainloader", "valloader"):
             loader = getattr(self, name)
             if loader is None and name == "trainloader":

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.sums import widened
+from flwr_fisher.curvature.sums import within
 from flwr_fisher.errors import ConfigurationError, StructureError
 from flwr_fisher.params import trainable
 from flwr_fisher.randomness import generator_states, set_generator_states
@@ -305,8 +305,7 @@ def _near(found: Tensor, wanted: Tensor) -> bool:
     if found.shape != wanted.shape:
         return False
     tolerance = max(_LEAST, 16 * torch.finfo(wanted.dtype).eps)
-    a, b = widened(found), widened(wanted)
-    near = torch.dist(a, b).le(tolerance * torch.linalg.vector_norm(b))
+    near = within(tolerance, found, wanted)
     return bool(near | ~wanted.isfinite().all())
 
 

@@ -13,6 +13,12 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def within(tolerance: float, computed: Tensor, expected: Tensor) -> Tensor:
+    """Return, as a tensor, whether two differ by this share of the expected norm."""
+    a, b = widened(computed), widened(expected)
+    return torch.dist(a, b).le(tolerance * torch.linalg.vector_norm(b))
+
+
 class Sums:
     """Sums of tensors that have the shapes of parameters.
 

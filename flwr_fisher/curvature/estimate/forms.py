@@ -32,7 +32,7 @@ from flwr_fisher.curvature.models import (
     check_outputs_are_of_examples,
     outputs_with,
 )
-from flwr_fisher.curvature.sums import widened
+from flwr_fisher.curvature.sums import within
 from flwr_fisher.devices import CPU
 from flwr_fisher.params import trainable_names
 
@@ -163,8 +163,7 @@ def _may_spread(
 def agree(computed: Tensor, expected: Tensor, dtype: torch.dtype) -> Tensor:
     """Return, as a tensor, whether two tensors are equal up to rounding in a dtype."""
     tolerance = max(_TOLERANCE, 4 * torch.finfo(dtype).eps)
-    a, b = widened(computed), widened(expected)
-    return torch.dist(a, b).le(tolerance * torch.linalg.vector_norm(b))
+    return within(tolerance, computed, expected)
 
 
 _AXES = 3  # at most, that a parameter is stretched along: positions, or an image's
