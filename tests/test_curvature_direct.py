@@ -9,7 +9,7 @@ from nets import IMAGES, SERIES, TOKENS, VECTORS, freeze, with_statistics
 from oracles import check_exact, diagonal_fisher, headed, randn, relative, seeded
 from torch import nn
 
-from flwr_fisher.curvature import fisher, fisher_plan
+from flwr_fisher.curvature import fisher, fisher_plan, gradient
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.forms import FormTrial, shared_parameters
 
@@ -206,7 +206,6 @@ COPIES = (Flipped, Ignored, Summation, FirstCopy)
         (Places, TOKENS),
         (lambda: nn.Sequential(Doubled(3), nn.Tanh(), nn.Linear(3, 3)), VECTORS),
         (Reused, TOKENS),
-        (lambda: Lookup(scale_grad_by_freq=True), TOKENS),
         *((on(VECTORS, partial(layer, 3)), VECTORS) for layer in COPIES),
     ],
 )
@@ -218,9 +217,18 @@ def test_what_is_no_plain_call_has_its_jacobian(make, inputs):
         )
     got = fisher(model, [inputs], structure="diagonal", tolerance=0).diagonal()
     for key, want in diagonal_fisher(model, inputs).items():
-        if key == "rows.weight" and getattr(model.rows, "scale_grad_by_freq", False):
-            continue  # its autograd is no gradient
         assert relative(got[key], want) < 1e-5, key
+
+
+def test_no_gradient_is_scaled_by_frequency():
+    x, y = TOKENS, torch.arange(len(TOKENS)) % 3
+    found = []
+    for scaled in (False, True):
+        model = seeded(lambda on=scaled: Lookup(scale_grad_by_freq=on))
+        found.append(fisher(model, [x], structure="diagonal").diagonal())
+        found[-1] |= {f"g {k}": v for k, v in gradient(model, [(x, y)])[0].items()}
+        assert model.rows.scale_grad_by_freq == scaled
+    torch.testing.assert_close(*found)
 
 
 class Conv1D(nn.Module):

@@ -444,18 +444,18 @@ class FailsAt(nn.Module):
 
 @pytest.mark.parametrize("error", FAILURES)
 def test_only_a_refusal_makes_forward_mode_give_way(error):
-    model = FailsAt(1, error)
+    model = FailsAt(3, error)  # after two that show whether examples are independent
     with pytest.raises(type(error)) as caught:
         gradient_and_hvp(model, [(IMAGES, labels_for(IMAGES))])
     assert caught.value is error
-    assert model.calls == 1
+    assert model.calls == 3
     for refusal in (
         NotImplementedError("Could not run 'aten::own' with the 'ZeroTensor' backend"),
         RuntimeError("Trying to use forward AD with own that does not support it"),
     ):
-        model = FailsAt(1, refusal)
+        model = FailsAt(3, refusal)
         assert hvp(model, [(IMAGES, labels_for(IMAGES))], 0)["scale"].shape == (3,)
-        assert model.calls == 2
+        assert model.calls == 4
 
 
 class Cell(nn.Module):
@@ -546,7 +546,7 @@ def test_max_batch_size_bounds_what_the_model_sees():
     model = nn.Linear(3, 3)
     model.register_forward_hook(lambda m, args, out: sizes.append(len(args[0])))
     gradient(model, [(VECTORS, labels_for(VECTORS))], max_batch_size=2)
-    assert sizes == [2, 2, 1]
+    assert sizes == [2, 1, 2, 2, 1]  # two show whether examples are independent
 
 
 def test_a_zero_vector_has_a_zero_product():
@@ -575,6 +575,13 @@ OF_THE_BATCH = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
 DETACHED = {"loss_fn": lambda o, y: o.detach().mean()}
 NUMBER = {"loss_fn": lambda o, y: 1.0}
 FROZEN = freeze(nn.Linear(3, 3), "weight", "bias")
+
+
+class Centred(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
 MISTAKES = {
     "no batch": (LINEAR, [], {}, DataError, "no examples"),
     "no example": (LINEAR, [(VECTORS[:0], BATCH[1][:0])], {}, DataError, "no examples"),
@@ -588,6 +595,7 @@ MISTAKES = {
     "a number": (LINEAR, [BATCH], NUMBER, ConfigurationError, "loss_fn .*float"),
     "device": (LINEAR, [BATCH], {"device": "meta"}, ConfigurationError, "device=meta"),
     "frozen": (FROZEN, [BATCH], {}, ConfigurationError, "no trainable parameter"),
+    "centred": (Centred(3, 3), [BATCH], {}, StructureError, "other examples"),
     "statistics": (mlp(OF_THE_BATCH), [BATCH], {}, StructureError, "layer '0'"),
     "no gradient": (LINEAR, [BATCH], DETACHED, StructureError, "no trainable"),
 }

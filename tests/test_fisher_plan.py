@@ -47,10 +47,11 @@ def test_it_tells_every_parameters_form():
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "ekfac", "block", "dense"])
-def test_it_is_what_the_fisher_then_is(structure):
-    model = seeded(Mixed)
-    plan = fisher_plan(model, SERIES, structure=structure)
-    F = fisher(model, [SERIES], structure=structure)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_what_the_fisher_then_is(structure, dtype):
+    model, x = seeded(Mixed).to(dtype), SERIES.to(dtype)
+    plan = fisher_plan(model, x, structure=structure)
+    F = fisher(model, [x], structure=structure)
     assert sum(e.nbytes for e in plan.layers) == sum(t.nbytes for t in F.tensors())
     assert {n for e in plan.layers for n in e.parameters} == F.shapes.keys()
 

@@ -12,6 +12,7 @@ from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.losses import Loss, MeanLoss
 from flwr_fisher.curvature.models import (
     check_examples_are_independent,
+    check_examples_do_not_mix,
     device_of,
     evaluating,
 )
@@ -25,6 +26,8 @@ from flwr_fisher.params import Params, trainable
 # Of one batch: its mean loss, then one derivative of that, or several, each with a
 # tensor for each parameter, or None where it is zero.
 Derivatives = tuple[Tensor, *tuple[Sequence[Tensor | None], ...]]
+
+_FEW = 3  # examples that show whether examples are independent
 
 
 def gradient(
@@ -77,8 +80,8 @@ def gradient(
         If the loader yields no examples, something else than batches, or no labels.
     StructureError
         If `loss_fn` is not a mean over labels, an example's loss depends on the other
-        examples of its batch (a batch norm without running statistics), or the loss
-        depends on no trainable parameter.
+        examples of its batch (by a batch norm without running statistics, or by
+        ``x.mean(0)``), or the loss depends on no trainable parameter.
 
     Examples
     --------
@@ -156,6 +159,8 @@ def mean_derivatives(
         for batch in _parts(batches, max_batch_size):
             if not (labels := batch.num_labels):
                 continue
+            if not count:
+                _check_first(model, batch.inputs[:_FEW])
             loss, *means = derivatives(batch.inputs, batch.labels)
             sums = sums or [Sums(parameters) for _ in means]
             for each, mean in zip(sums, means, strict=True):
@@ -167,6 +172,13 @@ def mean_derivatives(
             "the loader has no examples with a label, so it has no gradient"
         )
     return [each.mean(count) for each in sums], float(torch.stack(losses).sum()) / count
+
+
+def _check_first(model: nn.Module, few: Inputs) -> None:
+    """Raise an error if a few examples show that examples are not independent."""
+    outputs = few(model)
+    if len(outputs) == len(few):  # a loss may take other rows, such as tokens
+        check_examples_do_not_mix(model, few, outputs)
 
 
 def _parts(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:

@@ -6,6 +6,7 @@ Long: what an evaluation keeps, restores and checks of a model is all here.
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,13 +93,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     counters, weights that it clips, attributes that are tensors (which of a vmap are
     of no use after it), and the state of global generators; and hooks that were left on
     it. What is compiled runs as it was written: it does not call hooks that are added
-    later, and would be compiled anew for each transformation, in minutes.
+    later, and would be compiled anew for each transformation, in minutes. Embeddings do
+    not scale gradients by frequency: these would be no gradients.
     """
     modes = {module: module.training for module in model.modules()}
+    scaled: list[Any] = [
+        m for m in model.modules() if getattr(m, "scale_grad_by_freq", False)
+    ]
     kept = _KeptModel(model)
     states = generator_states()
     try:
         _into_eval_mode(model)
+        for embedding in scaled:
+            embedding.scale_grad_by_freq = False
         recurrent = recurrent_backwards(model)
         with torch.inference_mode(False), torch.enable_grad(), recurrent, _eager():
             yield
@@ -107,6 +114,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         kept.restore()
         for module, training in modes.items():
             module.training = training
+        for embedding in scaled:
+            embedding.scale_grad_by_freq = True
 
 
 def _eager() -> AbstractContextManager[object]:
@@ -268,11 +277,6 @@ def check_outputs_are_of_examples(
     StructureError
         If outputs have another first dimension, depend on no trainable parameter, or on
         the other examples of a batch.
-
-    Notes
-    -----
-    Where outputs differ from call to call, by random numbers or by what the model
-    remembers, nothing is known of other examples.
     """
     n = len(inputs)
     if outputs.shape[:1] != (n,):
@@ -288,6 +292,24 @@ def check_outputs_are_of_examples(
             "numbers, so they have no gradient: return logits, before any argmax() or "
             "detach(), and without torch.no_grad"
         )
+    check_examples_do_not_mix(model, inputs, outputs)
+
+
+def check_examples_do_not_mix(
+    model: nn.Module, inputs: Inputs, outputs: Tensor
+) -> None:
+    """Raise :class:`StructureError` if outputs depend on the batch's other examples.
+
+    Where outputs differ from call to call, by random numbers or by what the model
+    remembers, nothing is known of other examples.
+
+    Parameters
+    ----------
+    model, inputs
+        As for :func:`check_outputs_are_of_examples`.
+    outputs : Tensor
+        What the model returned for them, with a row for each.
+    """
     try:
         alone = inputs[:1](model)
     except Exception:  # a model may take no single example
@@ -295,7 +317,7 @@ def check_outputs_are_of_examples(
     if not _near(alone, outputs[:1]) and _near(inputs(model), outputs):
         raise StructureError(
             "the model's outputs of an example depend on the other examples of its "
-            "batch, in eval mode, too, so an example has no Fisher of its own: use "
+            "batch, in eval mode, too, so an example has no gradient of its own: use "
             "nothing that is of the whole batch, such as x.mean(0)"
         )
 

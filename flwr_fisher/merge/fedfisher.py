@@ -149,8 +149,8 @@ def fedfisher(
     UnknownNameError
         If `solver` or an option is not known.
     ConfigurationError
-        If a number is out of range, `score` or `lr` is given to another solver than
-        ``adam``, or the device has no float64.
+        If a number is out of range, the solver does not use `score`, `lr`, `tolerance`
+        or `iterations`, which is given, or the device has no float64.
     ParamsError
         If there is no posterior, their layouts or dtypes differ, a client's parameters
         or curvature are not finite, its curvature is negative, or its parameters were

@@ -38,6 +38,10 @@ _RANGES: dict[str, tuple[float, ...]] = {
     "tolerance": (0, 1),
     "lr": (0,),
 }
+_UNUSED = dict.fromkeys(_DEFAULTS, ("lr",)) | {
+    "adam": ("tolerance",),
+    "closed-form": ("lr", "tolerance", "iterations"),
+}
 SOLVERS = tuple(_DEFAULTS)
 TRUST = 1.0  # from the second round on
 
@@ -133,12 +137,8 @@ class MergeSettings:
         >>> asdict(settings).keys() - settings.used().keys()
         {'lr'}
         """
-        unread = {
-            "adam": ("tolerance",),
-            "closed-form": ("lr", "tolerance", "iterations"),
-        }.get(self.solver, ("lr",))
-        own = {k: v for k, v in asdict(self).items() if v is not None}
-        return {k: v for k, v in own.items() if k not in unread}
+        own, unused = asdict(self), _UNUSED[self.solver]
+        return {k: v for k, v in own.items() if v is not None and k not in unused}
 
 
 def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
@@ -157,7 +157,7 @@ def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
     UnknownNameError
         If the solver or an option is not known.
     ConfigurationError
-        If an option is out of range, or `lr` is given to another solver than ``adam``.
+        If an option is out of range, or the solver does not use it.
 
     Examples
     --------
@@ -168,11 +168,11 @@ def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
     known = [each.name for each in fields(MergeSettings)]
     for name in options:
         check_known("option of fedfisher", name, known)
-    if "lr" in options and solver != "adam":
-        raise ConfigurationError(
-            f"lr is the step of solver='adam', and '{solver}' does not use it: leave "
-            "it out"
-        )
+    for name in _UNUSED[solver]:
+        if options.get(name) is not None:
+            raise ConfigurationError(
+                f"solver='{solver}' does not use {name}: leave it out"
+            )
     default = _DEFAULTS[solver]
     given = {k: default.get(k) if v is None else v for k, v in options.items()}
     return MergeSettings(solver=solver, **(default | given))

@@ -123,12 +123,14 @@ def fisher_plan(
         if basis:  # and a moment for each entry of the weight and bias
             form += ", as a basis"
             nbytes += layer.matrices().numel() * layer.dtype.itemsize
+        # Sums may be wider than the curvature.
+        nbytes = nbytes * layer.kernel.element_size() // layer.dtype.itemsize
         layers.append(LayerPlan(names, form, nbytes))
     for direct in taken.direct.values():
-        if not (totals := direct.sums.totals):  # a tied weight's, told with the other
+        if not (own := direct.sums.parameters):  # a tied weight's, told with the other
             continue
-        size = sum(total.nbytes for total in totals.values())
-        layers.append(LayerPlan(tuple(totals), "diagonal", size))
+        size = sum(parameter.nbytes for parameter in own.values())
+        layers.append(LayerPlan(tuple(own), "diagonal", size))
     for name, jacobian in taken.jacobians.items():
         numel = sum(p.numel() for p in jacobian.params.values())
         entries = numel**2 if name == "dense" else numel
