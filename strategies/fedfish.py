@@ -69,8 +69,9 @@ class FedFish(CurvatureStrategy):
         The name of an optimiser of ``torch.optim``, which then has its default options,
         or a function that makes an optimiser from parameters. Default "sgd". The
         optimiser's state is kept over rounds, and in checkpoints.
-    server_lr : float, default 1.0
-        :math:`\eta_g`, the learning rate of an optimiser that is given by name.
+    server_lr : float, optional
+        :math:`\eta_g`, the learning rate of an optimiser that is given by name; by
+        default 1.
     fisher_source : "extra-pass" | "last-epoch", default "extra-pass"
         ``last-epoch`` squares the gradients of the last local epoch while training, at
         no extra cost (Appendix A.5.1); the client's loop must be ``LocalSGD``.
@@ -121,7 +122,7 @@ class FedFish(CurvatureStrategy):
         *,
         server_optimizer: str
         | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = "sgd",
-        server_lr: float = 1.0,
+        server_lr: float | None = None,
         fisher_source: str = "extra-pass",
         upload: str = "fisher",
         reduction: str = "sum",
@@ -134,7 +135,14 @@ class FedFish(CurvatureStrategy):
         check_known("fisher_source", fisher_source, _SOURCES)
         check_known("upload", upload, _UPLOADS)
         check_known("reduction", reduction, _REDUCTIONS)
-        check_range("server_lr", server_lr, 0)
+        if isinstance(server_optimizer, str):
+            server_lr = 1.0 if server_lr is None else server_lr
+            check_range("server_lr", server_lr, 0)
+        elif server_lr is not None:
+            raise ConfigurationError(
+                "server_lr is for a server_optimizer that is given by name: leave it "
+                "out, and give the function its own"
+            )
         check_range("power", power, 0, 1)
         check_range("balance", balance, 0, 1)
         self.codec = Codec.of(codec)

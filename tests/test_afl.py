@@ -111,6 +111,17 @@ def test_a_sequence_has_a_row_for_each_position():
     )
 
 
+class ByName(nn.Sequential):
+    def forward(self, x):
+        return self[2](input=self[1](self[0](x)))
+
+
+def test_a_head_may_be_called_by_name():
+    model = backbone()
+    got, want = (head_sums(m, [data()], "2") for m in (ByName(*model), model))
+    assert torch.equal(got.gram, want.gram)
+
+
 def test_dependent_features_without_a_ridge_give_the_shortest_solution():
     x = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
     sums = head_sums(nn.Sequential(nn.Linear(2, 2, bias=False)), [(x, x)], "0")

@@ -146,3 +146,17 @@ class Crossed(Alone):
 )
 def test_other_attention_is_exact_too(make):
     check_exact(seeded(make), X, tolerance=1e-10)
+
+
+class Doubled(Alone):
+    def forward(self, x):
+        seen = 2 * self.attention(x, x, x, need_weights=False)[0]
+        return self.head(seen.mean(1))
+
+
+def test_a_forward_of_the_modules_own_is_called():
+    model = seeded(Alone)
+    plain = model.attention.forward
+    model.attention.forward = lambda *x, **how: (2 * plain(*x, **how)[0], None)
+    got, want = (fisher(m, [X], structure="diagonal") for m in (model, seeded(Doubled)))
+    assert relative(got.to_dense(), want.to_dense()) < 1e-10

@@ -489,7 +489,10 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path, name):
         ({"upload": "product"}, "upload: 'fisher' -> 'product'"),
         ({"codec": "fedavg"}, "codec: 'lossless' -> "),
         (
-            {"server_optimizer": partial(torch.optim.Adam, lr=0.02, eps=1e-3)},
+            {
+                "server_optimizer": partial(torch.optim.Adam, lr=0.02, eps=1e-3),
+                "server_lr": None,
+            },
             "server-eps: 1e-08 -> 0.001",
         ),
     ],
@@ -513,6 +516,7 @@ def test_another_runs_options_are_refused_by_name(tmp_path, options, change):
         ({"power": -1.0}, "power must be in [0, 1], got -1.0"),
         ({"balance": 1.5}, "balance must be in [0, 1], got 1.5"),
         ({"server_optimizer": "lbfgs"}, "needs a closure"),
+        ({"server_optimizer": MOMENTUM, "server_lr": 1}, "server_lr is for"),
         ({"server_optimizer": 3}, "optimizer must be a name or a factory"),
         ({"server_optimizer": "adm"}, "unknown optimizer 'adm'"),
         ({"upload": "product"}, "upload='product' needs an adaptive server_optimizer"),

@@ -67,6 +67,20 @@ def test_a_tied_parameter_needs_one_of_its_names():
     assert accuracies(seeded(tied), {"x": other}, [(X, labels)]) == {"x": 1.0}
 
 
+class Told(nn.Flatten):
+    """Has a state that is no tensor, and no parameter."""
+
+    def get_extra_state(self):
+        return "told"
+
+    def set_extra_state(self, state):
+        assert state == "told"
+
+
+def test_a_model_may_have_any_state():
+    assert accuracies(Told(), {"own": {}}, [(X, X.argmax(1))]) == {"own": 1.0}
+
+
 def test_what_does_not_fit_is_named():
     model, good = seeded(net), members()[0]
     before = {k: v.clone() for k, v in model.state_dict().items()}

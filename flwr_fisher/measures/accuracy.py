@@ -10,7 +10,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flwr_fisher.curvature.batch import num_correct
 from flwr_fisher.curvature.batches import batches_of, count_of
-from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.curvature.models import evaluating, place_of
 from flwr_fisher.errors import DataError, ParamsError
 from flwr_fisher.params import Params
 from flwr_fisher.progress import watching
@@ -63,13 +63,15 @@ def ensemble_accuracy(
     members. The loader is read once, so it may shuffle. Errors are those of
     :func:`accuracies`.
     """
-    own = {k: v.clone() for k, v in model.state_dict().items()}
+    # A module's extra state may be anything.
+    held = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    own = {name: tensor.clone() for name, tensor in held.items()}
     _check_fit(own, members)
-    device = next(model.parameters()).device
+    device = place_of(model)
     right, count = 0.0, 0
     kept = ExitStack()
     # Its tensors are as they were: a posterior that has them may still be merged.
-    for tensor in model.state_dict().values():
+    for tensor in held.values():
         if not tensor.is_inference():
             kept.enter_context(_unsafe_preserve_version_counter(tensor))
     try:
@@ -78,13 +80,13 @@ def ensemble_accuracy(
             for batch in batches_of(loader, model, device, labelled=True):
                 mean = torch.zeros((), device=device)
                 for params, weight in zip(members, weights, strict=True):
-                    model.load_state_dict(own)  # entries that this member lacks
-                    model.load_state_dict(params, strict=False)
+                    for each in (own, params):  # first, what this member lacks
+                        model.load_state_dict(each, strict=False)
                     mean = mean + batch.inputs(model).softmax(-1) * weight
                 right += num_correct(mean, batch.labels)
                 count += batch.num_labels
     finally:
-        model.load_state_dict(own)
+        model.load_state_dict(own, strict=False)
         kept.close()
     if not count:
         raise DataError("the loader has no examples with a label")

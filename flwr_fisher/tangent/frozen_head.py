@@ -75,7 +75,10 @@ def head_sums(model: nn.Module, loader: Iterable[Any], head: str) -> HeadSums:
     """
     layer = linear_layer(model, head)
     inputs_of: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda _, args: inputs_of.append(args[0]))
+    handle = layer.register_forward_pre_hook(
+        lambda _, args, kwargs: inputs_of.append(args[0] if args else kwargs["input"]),
+        with_kwargs=True,
+    )
     gram: Tensor | float = 0.0
     cross: Tensor | float = 0.0
     count = 0

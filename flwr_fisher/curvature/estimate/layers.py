@@ -404,6 +404,7 @@ def is_packed(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
+        and "forward" not in vars(module)
         and module.in_proj_weight is not None
         and module.bias_k is None
         and not module.add_zero_attn
