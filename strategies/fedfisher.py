@@ -117,7 +117,8 @@ class FedFisherOneShot(CurvatureStrategy):
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data.
     device : torch.device | str, optional
-        Where the server merges; by default on the GPU, if there is one.
+        Where the server merges clients' parts; by default on the GPU, if there is one.
+        Sums are merged on the CPU.
     norm_statistics : "refresh" | "average", optional
         As for :class:`CurvatureStrategy`, but ``refresh`` by default, unless there is
         `privacy`. With averaged statistics, a merged network with batch norm can be far

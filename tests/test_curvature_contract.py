@@ -67,6 +67,7 @@ OPTIONS = [
     *({name: 0} for name in ("num_samples", "max_passes", "max_batch_bytes")),
     *({"tolerance": -0.1}, {"tolerance": 1.5}, {"max_positions": 0}),
     {"weight_sharing": "flatten"},
+    {"num_samples": 2, "expectation": "empirical"},
     {"max_passes": 2, "expectation": "sampled"},
     {"max_passes": 2, "engine": "nngeometry"},
     {"max_positions": 4, "structure": "diagonal"},

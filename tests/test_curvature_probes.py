@@ -577,6 +577,11 @@ NUMBER = {"loss_fn": lambda o, y: 1.0}
 FROZEN = freeze(nn.Linear(3, 3), "weight", "bias")
 
 
+class Loss(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
 class Centred(nn.Linear):
     def forward(self, x):
         return super().forward(x - x.mean(0))
@@ -596,6 +601,7 @@ MISTAKES = {
     "device": (LINEAR, [BATCH], {"device": "meta"}, ConfigurationError, "device=meta"),
     "frozen": (FROZEN, [BATCH], {}, ConfigurationError, "no trainable parameter"),
     "centred": (Centred(3, 3), [BATCH], {}, StructureError, "other examples"),
+    "a loss": (Loss(3, 3), [BATCH], {}, StructureError, "one number for 3 examples"),
     "statistics": (mlp(OF_THE_BATCH), [BATCH], {}, StructureError, "layer '0'"),
     "no gradient": (LINEAR, [BATCH], DETACHED, StructureError, "no trainable"),
 }

@@ -11,7 +11,7 @@ from oracles import (
     relative,
 )
 
-from flwr_fisher.curvature import BlockDiagonal
+from flwr_fisher.curvature import BlockDiagonal, Diagonal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge import LocalPosterior, fedavg, regmean
 
@@ -84,6 +84,18 @@ def test_whole_models_layer_by_layer_and_the_rest_averaged():
     assert relative(got["fc.bias"], fc[:, -1]) <= 1e-8
     for name in ("norm.weight", "norm.bias", "buffer"):
         assert torch.equal(got[name], mean[name])
+
+
+def test_a_layer_of_which_one_client_has_a_diagonal_is_averaged():
+    clients, other = posteriors(random_blocks), posteriors(random_blocks)[0]
+    conv, fc, norm = other.curvature.children
+    odd = BlockDiagonal([conv, Diagonal(fc.diagonal()), norm])
+    clients[0] = LocalPosterior(other.params, odd, other.num_examples)
+    got = regmean(clients)
+    assert torch.equal(got["fc.weight"], fedavg(clients)["fc.weight"])
+    assert torch.equal(
+        got["conv.weight"], regmean(posteriors(random_blocks))["conv.weight"]
+    )
 
 
 def test_identical_clients_keep_their_model():

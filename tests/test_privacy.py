@@ -165,10 +165,10 @@ def test_steps_that_are_short_are_left_as_they_are(tmp_path):
 def test_a_contributions_norm_is_one_at_most_and_its_sums_are_the_fishers():
     generator = torch.Generator().manual_seed(0)
     start = {"w": torch.randn(50, generator=generator), "b": torch.zeros(3)}
-    for scale in (1e-3, 1.0, 1e3):
+    for scale, size in ((1e-3, 1e-9), (1.0, 1e-9), (1e3, 1e-9), (1.0, 1e-41)):
         step = torch.randn(50, generator=generator) * scale
         params = {"w": start["w"] + step, "b": torch.ones(3)}
-        entries = {"w": torch.rand(50, generator=generator) * 1e-9}
+        entries = {"w": torch.rand(50, generator=generator) * size}
         vectors = contribution(start, params, entries, clipping_norm=0.1)
         assert list(vectors) == list(VECTORS)
         flat = torch.cat([v["w"] for v in vectors.values()]).double()

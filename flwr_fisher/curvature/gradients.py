@@ -17,10 +17,7 @@ from flwr_fisher.curvature.models import (
     evaluating,
 )
 from flwr_fisher.curvature.sums import Sums, widened
-from flwr_fisher.errors import (
-    DataError,
-    check_range,
-)
+from flwr_fisher.errors import DataError, StructureError, check_range
 from flwr_fisher.params import Params, trainable
 
 # Of one batch: its mean loss, then one derivative of that, or several, each with a
@@ -81,7 +78,8 @@ def gradient(
     StructureError
         If `loss_fn` is not a mean over labels, an example's loss depends on the other
         examples of its batch (by a batch norm without running statistics, or by
-        ``x.mean(0)``), or the loss depends on no trainable parameter.
+        ``x.mean(0)``), the model returns one number, or the loss depends on no
+        trainable parameter.
 
     Examples
     --------
@@ -177,6 +175,11 @@ def mean_derivatives(
 def _check_first(model: nn.Module, few: Inputs) -> None:
     """Raise an error if a few examples show that examples are not independent."""
     outputs = few(model)
+    if not outputs.dim():
+        raise StructureError(
+            f"the model returns one number for {len(few)} examples: return outputs "
+            "with a row for each, and compute the loss by loss_fn"
+        )
     if len(outputs) == len(few):  # a loss may take other rows, such as tokens
         check_examples_do_not_mix(model, few, outputs)
 

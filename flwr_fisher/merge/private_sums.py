@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import ParamsError
 from flwr_fisher.merge.sums import DiagonalSums
-from flwr_fisher.params import Params, clipped, norm, scale, select, subtract
+from flwr_fisher.params import Params, clipped, double, norm, scale, select, subtract
 
 VECTORS = ("displacement", "fisher", "product")
 # About the ratio of a product's norm to its displacement's; measured:
@@ -49,8 +49,9 @@ def contribution(
     """
     own = subtract(select(params, fisher), select(start, fisher))
     step = clipped(scale(own, 1 / clipping_norm), 1.0)
-    length = float(norm({k: v.double() for k, v in fisher.items()}))
-    curvature = clipped(scale(fisher, 1 / length if length else 0.0), 1.0)
+    wide = double(fisher)
+    length = float(norm(wide))
+    curvature = clipped(scale(wide, 1 / length if length else 0.0), 1.0)
     product = {name: curvature[name] * step[name] / _PRODUCT for name in step}
     parts = (step, curvature, clipped(product, 1.0))
     return {

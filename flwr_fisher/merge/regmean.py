@@ -48,15 +48,14 @@ def regmean(
         [p.curvature.regularised(shrink=1 - off_diagonal) for p in posteriors],
         shares_of([p.num_examples for p in posteriors]),
     )
-    layers = [
-        [(w, k) for w, k in block if isinstance(k, Kronecker)]
-        for block in total.blocks()
-    ]
-    if not any(layers):
+    pairs = [[(w, k) for w, k in b if isinstance(k, Kronecker)] for b in total.blocks()]
+    # One client's layer may have a diagonal, where its data did not explain it.
+    layers = [layer for layer in pairs if len(layer) == len(posteriors)]
+    if not layers:
         raise StructureError(
             "regmean needs the input factors of K-FAC: use structure='kfac'"
         )
-    for layer in filter(None, layers):
+    for layer in layers:
         merged |= _least_squares(layer, posteriors)
     return merged
 

@@ -226,6 +226,11 @@ def fisher(
             "fisher, None for all examples, or **FisherOptions().for_client(count)"
         )
     check_whole("num_samples", num_samples, 1)
+    if num_samples > 1 and expectation != "sampled":
+        raise ConfigurationError(
+            f"num_samples={num_samples} is for expectation='sampled', not "
+            f"'{expectation}': leave it out"
+        )
     if max_batch_bytes is not None:
         check_whole("max_batch_bytes", max_batch_bytes, 1)
     device = device_of(model, device)
