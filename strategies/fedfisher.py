@@ -20,14 +20,13 @@ from flwr_fisher.merge import (
     DiagonalSums,
     MergeOptions,
     MergeSettings,
-    fedfisher,
-    fedfisher_from_sums,
     matched,
-    merge_settings,
     sums_settings,
 )
+from flwr_fisher.merge.fedfisher import merge_posteriors
 from flwr_fisher.merge.matching import RENUMBERED, check_matching
-from flwr_fisher.merge.options import TRUST, Score, check_score
+from flwr_fisher.merge.options import Score, check_score
+from flwr_fisher.merge.sums import merge_from_sums
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -69,7 +68,7 @@ class FedFisherOneShot(CurvatureStrategy):
     by the root of its Fisher's size (`balance`), so that a large Fisher has less
     influence. The weight is even lower if the Fisher predicts an unusually large rise
     of the client's loss at the mean (`robust`). From the second round on, the merge
-    shortens a layer's step from the mean if it is longer than is usual between the
+    shortens a layer's move from the mean if it is longer than is usual between the
     clients (`trust`). In a regression the solver takes only one iteration: if each
     layer were solved to the end, the layers' steps would together be too large.
 
@@ -186,13 +185,11 @@ class FedFisherOneShot(CurvatureStrategy):
         if aggregate == "parts":
             # The merge limits each client's share of a layer's curvature (`max_share`).
             self.policy = replace(self.policy, max_curvature=math.inf)
-        options = asdict(merge)
         if aggregate == "sums":
-            self.merge = sums_settings(solver, structure=structure, **options)
+            self.merge = sums_settings(solver, structure=structure, **asdict(merge))
         else:
-            trust = TRUST if merge.trust is None else merge.trust
-            self.merge = merge_settings(solver, **(options | {"trust": trust}))
-        self._merge_of_model = self.merge.of_model({})  # None until there is a model
+            self.merge = merge.settings(solver)
+        self._merge_of_model = self.merge.of_model({})  # `check` has the model itself
         self._iterations_by_default = merge.iterations is None and solver == "pcg"
         self.matching = matching
         if matching and (aggregate == "sums" or structure not in RENUMBERED):
@@ -249,10 +246,7 @@ class FedFisherOneShot(CurvatureStrategy):
         return [self._of_diagonal_sums()]
 
     def _of_uploads(self, server_round: int) -> Exchange[Any]:
-        merge = self.merge
-        if server_round == 1:  # later, the clients start from a merged model
-            merge = replace(merge, trust=math.inf)
-        step = partial(self._merge_uploads, merge)
+        step = partial(self._merge_uploads, self.merge.for_round(server_round))
         return Exchange(self._options(), self._read, step, require_same_parameters=True)
 
     def _of_kfac_sums(self) -> Sequence[Exchange[Any]]:
@@ -312,12 +306,12 @@ class FedFisherOneShot(CurvatureStrategy):
         posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
         if self.matching:
             posteriors = matched(posteriors)
-        merged = fedfisher(
+        merged = merge_posteriors(
             posteriors,
+            merge,
             score=self.score,
             progress=progress_of_merge(),
             device=self.device,
-            **merge.used(),
         )
         for place, distance in merged.outliers.items():
             logger.warning(
@@ -336,12 +330,12 @@ class FedFisherOneShot(CurvatureStrategy):
         return self._merge_sums(state, DiagonalSums(*parts))
 
     def _merge_sums(self, state: ServerState, sums: DiagonalSums) -> Step:
-        merged = fedfisher_from_sums(
+        merged = merge_from_sums(
             sums,
+            self.merge,
             like=state.params,
             score=self.score,
             progress=progress_of_merge(),
-            **self.merge.used(),
         )
         return step_of(merged)
 

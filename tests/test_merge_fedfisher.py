@@ -183,6 +183,8 @@ def test_the_paper_solvers_use_no_regularisation_unless_told():
         assert options.iterations == {"pcg": 4, "cg": 100}.get(solver, 2000)
     explicit = merge_settings(**CG)
     assert {k: getattr(explicit, k) for k in PLAIN} == PLAIN
+    nothing = dict.fromkeys(("trust", "outlier", "tolerance", "shrink"))
+    assert merge_settings(**nothing) == merge_settings()
 
 
 # --- exact cases ----------------------------------------------------------------------

@@ -44,14 +44,14 @@ def fedfisher(
 
     .. math:: \sum_i w_i \|\theta - \theta_i\|^2_{F_i}
               + \lambda_\ell \|\theta - \bar\theta\|^2, \qquad
-              \bar\theta = \sum_i p_i \theta_i,
+              \bar\theta = \sum_i p_i \theta_i.
 
-    FedFisher's eq. 6 with :math:`w_i = p_i` and :math:`\lambda = 0`; With
-    :math:`\lambda = 0` there are many minimisers: the result is the one nearest to
-    :math:`\bar\theta` (eq. 7, Lemma 1), but with ``adam`` and ``pcg`` it may be any of
-    them. The paper assumes clients of equal size; the :math:`p_i = n_i / \sum_j n_j` is
-    what its derivation gives. Only `score` needs data. Tensors that no curvature covers
-    (buffers) are averaged.
+    This is FedFisher's eq. 6 if :math:`w_i = p_i` and :math:`\lambda = 0`. Then there
+    may be many minimisers: the result is the one nearest to :math:`\bar\theta` (eq. 7,
+    Lemma 1), but with ``adam`` and ``pcg`` it may be any of them. The paper assumes
+    clients of equal size; the :math:`p_i = n_i / \sum_j n_j` is what its derivation
+    gives. Only `score` needs data. Tensors that no curvature covers (buffers) are
+    averaged.
 
     Parameters
     ----------
@@ -192,6 +192,20 @@ def fedfisher(
     {'w': tensor([0.2000])}
     """
     settings = merge_settings(**options)
+    return merge_posteriors(
+        posteriors, settings, score=score, progress=progress, device=device
+    )
+
+
+def merge_posteriors(
+    posteriors: Sequence[LocalPosterior],
+    settings: MergeSettings,
+    *,
+    score: Score | None = None,
+    progress: Report | None = None,
+    device: Device = None,
+) -> MergeResult:
+    """Merge as :func:`fedfisher` does, with its options in one object."""
     check_score(score, settings.solver)
     if posteriors:
         settings = settings.of_model(posteriors[0].params)

@@ -1,19 +1,16 @@
 """Each client's influence on a merge, found by merging without it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.merge.fedfisher import fedfisher
+from flwr_fisher.merge.fedfisher import merge_posteriors
 from flwr_fisher.merge.linear_system import Device
+from flwr_fisher.merge.options import Score
 from flwr_fisher.merge.posterior import LocalPosterior
 from flwr_fisher.merge.solve import MergeResult
 from flwr_fisher.params import Params, norm, select, subtract
 from flwr_fisher.progress import watching
-
-Scorer = Callable[[dict[str, Tensor]], float]
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ def influence(
     posteriors: Sequence[LocalPosterior],
     merged: MergeResult,
     *,
-    score: Scorer | None = None,
+    score: Score | None = None,
     device: Device = None,
 ) -> list[Influence]:
     """Return each client's influence, by one more merge for each client.
@@ -91,7 +88,7 @@ def influence(
     with watching("influence", len(posteriors), "clients") as progress:
         for index in range(len(posteriors)):
             others = [*posteriors[:index], *posteriors[index + 1 :]]
-            without = fedfisher(others, device=device, **merged.settings.used()).params
+            without = merge_posteriors(others, merged.settings, device=device).params
             distance = _distance(merged.params, without, names)
             scored = None if score is None else score(without)
             influences.append(Influence(distance, scored))

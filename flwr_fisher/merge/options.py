@@ -43,7 +43,7 @@ _UNUSED = dict.fromkeys(_DEFAULTS, ("lr",)) | {
     "closed-form": ("lr", "tolerance", "iterations"),
 }
 SOLVERS = tuple(_DEFAULTS)
-TRUST = 1.0  # from the second round on
+_TRUST = 1.0  # a strategy's; a single merge has none
 
 Score = Callable[[dict[str, Tensor]], float]  # of merged parameters, higher is better
 Report = Callable[[str], object]  # is called with a text about the solver's progress
@@ -86,9 +86,12 @@ class MergeOptions:
     iterations: int | None = None
 
     def __post_init__(self) -> None:
-        for name, limits in _RANGES.items():
-            if (value := getattr(self, name, None)) is not None:
-                check_range(name, value, *limits)
+        _check_ranges(self)
+
+    def settings(self, solver: str) -> "MergeSettings":
+        """Return all settings of a strategy's merges, by a solver."""
+        trust = _TRUST if self.trust is None else self.trust
+        return merge_settings(solver, **(asdict(self) | {"trust": trust}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +112,11 @@ class MergeSettings:
     lr: float = 0.01
 
     def __post_init__(self) -> None:
-        for name, limits in _RANGES.items():
-            if (value := getattr(self, name)) is not None:
-                check_range(name, value, *limits)
+        _check_ranges(self)
+
+    def for_round(self, number: int) -> "MergeSettings":
+        """Return the settings for a round: `trust` begins with the second."""
+        return replace(self, trust=math.inf) if number == 1 else self
 
     def of_model(self, params: Params) -> "MergeSettings":
         """Return the settings with `shrink`, whose default depends on the model.
@@ -149,8 +154,7 @@ def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
     solver : str, default "pcg"
         One of :data:`SOLVERS`.
     **options
-        Other fields of :class:`MergeSettings`. None means the solver's default, except
-        for `tolerance` and `lr`, which have none.
+        Other fields of :class:`MergeSettings`. None means the default.
 
     Raises
     ------
@@ -173,9 +177,14 @@ def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
             raise ConfigurationError(
                 f"solver='{solver}' does not use {name}: leave it out"
             )
-    default = _DEFAULTS[solver]
-    given = {k: default.get(k) if v is None else v for k, v in options.items()}
-    return MergeSettings(solver=solver, **(default | given))
+    given = {name: value for name, value in options.items() if value is not None}
+    return MergeSettings(solver=solver, **(_DEFAULTS[solver] | given))
+
+
+def _check_ranges(options: MergeOptions | MergeSettings) -> None:
+    for name, limits in _RANGES.items():
+        if (value := getattr(options, name, None)) is not None:
+            check_range(name, value, *limits)
 
 
 def check_score(score: object, solver: str) -> None:

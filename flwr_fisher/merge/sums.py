@@ -186,7 +186,20 @@ def fedfisher_from_sums(
     >>> fedfisher_from_sums(sums, solver="closed-form").params
     {'w': tensor([0.2000])}
     """
-    settings = sums_settings(**options)
+    return merge_from_sums(
+        sums, sums_settings(**options), like=like, score=score, progress=progress
+    )
+
+
+def merge_from_sums(
+    sums: DiagonalSums,
+    settings: MergeSettings,
+    *,
+    like: Params | None = None,
+    score: Score | None = None,
+    progress: Report | None = None,
+) -> MergeResult:
+    """Merge as :func:`fedfisher_from_sums` does, with its options in one object."""
     check_score(score, settings.solver)
     for part in (sums.params, sums.fisher, sums.fisher_params):
         check_finite(part, "the sums")

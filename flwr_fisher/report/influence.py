@@ -5,7 +5,7 @@ from typing import Any
 
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import LocalPosterior, MergeResult, influence
-from flwr_fisher.merge.influence import Scorer
+from flwr_fisher.merge.options import Score
 from flwr_fisher.report.folder import log_table
 from flwr_fisher.strategies import Upload
 
@@ -17,7 +17,7 @@ _QUICK = ("pcg", "cg", "closed-form")
 
 
 def influences(
-    uploads: Sequence[Upload[Any]], merged: MergeResult, score: Scorer
+    uploads: Sequence[Upload[Any]], merged: MergeResult, score: Score
 ) -> list[dict[str, Any]]:
     """Return one row for each client, the largest influence first.
 
