@@ -4,7 +4,8 @@ No other file asks torch for the accelerator: a CUDA or XPU GPU, or another one 
 :mod:`torch.accelerator` knows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +33,23 @@ def default_device() -> torch.device:
     """
     found = accelerator()
     return found if found is not None and has_float64(found) else CPU
+
+
+@contextmanager
+def defaults_kept() -> Iterator[None]:
+    """Restore torch's default dtype and device, and its grad mode, after a block.
+
+    A client's process does other clients' work afterwards.
+    """
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    grad = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
 
 
 def has_float64(device: torch.device) -> bool:

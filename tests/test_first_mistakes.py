@@ -5,8 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 from virtual import (
     ask,
@@ -18,7 +19,7 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import ClientApp, FisherClient, LocalSGD, make_client_app
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.curvature import Diagonal, fisher
 from flwr_fisher.errors import (
@@ -52,6 +53,7 @@ from flwr_fisher.wire.quantise import decode_param, encode_param
         ({"loss": np.float32(0.5), "n": np.int64(3)}, {"loss": 0.5, "n": 3}, None),
         ({"each": [0.5, 1]}, {"each": [0.5, 1.0]}, None),
         ({"each": np.arange(2)}, {"each": [0, 1]}, None),
+        ({"each": [np.float32(0.5), torch.tensor(1)]}, {"each": [0.5, 1.0]}, None),
         ({"each": np.zeros((2, 2))}, {}, "'each'"),
         ({"late": True}, {"late": 1}, None),
         ({"seed": 2**64}, {}, "'seed'"),
@@ -153,9 +155,33 @@ def test_batch_norm_and_a_last_batch_of_one_are_told_before_anything_trains():
         ask(FisherClient(model, loader), ArrayRecord(start))
 
 
+def swapped(model):
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+
+
+def other_defaults(model):
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+
+
+def defaults():
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    return dtype, device, torch.is_grad_enabled()
+
+
+def twice(module, inputs, outputs):
+    return 2 * outputs
+
+
 CHANGES = {
     "another dtype": lambda model: model.double(),
     "frozen parameters": lambda model: model[-1].requires_grad_(False),
+    "a hook": lambda model: model[0].register_forward_hook(twice),
+    "inference tensors": swapped,
+    "torch's defaults": other_defaults,
 }
 
 
@@ -167,7 +193,7 @@ def test_what_a_loop_makes_of_a_model_is_not_what_is_uploaded(change, config):
         change(model)
         return metrics
 
-    replies = []
+    replies, before = [], defaults()
     for loop in (LocalSGD(), train_fn):
         client = tiny_client(train_fn=loop)
         (arrays,) = ask(client, config=config).content.array_records.values()
@@ -176,9 +202,71 @@ def test_what_a_loop_makes_of_a_model_is_not_what_is_uploaded(change, config):
         assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {
             (torch.float32, True)
         }
+        assert defaults() == before
+        assert not model[0]._forward_hooks
     assert replies[0].keys() == replies[1].keys()
     for name, array in replies[0].items():
         np.testing.assert_array_equal(array, replies[1][name])
+
+
+def trained_copy(model, *arguments):
+    copied = copy.deepcopy(model)
+    LocalSGD()(copied, *arguments)
+    return copied
+
+
+def normed(model, *arguments):
+    weight_norm(model[0])
+
+
+def with_a_new_head(model, *arguments):
+    model.add_module("aux", nn.Linear(2, 2))
+
+
+async def waiting(model, *arguments):
+    return LocalSGD()(model, *arguments)
+
+
+def yielding(model, *arguments):
+    yield LocalSGD()(model, *arguments)
+
+
+NOT_IN_PLACE = {
+    "another model": (trained_copy, r"another model \(Sequential\).*in place"),
+    "in a tuple": (lambda *own: (trained_copy(*own), 0.5), "another model"),
+    "its state": (lambda *own: trained_copy(*own).state_dict(), "another model"),
+    "other names": (normed, r"normed has left .*'0\.weight'.*parametrizations"),
+    "new names": (with_a_new_head, r"with the new \['aux\.weight', 'aux\.bias'\]"),
+    "async": (waiting, "train_fn is async or has a yield"),
+    "a generator": (yielding, "train_fn is async or has a yield"),
+}
+
+
+@pytest.mark.parametrize(("loop", "text"), NOT_IN_PLACE.values(), ids=NOT_IN_PLACE)
+@pytest.mark.parametrize("config", [{}, {"structure": "kfac"}])
+def test_a_training_that_is_not_in_place_is_refused(loop, text, config):
+    with pytest.raises((ClientError, ConfigurationError), match=text):
+        ask(tiny_client(train_fn=loop), config=config)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda model, *own: (LocalSGD()(model, *own), nn.DataParallel(model)),
+        lambda model, *own: (LocalSGD()(model, *own), copy.deepcopy(model)),
+    ],
+)
+def test_a_loop_may_return_the_model_that_it_has_trained(loop, caplog):
+    wanted = ask(tiny_client(train_fn=LocalSGD())).content["arrays"]
+    found = ask(tiny_client(train_fn=loop)).content["arrays"]
+    for name, array in found.items():
+        np.testing.assert_array_equal(array.numpy(), wanted[name].numpy())
+    assert "changed no parameter" not in caplog.text
+
+
+def test_a_training_of_an_unseen_copy_is_told(caplog):
+    ask(tiny_client(train_fn=lambda *own: {"loss": len([trained_copy(*own)])}))
+    assert "The training has changed no parameter" in caplog.text
 
 
 @pytest.mark.parametrize("config", [{}, {"structure": "kfac"}])
@@ -227,6 +315,20 @@ def wrapped(name):
 
 EACH = nn.CrossEntropyLoss(reduction="none")
 W, DATA = {"w": torch.ones(2)}, TensorDataset(torch.zeros(4, 3), torch.zeros(4).long())
+
+
+def trained_by(train):
+    app = ClientApp()
+    app.train()(train)
+    return app
+
+
+def fedavgs_reply(message, context):
+    metrics = MetricRecord({"num-examples": 1})
+    content = RecordDict({"arrays": message.content["arrays"], "metrics": metrics})
+    return Message(content, reply_to=message)
+
+
 MISTAKES = {
     "a state dict": (
         lambda: FedFisherOneShot().start(
@@ -239,6 +341,30 @@ MISTAKES = {
         lambda: FedFisherOneShot().start(tiny_app(), tiny_arrays()),
         ConfigurationError,
         r"grid must be .*\n?.*LocalGrid\(app",
+    ),
+    "a list of arrays": (
+        lambda: FedFisherOneShot().start(
+            LocalGrid(tiny_app(), 2),
+            ArrayRecord(
+                [value.numpy() for value in tiny_model().state_dict().values()]
+            ),
+        ),
+        RoundError,
+        r"'0' of .*a list numbers its arrays; start from shared_state\(model\)",
+    ),
+    "a plain reply without a Fisher": (
+        lambda: FedFisherOneShot(codec="lossless").start(
+            LocalGrid(trained_by(fedavgs_reply), 2), tiny_arrays()
+        ),
+        RoundError,
+        r"'curvature': there is none.*fisher_arrays\(message",
+    ),
+    "no reply": (
+        lambda: FedFisherOneShot().start(
+            LocalGrid(trained_by(lambda message, context: None), 2), tiny_arrays()
+        ),
+        RoundError,
+        r"the app's function returned None: return Message\(RecordDict",
     ),
     "what evaluate_fn returned once": (
         lambda: FedFisherOneShot().start(

@@ -227,3 +227,28 @@ def test_a_loader_shuffles_afterwards_as_ever(examples):
     for structure in ("kfac", "ekfac"):
         fisher(nn.Linear(5, 3), loader, structure=structure, examples=examples)
         assert torch.equal(own.get_state(), state)
+
+
+def in_train_mode(module, grads):
+    assert module.training  # as opacus's hooks expect
+
+
+@pytest.mark.parametrize(
+    ("structure", "expectation"),
+    [("kfac", "exact"), ("dense", "empirical"), ("diagonal", "empirical-batch")],
+)
+def test_hooks_on_gradients_are_left_and_change_no_fisher(structure, expectation):
+    model, batch = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), (X, Y)
+
+    def diagonal():
+        F = fisher(model, [batch], structure=structure, expectation=expectation)
+        return F.diagonal()
+
+    wanted = diagonal()
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    model[2].register_full_backward_hook(lambda module, given, _: (0.5 * given[0],))
+    model[1].register_full_backward_pre_hook(in_train_mode)
+    for name, value in diagonal().items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=0)
+    model(X).sum().backward()
+    assert model[0].weight.grad.abs().max() <= 1e-3

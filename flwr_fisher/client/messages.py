@@ -80,7 +80,8 @@ class ClientApp(FlowerApp):
         Raises
         ------
         ClientError
-            If the server's strategy is of the older kind.
+            If the server's strategy is of the older kind, or the app's function does
+            not return a message.
         """
         arrays = message.content.array_records if message.has_content() else {}
         older = message.metadata.message_type in _TYPES
@@ -95,7 +96,13 @@ class ClientApp(FlowerApp):
             )
         if message.metadata.message_type == MessageType.QUERY and not self._has_query:
             return identify(message, context)
-        return super().__call__(message, context)
+        reply: object = super().__call__(message, context)
+        if not isinstance(reply, Message):
+            raise ClientError(
+                f"the app's function returned {reply!r:.80}: return "
+                "Message(RecordDict({'arrays': ..., 'metrics': ...}), reply_to=message)"
+            )
+        return reply
 
 
 def identify(
@@ -231,6 +238,7 @@ def addressed(
     timeout.
     """
     reply = call_next(message, context)
-    if reply.has_error() and reply.metadata.dst_node_id != message.metadata.src_node_id:
+    is_error = isinstance(reply, Message) and reply.has_error()
+    if is_error and reply.metadata.dst_node_id != message.metadata.src_node_id:
         return Message(reply.error, reply_to=message)
     return reply

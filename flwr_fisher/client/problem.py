@@ -39,15 +39,16 @@ from flwr_fisher.curvature.batches import (
     length_of,
 )
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
-from flwr_fisher.curvature.models import place_of
-from flwr_fisher.devices import has_float64
+from flwr_fisher.curvature.models import copies_of, hooks_of, place_of, restore
+from flwr_fisher.devices import defaults_kept, has_float64
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, select, trainable, trainable_names
 from flwr_fisher.progress import watching
 
 _FUNCTIONS = "train_fn", "evaluate_fn", "loss_fn", "batch_fn", "output_fn"
-_WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DataParallel and of torch.compile
+# Prefixes of DataParallel, of torch.compile and of opacus's GradSampleModule.
+_WRAPPERS = ("module.", "_orig_mod.", "_module.")
 # Modules of iterators that cannot be read again.
 _READ_ONCE = ("builtins", "itertools", "torch.utils.data.dataloader")
 _MOST, _CPU = 10**7, torch.device("cpu")  # examples to count in a stream
@@ -230,8 +231,8 @@ class LocalProblem:
         ------
         ClientError
             If the loop lacks one of the keywords, if it would train with the
-            cross-entropy of classes although the likelihood has no classes, or if it
-            leaves NaN in the model.
+            cross-entropy of classes although the likelihood has no classes, if it
+            leaves NaN in the model, or if it trains and returns another model.
         """
         loop: Any = self.train_fn
         if getattr(loop, "loss_fn", None) is cross_entropy and not self.has_classes:
@@ -242,17 +243,17 @@ class LocalProblem:
             )
         for keyword in options:
             if not _takes(loop, keyword, or_any=True):
-                name = getattr(loop, "__name__", type(loop).__name__)
                 raise ClientError(
-                    f"train_fn {name} has no keyword {keyword!r}, but this method's "
-                    "job passes it: train with LocalSGD(...), or add the keyword "
-                    "(call `on_gradients` where LocalSGD.__call__ calls it)"
+                    f"train_fn {_name(loop)} has no keyword {keyword!r}, but this "
+                    "method's job passes it: train with LocalSGD(...), or add the "
+                    "keyword (call `on_gradients` where LocalSGD.__call__ calls it)"
                 )
         if _takes(loop, "checkpoint", or_any=False):
             options["checkpoint"] = self.checkpoint
         self.checkpoint = self.checkpoint.next()
         returned = self.run(loop, self.trainloader, config, **options)
         check_trained(self.model)
+        _check_is_not_another(returned, self.model)
         return checked_metrics(returned, "train_fn")
 
     def evaluate(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,20 +284,33 @@ class LocalProblem:
         """Call a user's loop; within it, `batch_fn` reads the loaders by default.
 
         The model keeps the dtypes, and trains the parameters, that the server knows of,
-        whatever the loop made of them.
+        whatever the loop made of them. Hooks that the loop leaves on it are taken away:
+        the server's model has none.
+
+        Raises
+        ------
+        ClientError
+            If the model has other parameters than before.
         """
         on_first_batch, self.on_first_batch = self.on_first_batch, []
         before = {
             name: (tensor.dtype, tensor.requires_grad)
             for name, tensor in _tensors(self.model).items()
         }
-        with default_reading(self.batch_fn, self.output_fn, on_first_batch):
+        shapes = _shapes(self.model)
+        hooks = copies_of(hooks_of(self.model))
+        with (
+            default_reading(self.batch_fn, self.output_fn, on_first_batch),
+            defaults_kept(),
+        ):
             returned = loop(self.model, loader, self.device, config, **options)
+        restore(hooks)
+        _check_shapes(shapes, self.model, loop)
         self._follow()
         for name, tensor in _tensors(self.model).items():
             dtype, trained = before.get(name, (tensor.dtype, tensor.requires_grad))
-            if tensor.dtype != dtype:
-                tensor.data, tensor.grad = tensor.data.to(dtype), None
+            if tensor.dtype != dtype or tensor.is_inference():
+                tensor.data, tensor.grad = tensor.detach().clone().to(dtype), None
             if tensor.requires_grad != trained:
                 tensor.requires_grad_(trained)
         return returned
@@ -462,6 +476,11 @@ class LocalProblem:
                     if f"{wrapper}{name}" in own:
                         has = f"it as {wrapper + name!r}"
                         way_out = f"give the client the model that is in {wrapper[:-1]}"
+                if name.isdigit() and name not in own:
+                    way_out = (
+                        "an ArrayRecord of a list numbers its arrays; start from "
+                        "shared_state(model)"
+                    )
                 if hasattr(self.model, "peft_config") and name not in own:
                     way_out = (
                         "PEFT's get_peft_model_state_dict leaves the adapter's name "
@@ -514,8 +533,10 @@ def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
         return {}
     metrics: dict[str, Any] = {}
     for key, value in returned.items():
-        number = value.tolist() if hasattr(value, "tolist") else value
-        if isinstance(number, (tuple, list)) and all(map(_is_number, number)):
+        number = _plain(value)
+        if isinstance(number, (tuple, list)):
+            number = [_plain(each) for each in number]
+        if isinstance(number, list) and all(map(_is_number, number)):
             metrics[str(key)] = _of_one_kind(number)
         elif key == "num-examples" and not (
             _is_number(number) and 0 <= number < math.inf
@@ -536,6 +557,11 @@ def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
     return metrics
 
 
+def _plain(value: Any) -> Any:
+    """Return a number or an array of NumPy or torch as Python's own."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _is_number(value: object) -> bool:
     """Return whether a record can hold this number."""
     return isinstance(value, float) or (
@@ -547,6 +573,56 @@ def _of_one_kind(numbers: Sequence[Any]) -> list[Any]:
     """Return a list of integers only, or of floats only, as records need it."""
     whole = all(isinstance(number, int) for number in numbers)
     return [int(number) if whole else float(number) for number in numbers]
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _check_shapes(
+    before: Mapping[str, torch.Size], model: nn.Module, loop: object
+) -> None:
+    """Raise :class:`ClientError` if a loop has left other parameters in the model."""
+    now = _shapes(model)
+    lost = [name for name, shape in before.items() if now.get(name) != shape]
+    new = [name for name in trainable_names(model) if name not in before]
+    if lost or new:
+        changes = [f"without {lost[:4]} as it was"] if lost else []
+        changes += [f"with the new {new[:4]}"] if new else []
+        raise ClientError(
+            f"{_name(loop)} has left the model {' and '.join(changes)}, and the "
+            "server's model has no such change: undo it at the end of the loop, for "
+            "example by remove_parametrizations, prune.remove or merge_and_unload"
+        )
+
+
+def _check_is_not_another(returned: object, model: nn.Module) -> None:
+    """Raise :class:`ClientError` if a loop returns a trained copy of the model."""
+    own, trained = model.state_dict(), trainable(model).keys()
+    for part in returned if isinstance(returned, (tuple, list)) else [returned]:
+        state = part.state_dict() if isinstance(part, nn.Module) else part
+        if not isinstance(state, Mapping):
+            continue
+        theirs = {_without_wrapper(str(name)): value for name, value in state.items()}
+        if trained <= theirs.keys() and not all(
+            torch.equal(torch.as_tensor(theirs[name]).to(own[name]), own[name])
+            for name in own.keys() & theirs.keys()
+        ):
+            raise ClientError(
+                f"train_fn returned another model ({type(part).__name__}) than the one "
+                "that it was given, and only this one is uploaded: train it in place, "
+                "or end with model.load_state_dict(trained.state_dict())"
+            )
+
+
+def _without_wrapper(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper)
+    return name
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _takes(function: Callable[..., object], keyword: str, *, or_any: bool) -> bool:

@@ -7,7 +7,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from inspect import Parameter, signature
+from inspect import (
+    Parameter,
+    isasyncgenfunction,
+    iscoroutinefunction,
+    isgeneratorfunction,
+    signature,
+)
 from typing import Any
 
 import torch
@@ -288,14 +294,25 @@ def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float
     return float(value)
 
 
+_RUN_LATER = iscoroutinefunction, isasyncgenfunction, isgeneratorfunction
+
+
 def check_functions(owner: object, names: Iterable[str]) -> None:
-    """Raise :class:`ConfigurationError` for an attribute that cannot be called."""
+    """Raise :class:`ConfigurationError` for an attribute that cannot be called.
+
+    A call of a generator function, or of an async one, runs nothing of it.
+    """
     for name in names:
         value = getattr(owner, name)
         if value is not None and not callable(value):
             makes = {"optimizer": "an optimizer", "scheduler": "a schedule"}.get(name)
             what = f"a function that makes {makes}" if makes else "a function"
             raise ConfigurationError(f"{name} must be {what}, got {value!r:.80}")
+        if any(is_one(value) for is_one in _RUN_LATER):
+            raise ConfigurationError(
+                f"{name} is async or has a yield, so a call of it does nothing: pass "
+                "an ordinary function, which calls asyncio.run(...) or list(...) of it"
+            )
 
 
 def check_trained(model: nn.Module) -> None:

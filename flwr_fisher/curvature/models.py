@@ -4,7 +4,7 @@ Long: what an evaluation keeps, restores and checks of a model is all here.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -92,9 +92,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     What its ``forward`` changes, even in eval mode, is restored, too: buffers such as
     counters, weights that it clips, attributes that are tensors (which of a vmap are
     of no use after it), and the state of global generators; and hooks that were left on
-    it. What is compiled runs as it was written: it does not call hooks that are added
-    later, and would be compiled anew for each transformation, in minutes. Embeddings do
-    not scale gradients by frequency: these would be no gradients.
+    it. Hooks on gradients do not run: they clip what a training uses, or expect train
+    mode, as opacus's do. What is compiled runs as it was written: it does not call
+    hooks that are added later, and would be compiled anew for each transformation, in
+    minutes. Embeddings do not scale gradients by frequency: these would be no
+    gradients.
     """
     modes = {module: module.training for module in model.modules()}
     scaled: list[Any] = [
@@ -103,6 +105,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     kept = _KeptModel(model)
     states = generator_states()
     try:
+        for each in _gradient_hooks(model):
+            each.clear()
         _into_eval_mode(model)
         for embedding in scaled:
             embedding.scale_grad_by_freq = False
@@ -141,13 +145,8 @@ class _KeptModel:
     def __init__(self, model: nn.Module) -> None:
         own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._attributes = [(module, dict(vars(module))) for module in own]
-        held = (item for module in own for item in vars(module).items())
-        self._dicts = [
-            (each, dict(each))
-            for name, each in held
-            if isinstance(each, dict)
-            and (name == "_buffers" or name.endswith("_hooks"))
-        ]
+        every = [*hooks_of(model), *(vars(module)["_buffers"] for module in own)]
+        self._dicts = copies_of([*every, *_gradient_hooks(model)])
         trained = [p for p in model.parameters() if p.requires_grad]
         self._values = [
             (tensor, tensor.detach().clone())
@@ -163,15 +162,40 @@ class _KeptModel:
                     del now[name]
             kept = attributes.items()
             now.update((name, value) for name, value in kept if name not in now)
-        for each, before in self._dicts:
-            each.clear()
-            each.update(before)
+        restore(self._dicts)
         for tensor, value in self._values:
             if tensor.shape != value.shape:  # an observer's, of quantisation
                 tensor.data = value
             # On an accelerator, a comparison would wait for it.
             elif tensor.device.type != "cpu" or not torch.equal(tensor, value):
                 tensor.data.copy_(value)
+
+
+def hooks_of(model: nn.Module) -> list[dict[Any, Any]]:
+    """Return the dicts in which a model's modules keep their hooks."""
+    own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    held = [item for module in own for item in vars(module).items()]
+    return [v for k, v in held if k.endswith("_hooks") and isinstance(v, dict)]
+
+
+def _gradient_hooks(model: nn.Module) -> list[dict[Any, Any]]:
+    """Return the dicts of hooks that read or change gradients."""
+    names = "_backward_hooks", "_backward_pre_hooks"
+    owners = [*model.modules(), *model.parameters()]
+    held = (getattr(owner, name, None) for owner in owners for name in names)
+    return [each for each in held if isinstance(each, dict)]
+
+
+def copies_of(dicts: Iterable[dict[Any, Any]]) -> list[tuple[dict[Any, Any], ...]]:
+    """Return dicts with copies, for :func:`restore`."""
+    return [(each, dict(each)) for each in dicts]
+
+
+def restore(copies: Iterable[tuple[dict[Any, Any], ...]]) -> None:
+    """Give dicts the entries that they had in :func:`copies_of`."""
+    for each, before in copies:
+        each.clear()
+        each.update(before)
 
 
 def _may_change(tensor: Tensor) -> bool:

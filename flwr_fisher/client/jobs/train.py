@@ -16,7 +16,7 @@ from flwr_fisher.client.batch_norms import catch_up_norms
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, get_job, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.limits import real_number
-from flwr_fisher.client.training import score
+from flwr_fisher.client.training import LocalSGD, score
 from flwr_fisher.client.trial import (
     check_outputs,
     log_once,
@@ -213,6 +213,7 @@ class TrainingJob:
         """Return the upload of a problem's trained model with weight `count`."""
         params = problem.state_like(request.params)
         tell_frozen(problem.model, params)
+        tell_untrained(problem, request.params)
         if curvature is None:
             return tensors_to_arrays(params)
         return self.arrays(Trained(request.params, params, curvature, count))
@@ -285,6 +286,27 @@ def tell_frozen(model: nn.Module, params: Params) -> None:
         )
         text += "server sent them: start from shared_state(model), which has none"
         log_once([text])
+
+
+def tell_untrained(problem: LocalProblem, start: Params) -> None:
+    """Log a warning if a loop of the user's own has changed no parameter.
+
+    Parameters
+    ----------
+    problem : LocalProblem
+        With the trained model.
+    start : Mapping[str, Tensor]
+        What the server sent.
+    """
+    own = problem.trainable().items()
+    if not isinstance(problem.train_fn, LocalSGD) and all(
+        torch.equal(tensor, start[name].to(tensor)) for name, tensor in own
+    ):
+        logger.warning(
+            "The training has changed no parameter, so the client uploads what the "
+            "server sent. If it trained a copy of the model, load the copy's "
+            "state_dict() into the model at the end"
+        )
 
 
 def _size_in_words(
