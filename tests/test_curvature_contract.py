@@ -19,6 +19,7 @@ from flwr_fisher.errors import (
     UnknownNameError,
 )
 from flwr_fisher.params import shared_state
+from flwr_fisher.tangent import TangentFeatures
 
 # Every class, so that only rounding separates it from the oracles.
 fisher = partial(curvature.fisher, tolerance=0)
@@ -96,6 +97,7 @@ MISTAKES = [
     # The first option of several is the one that is named.
     *(of(ConfigurationError, next(iter(wrong)), **wrong) for wrong in OPTIONS),
     of(ConfigurationError, "device=meta", device="meta"),
+    of(ConfigurationError, "on the meta device", nn.Linear(3, 3, device="meta")),
     of(
         ConfigurationError,
         "structure='diagonal'",
@@ -177,14 +179,24 @@ def test_an_example_that_the_model_squeezes_counts(structure):
         torch.testing.assert_close(a, b)
 
 
-def test_a_dense_fisher_takes_sparse_gradients_and_one_dtype():
+def test_sparse_gradients_are_as_dense_ones():
     tokens = torch.tensor([[0, 1], [2, 1]])
     models = [
-        seeded(lambda s=s: nn.Sequential(nn.Embedding(3, 2, sparse=s), nn.Flatten()))
+        seeded(
+            lambda s=s: nn.Sequential(
+                nn.Embedding(3, 2, sparse=s), nn.Flatten(), nn.Linear(4, 3)
+            )
+        )
         for s in (True, False)
     ]
-    sparse, plain = (fisher(m, [tokens], structure="dense") for m in models)
-    torch.testing.assert_close(sparse.tensors(), plain.tensors())
+    for structure in STRUCTURES:
+        sparse, plain = (fisher(m, [tokens], structure=structure) for m in models)
+        torch.testing.assert_close(sparse.tensors(), plain.tensors())
+    torch.testing.assert_close(*(TangentFeatures(m, 99)(tokens) for m in models))
+    assert models[0][0].sparse
+
+
+def test_a_dense_fisher_takes_one_dtype():
     wide = nn.Linear(3, 3).double()
     mixed = nn.Sequential(nn.Linear(3, 3), Then(lambda x, y: y, wide))
     mixed[1].layer.register_forward_pre_hook(lambda _, args: args[0].double())
@@ -204,3 +216,11 @@ def test_a_compiled_model_has_the_fisher_of_its_module():
 def test_the_models_device_may_be_named():
     for device in ("cpu", torch.device("cpu", 0)):
         fisher(LINEAR, ONE, device=device)
+
+
+def test_an_empty_parameter_has_no_curvature():
+    with pytest.warns(UserWarning, match="zero-element"):
+        model = Then(lambda x, y: y, nn.Linear(0, 3))
+    for structure in STRUCTURES:
+        F = fisher(model, [torch.ones(2, 0)], structure=structure)
+        assert list(F.shapes) == ["layer.bias"]

@@ -541,6 +541,14 @@ def test_how_examples_are_batched_does_not_matter(name):
             assert relative(flat(a), flat(b)) <= EXACT
 
 
+def test_inference_mode_changes_nothing():
+    model, batch = nn.Linear(3, 3), (VECTORS, labels_for(VECTORS))
+    with torch.inference_mode():
+        inside = [tensor.clone() for tensor in batch]
+        got, _ = gradient(model, [inside])
+    assert torch.equal(flat(got), flat(gradient(model, [batch])[0]))
+
+
 def test_max_batch_size_bounds_what_the_model_sees():
     sizes = []
     model = nn.Linear(3, 3)

@@ -120,14 +120,9 @@ class Inputs:
 
     def to(self, device: torch.device) -> "Inputs":
         """Return the same on a device."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            there = tensor.to(device, non_blocking=True)
-            return there.clone() if there.is_inference() else there
-
         padded = self.is_padded if device.type != "cpu" else None
-        with torch.inference_mode(False):  # whose tensors no gradient passes
-            return replace(self.mapped(moved), _is_padded=padded)
+        moved = self.mapped(lambda tensor: _moved(tensor, device))
+        return replace(moved, _is_padded=padded)
 
     @property
     def is_padded(self) -> bool:
@@ -189,7 +184,9 @@ class Batch:
         labels, count = self.labels, self._num_labels
         if isinstance(labels, Tensor) and labels.device.type == "cpu":
             count = self.num_labels
-        if hasattr(labels, "to"):
+        if isinstance(labels, Tensor):
+            labels = _moved(labels, device)
+        elif hasattr(labels, "to"):
             labels = labels.to(device, non_blocking=True)
         return Batch(self.inputs.to(device), labels, count)
 
@@ -199,6 +196,13 @@ class Batch:
         if self._num_labels is not None:
             return self._num_labels
         return len(self) if self.labels is None else count_labels(self.labels)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, which autograd can use, too."""
+    with torch.inference_mode(False):
+        there = tensor.to(device, non_blocking=True)
+        return there.clone() if there.is_inference() else there
 
 
 def num_correct(outputs: Tensor, labels: Any) -> float:

@@ -40,7 +40,7 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
     ------
     ConfigurationError
         If the model has no trainable parameter, was made under inference mode, or is on
-        another type of device.
+        another type of device, or on the meta device.
     ParamsError
         If a layer is still lazy.
     StructureError
@@ -73,6 +73,11 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
             "have gradients: make it outside of inference_mode"
         )
     actual = first.device
+    if actual.type == "meta":
+        raise ConfigurationError(
+            "the model is on the meta device, where parameters have no values: make it "
+            "on the CPU, or load its values, load_state_dict(values, assign=True)"
+        )
     if device is not None and torch.device(device).type != actual.type:
         raise ConfigurationError(
             f"device={device!s}, but the model is on {actual!s}: move the model first"
@@ -95,21 +100,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     it. Hooks on gradients do not run: they clip what a training uses, or expect train
     mode, as opacus's do. What is compiled runs as it was written: it does not call
     hooks that are added later, and would be compiled anew for each transformation, in
-    minutes. Embeddings do not scale gradients by frequency: these would be no
-    gradients.
+    minutes. Embeddings' gradients are dense, and not scaled by frequency.
     """
     modes = {module: module.training for module in model.modules()}
-    scaled: list[Any] = [
-        m for m in model.modules() if getattr(m, "scale_grad_by_freq", False)
-    ]
     kept = _KeptModel(model)
     states = generator_states()
     try:
         for each in _gradient_hooks(model):
             each.clear()
         _into_eval_mode(model)
-        for embedding in scaled:
-            embedding.scale_grad_by_freq = False
         recurrent = recurrent_backwards(model)
         with torch.inference_mode(False), torch.enable_grad(), recurrent, _eager():
             yield
@@ -118,8 +117,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         kept.restore()
         for module, training in modes.items():
             module.training = training
-        for embedding in scaled:
-            embedding.scale_grad_by_freq = True
 
 
 def _eager() -> AbstractContextManager[object]:
@@ -137,6 +134,12 @@ def _into_eval_mode(model: nn.Module) -> None:
             f"the model, a {type(model).__name__}, has no eval mode (as what "
             "torch.export makes): pass the nn.Module from which it was made"
         ) from error
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = module.scale_grad_by_freq = False
+
+
+_OF_LOOKUPS = ("sparse", "scale_grad_by_freq")  # which `evaluating` sets
 
 
 class _KeptModel:
@@ -161,7 +164,7 @@ class _KeptModel:
                 if isinstance(value, Tensor):
                     del now[name]
             kept = attributes.items()
-            now.update((name, value) for name, value in kept if name not in now)
+            now.update((k, v) for k, v in kept if k not in now or k in _OF_LOOKUPS)
         restore(self._dicts)
         for tensor, value in self._values:
             if tensor.shape != value.shape:  # an observer's, of quantisation

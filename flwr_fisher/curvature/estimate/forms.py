@@ -272,7 +272,7 @@ def _sole_owners(model: nn.Module) -> list[tuple[str, nn.Module, set[str]]]:
     ]
     owners = Counter(id(p) for *_, own in modules for p in own.values())
     return [
-        (name, module, {k for k, p in own.items() if p.requires_grad})
+        (name, module, {k for k, p in own.items() if p.requires_grad and p.numel()})
         for name, module, own in modules
         if all(owners[id(parameter)] == 1 for parameter in own.values())
     ]

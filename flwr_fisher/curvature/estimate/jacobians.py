@@ -37,7 +37,7 @@ class Jacobians:
         parts = zip(inputs.split(chunk), torch.split(pieces, chunk, 1), strict=True)
         for x, v in parts:
             rows = self._one_by_one(x, v) if self.loops else self._together(x, v)
-            yield {name: widened(row) for name, row in rows.items()}
+            yield {name: widened(row.to_dense()) for name, row in rows.items()}
 
     def _together(self, inputs: Inputs, pieces: Tensor) -> dict[str, Tensor]:
         """Return some examples' gradients by ``vmap``, or by a loop if it fails."""
@@ -137,7 +137,7 @@ class DenseJacobian(Jacobians):
         """Add the gradients' outer products."""
         for gradients in self.gradients(inputs, pieces):
             # Not flatten(2), which a parameter that is a single number does not have.
-            flat = [g.to_dense().reshape(*g.shape[:2], -1) for g in gradients.values()]
+            flat = [g.reshape(*g.shape[:2], -1) for g in gradients.values()]
             rows = torch.cat(flat, 2).flatten(0, 1)
             self.total.addmm_(rows.mT, rows)
 
