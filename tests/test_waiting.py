@@ -9,12 +9,15 @@ from math import inf
 
 import pytest
 from clocked import Behaviour, ClockedGrid, options_of
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from virtual import Watched, opened, quick_app, same_bits, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
+from flwr_fisher.server.door import Scores
+from flwr_fisher.server.exchange import Step, Upload
 from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.round import LateReplies
+from flwr_fisher.server.run import Run
 from flwr_fisher.strategies import (
     TCT,
     FedExP,
@@ -156,6 +159,24 @@ def test_who_connects_later_never_holds_up_a_round(clock):
     start(grid, num_rounds=10, timeout=3600)
     assert clock.now < 10 * 5
     assert all(p != 3 for _, p in app.trained)
+
+
+def test_who_fails_once_and_then_hangs_holds_up_no_round(clock):
+    """It was asked again and again, without end."""
+    comes = Behaviour(connected=lambda now: now > 0.5)
+
+    class Fails(Watched):
+        def __call__(self, message, context):
+            query = message.metadata.message_type == "query"
+            if query and context.node_config["partition-id"] == 2:
+                comes.answers = inf
+                raise KeyError
+            return super().__call__(message, context)
+
+    grid = ClockedGrid(Fails(), {2: comes}, clock, 3)
+    start(grid, num_rounds=5, timeout=3600)
+    assert clock.now < 5 * 5
+    assert [(kind, who) for _, kind, who in grid.sent].count(("query", 2)) == 2
 
 
 def test_nobody_who_answers_is_named(clock, caplog):
@@ -409,3 +430,13 @@ def test_a_window_asks_everyone():
         FedFisherOneShot(fraction_train=0.5, waiting=Waiting(window=9))
     with pytest.raises(ConfigurationError, match=r"waiting must be Waiting\("):
         FedFisherOneShot(waiting=60)
+
+
+def test_a_late_reply_adds_no_other_rounds_bytes():
+    run = Run.begin(tiny_arrays(), {}, None, resume=False)
+    uploads = [Upload(1, "a", 1, Scores(), MetricRecord(), num_bytes=100)]
+    for server_round in (1, 2):
+        run.count_late(server_round)
+        counts = MetricRecord({"num-replies": 1})
+        run.take_step(server_round, Step(run.state), uploads, counts)
+    assert run.result().upload_bytes == 100

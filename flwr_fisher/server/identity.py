@@ -208,25 +208,24 @@ class NodeNames:
             wait = 0.0 if self.answered.intersection(nodes) else timeout
             asked = new
             while asked:
-                for reply in query(mailbox, asked, RecordDict(), wait, self._take):
-                    self._take(reply)
-                asked = [n for n in asked if n in self._errors.keys() - self.answered]
+                replies = query(mailbox, asked, RecordDict(), wait, self._take)
+                asked = [reply.node for reply in replies if self._take(reply)]
             self._log_nameless(new)
         self._refuse(nodes)
         return [n for n in nodes if n in self.answered and n not in self.refused]
 
-    def _take(self, reply: NodeReply) -> None:
-        """Store a node's answer, whenever it comes."""
+    def _take(self, reply: NodeReply) -> bool:
+        """Store a node's answer, whenever it comes; return whether to ask again."""
         node, message = reply.node, reply.message
         if reply.from_superlink or reply.nothing_will_come:
             self._until[node] = time.monotonic() + _ASK_AGAIN
-            return
+            return False
         answer = Answer.of(message)
         if reason := _foreign_because(message, answer):
             self.foreign[node] = reason
         elif message.has_error() and not self._gives_up(node, message.error.reason):
             self._until[node] = time.monotonic()
-            return
+            return True
         self.answered.add(node)
         if answer.any_job:
             self.do_any_job.add(node)
@@ -239,6 +238,7 @@ class NodeNames:
                 node,
                 answer.problem,
             )
+        return False
 
     def _gives_up(self, node: int, error: str | None) -> bool:
         """Note an error; return whether to stop asking the node."""

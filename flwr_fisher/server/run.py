@@ -163,8 +163,8 @@ class Run:
         known = list(uploads) if step.summed is None else [step.summed]
         self._result.uploads, self._result.details = known, step.details
         history = self._result.train_metrics_clientapp
-        first = server_round not in history
         earlier = dict(history.get(server_round, {}))
+        first = "num-replies" not in earlier  # it may have late replies already
         before = 0 if first else self._result.upload_bytes
         self._result.upload_bytes = before + _bytes_of_each(uploads)
         joined = {**earlier, **metrics, **step.metrics}
