@@ -113,6 +113,13 @@ def test_params_are_made_each_time_and_not_kept() -> None:
         later["c"]
 
 
+def test_uploads_with_other_groups_have_another_layout() -> None:
+    """A single client's ended the run, in a merge of unlike factors."""
+    one, two = (random_kronecker(1, groups=groups) for groups in (1, 2))
+    layouts = [FisherUpload({}, F).layout() for F in (one, two, counted(two)[0])]
+    assert layouts[0] != layouts[1] == layouts[2]
+
+
 @pytest.mark.parametrize("codec", ["fedavg", "small"])
 def test_a_packed_upload_stays_packed_until_it_is_merged(codec: str) -> None:
     sent = upload_of("wide", "kfac")

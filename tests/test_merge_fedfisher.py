@@ -584,11 +584,21 @@ def test_a_negative_pair_of_factors_does_not_hide_its_signs():
 
 @pytest.mark.parametrize("factor", [math.inf, math.nan])
 @pytest.mark.parametrize("make", [random_kronecker, eigen, KINDS["dense"]])
-def test_a_curvature_times_infinity_is_refused(make, factor):
+@pytest.mark.parametrize("as_sum", [False, True])
+def test_a_curvature_times_infinity_is_refused(make, factor, as_sum):
     first, second, third = posteriors(make)
-    wrong = replace(second, curvature=second.curvature.scaled(factor))
+    own = WeightedSum([second.curvature], [1.0]) if as_sum else second.curvature
+    wrong = replace(second, curvature=own.scaled(factor))
     with pytest.raises(ParamsError, match=r"posterior 1: the curv.*NaN or infinity"):
         fedfisher([first, wrong, third])
+
+
+def test_a_sum_with_a_negative_weight_is_refused():
+    """It led Adam and gradient descent thousands of steps away."""
+    first, second, third = posteriors(KINDS["diagonal"])
+    wrong = WeightedSum([second.curvature] * 2, [2.0, -1.0])
+    with pytest.raises(ParamsError, match=r"posterior 1: .*negative"):
+        fedfisher([first, replace(second, curvature=wrong), third], solver="adam")
 
 
 @all_kinds

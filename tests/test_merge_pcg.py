@@ -57,6 +57,7 @@ LAYERS = {
 KINDS = LAYERS | {
     "dense": lambda seed: random_dense(seed, 3, w=(4, 3)),
     "mixed": mixed,
+    "unlike groups": lambda seed: random_kronecker(seed, groups=1 + seed % 2, rank=6),
     "two layers": lambda seed: BlockDiagonal(
         [random_kronecker(seed, "w"), random_kronecker(seed + 1, "v", bias="b")]
     ),

@@ -5,11 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from flwr.app import MetricRecord
 
 from flwr_fisher.rounds import scaffold_control, scaffold_step
+from flwr_fisher.server.exchange import Upload
 from flwr_fisher.server.policy import Sizes, remembered
 from flwr_fisher.strategies import Policy
 from flwr_fisher.tangent import tct_average, tct_control, tct_steps
+from flwr_fisher.wire import Additive
 
 POLICIES = {"default": Policy(), "strict": Policy.strict()}
 LIMITS = ("weights", "distances", "curvatures")
@@ -102,6 +105,23 @@ def test_a_first_round_in_which_nothing_moves_limits_no_later_one():
     still, moving = ([Sizes({"parameters": n}, {})] * 3 for n in (0.0, 1.0))
     known = remembered(Policy().references(still, {}), {})
     assert Policy().references(moving, known) == {"parameters": 1.0}
+
+
+@pytest.mark.parametrize("ids", [10**6, -1])
+def test_one_client_changes_no_index(ids):
+    """Out of range in the mean, it ended every client's training."""
+    like = {"ids": torch.arange(4), "mask": torch.ones(3, dtype=torch.bool)}
+    spoiled = {"ids": torch.full((4,), ids), "mask": torch.zeros_like(like["mask"])}
+    payloads = [Additive({"params": own}) for own in (like, like, like, spoiled)]
+    uploads = [
+        Upload(i, f"{i}", 1.0, payload, MetricRecord(), num_bytes=0)
+        for i, payload in enumerate(payloads)
+    ]
+    sizes, policy = [Sizes.of(own, like) for own in payloads], Policy.strict()
+    references = policy.references(sizes, {})
+    *_, last = policy.limit(uploads, sizes, like, references)
+    for name, value in like.items():
+        assert torch.equal(last.payload.part("params")[name], value)
 
 
 def limited(policy, vectors, known):

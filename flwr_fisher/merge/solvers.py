@@ -43,7 +43,8 @@ def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
     ridge = max(ridge, _LEAST)
     terms = [*curvature.flat()]  # shrinking turns an E-KFAC into a sum
     layers = [(w, t) for w, t in terms if isinstance(t, LayerCurvature)]
-    if len(layers) == len(terms):
+    # A convolution's factors tell its groups, and nothing else does.
+    if len(layers) == len(terms) and len({t.groups for _, t in layers}) == 1:
         return _by_partial_traces(layers, ridge)
     if all(isinstance(term, Dense) for term in curvature.terms):
         return _densely(curvature, ridge)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import WireError, printable
-from flwr_fisher.params import NORM_STATISTICS, DeferredParams, Params
+from flwr_fisher.params import NORM_STATISTICS, DeferredParams, Params, rounded
 
 PARAMETERS = "parameters"
 _SMALL = 0.01
@@ -34,9 +34,11 @@ def displacements(params: Params, like: Params) -> dict[str, float]:
     """Return the parameters' distances from `like`, one for each group of tensors.
 
     The group ``parameters`` has all floating-point tensors except batch norm's
-    statistics. Each of these is a group of its own, under its name. A distance below a
-    hundredth of the group's own norm counts as a hundredth: so small a step does no
-    harm, and near an optimum the ratios between clients' last steps may be arbitrary.
+    statistics. Each of these is a group of its own, under its name, and so is each
+    tensor of integers, such as an index, but for batch norm's counters. A distance
+    below a hundredth of the group's own norm counts as a hundredth: so small a step
+    does no harm, and near an optimum the ratios between clients' last steps may be
+    arbitrary. Of integers, it is a hundredth of a step by one in each of them.
 
     Parameters
     ----------
@@ -58,11 +60,14 @@ def displacements(params: Params, like: Params) -> dict[str, float]:
         if (start := like.get(name)) is None:
             continue
         _check_statistics(name, value, start)
-        if value.is_floating_point():
-            part = _part(name)
-            distance = norm64([value.double() - start])
+        if not name.endswith(_COUNT):
+            part = _part(name, value)
+            distance = norm64([value.double() - start.double()])
+            size = (
+                norm64([start]) if value.is_floating_point() else value.numel() ** 0.5
+            )
             distances[part] = math.hypot(distances.get(part, 0.0), distance)
-            norms[part] = math.hypot(norms.get(part, 0.0), norm64([start]))
+            norms[part] = math.hypot(norms.get(part, 0.0), size)
     return {part: max(d, _SMALL * norms[part]) for part, d in distances.items()}
 
 
@@ -89,16 +94,17 @@ def drawn_back(params: Params, like: Params, factors: Mapping[str, float]) -> Pa
 
     def make(name: str) -> Tensor:
         value = params[name]
-        factor = factors.get(_part(name), 1.0)
-        if factor == 1.0 or name not in like or not value.is_floating_point():
+        factor = factors.get(_part(name, value), 1.0)
+        if factor == 1.0 or name not in like:
             return value
         start = like[name].double()
-        return start.add(value.double() - start, alpha=factor).to(value.dtype)
+        return rounded(start.add(value.double() - start, alpha=factor), value.dtype)
 
     if isinstance(params, DeferredParams):
         return DeferredParams(params.layout, make)
     return {name: make(name) for name in params}
 
 
-def _part(name: str) -> str:
-    return name if name.endswith((_MEAN, _VARIANCE)) else PARAMETERS
+def _part(name: str, value: Tensor) -> str:
+    alone = name.endswith((_MEAN, _VARIANCE)) or not value.is_floating_point()
+    return name if alone else PARAMETERS

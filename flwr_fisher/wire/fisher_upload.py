@@ -73,8 +73,10 @@ class FisherUpload(Payload):
 
     def layout(self) -> tuple[str, ...]:
         """Return the curvature's blocks, which must be equal for all clients."""
-        blocks = self.curvature.blocks()
-        return tuple(f"{block.kind}: {list(block.shapes)}" for block in blocks)
+        return tuple(
+            f"{b.kind}{f' of {b.groups} groups' * (b.groups > 1)}: {list(b.shapes)}"
+            for b in self.curvature.blocks()
+        )
 
     def step_norms(self, like: Params) -> dict[str, float]:
         """Return the distance of the parameters from those sent out."""

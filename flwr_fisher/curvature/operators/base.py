@@ -47,6 +47,9 @@ class Curvature(ABC):
     shapes: dict[str, torch.Size]
     """The parameters that this curvature covers, with their shapes."""
 
+    groups: int = 1
+    """How many factors of each kind a layer has: a convolution's groups."""
+
     # A sum is itself a curvature, so its own file sets this: no circle of imports.
     summed: ClassVar[Callable[["Curvature", "Curvature"], "Curvature"]]
 

@@ -47,7 +47,7 @@ class Deferred(Curvature):
         trace: float | None = None,
     ) -> None:
         self.shapes, self._kind, self._make = dict(like.shapes), like.kind, make
-        self._trace = trace
+        self._trace, self.groups = trace, like.groups
 
     @property
     def kind(self) -> str:
@@ -242,8 +242,8 @@ class WeightedSum(Curvature):
         return f"{len(self.terms)} terms, {blocks} blocks, {super().summary()}"
 
     def non_negative(self) -> list[Tensor]:
-        """Return every term's numbers that must not be negative."""
-        return [numbers for term in self.terms for numbers in term.non_negative()]
+        """Return every term's numbers that must not be negative, times its weight."""
+        return [w * numbers for w, term in self for numbers in term.non_negative()]
 
     def blocks(self) -> list["WeightedSum"]:
         """Return one weighted sum for each block that all terms share."""
