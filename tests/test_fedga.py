@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader
 from virtual import (
@@ -24,8 +24,9 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import shared_state, trainable_names, weighted_mean
 from flwr_fisher.randomness import seed_of_clients
+from flwr_fisher.server.exchange import ServerState, Upload
 from flwr_fisher.strategies import FedGA
-from flwr_fisher.wire import arrays_to_tensors
+from flwr_fisher.wire import Additive, arrays_to_tensors
 
 
 def run(app=None, clients=3, **own):
@@ -140,6 +141,14 @@ def test_a_bad_reply_in_either_exchange_is_named_and_tolerated(exchange, caplog)
     assert metrics["num-replies"] == (4 if exchange == 1 else 3)
     assert caplog.text.count("left out partition-2") == 1
     assert "0.weight'" in caplog.text
+
+
+def test_all_gradients_of_a_secure_sum_are_counted():
+    first, _ = FedGA().exchanges(1)
+    summed = Additive({"gradient": {"w": torch.ones(1)}})
+    upload = Upload(0, "a", 8, summed, MetricRecord(), num_bytes=0, members=[1, 2, 3])
+    step = first.take(ServerState({"w": torch.ones(1)}), [upload])
+    assert step.metrics["num-gradients"] == 3
 
 
 def test_a_mean_gradient_that_does_not_come_is_named():

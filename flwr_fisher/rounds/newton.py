@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.solvers import Matvec, conjugate_gradient
-from flwr_fisher.errors import check_positive, check_range
+from flwr_fisher.errors import check_positive, check_range, check_whole
 from flwr_fisher.params import Params, add, finite, scale, subtract, weighted_mean
 from flwr_fisher.rounds.updates import stepped
 
@@ -63,7 +63,7 @@ def giant_direction(
     >>> giant_direction(twice, {"w": torch.tensor([4.0, 6.0])})
     {'w': tensor([2., 3.])}
     """
-    check_range("iterations", iterations, 1)
+    check_whole("iterations", iterations, 1)
     check_range("tolerance", tolerance, 0, 1)
     found = conjugate_gradient(
         # A product takes a pass over the data, so none is computed in vain.
@@ -122,7 +122,7 @@ def done_direction(
     >>> done_direction(twice, {"w": torch.tensor([4.0])}, alpha=0.25, iterations=2)
     {'w': tensor([1.5000])}
     """
-    check_range("iterations", iterations, 1)
+    check_whole("iterations", iterations, 1)
     check_positive("alpha", alpha)
     solution = scale(gradient, alpha)
     for _ in range(iterations - 1):

@@ -4,19 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from flwr_fisher.errors import check_range
-from flwr_fisher.params import double, norm
 from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,
     Step,
-    Summation,
     Uploads,
     mean_vector,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.baselines.newton import gradients_then
 from flwr_fisher.wire import Additive
-
-_GRADIENT = "gradient"
 
 
 class FedGA(CurvatureStrategy):
@@ -72,31 +69,14 @@ class FedGA(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Return two exchanges: for gradients, and training from displaced starts."""
-        read, mean = Additive.reader, Summation[Additive]()
-        gradients = Exchange(
-            {"job": "gradient"}, read(_GRADIENT), self._keep_mean, additive=mean
-        )
-        models = Exchange(
-            {"job": "displaced", "beta": self.beta},
-            read("params"),
-            self._average,
-            send=lambda state: {_GRADIENT: state.group(_GRADIENT)},
-            additive=mean,
-        )
-        return [gradients, models]
-
-    def _keep_mean(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        gradient = mean_vector(uploads, _GRADIENT)
-        metrics = {
-            "gradient-norm": float(norm(double(gradient))),
-            "num-gradients": len(uploads),
-        }
-        return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
-
-    def _average(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        """Return a step to the mean of the trained models."""
-        return Step(ServerState(mean_vector(uploads, "params")))
+        read = Additive.reader("params")
+        return gradients_then({"job": "displaced", "beta": self.beta}, read, _average)
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
         return {"beta": self.beta}
+
+
+def _average(state: ServerState, uploads: Uploads[Additive]) -> Step:
+    """Return a step to the mean of the trained models."""
+    return Step(ServerState(mean_vector(uploads, "params")))

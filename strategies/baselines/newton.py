@@ -1,14 +1,17 @@
 """GIANT's and DONE's rounds: a mean gradient, then the clients' Newton directions."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flwr_fisher.errors import check_positive, check_range
-from flwr_fisher.params import double, norm
+from flwr.app import ArrayRecord
+
+from flwr_fisher.errors import check_positive, check_whole
+from flwr_fisher.params import Params, double, norm
 from flwr_fisher.rounds import newton_step
 from flwr_fisher.server.exchange import (
     Exchange,
+    Groups,
     ServerState,
     Step,
     Summation,
@@ -16,9 +19,41 @@ from flwr_fisher.server.exchange import (
     mean_vector,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.wire import Additive
+from flwr_fisher.wire import Additive, ConfigValue
 
 _GRADIENT, _DIRECTION = "gradient", "direction"
+
+
+def gradients_then(
+    request: Mapping[str, ConfigValue],
+    read: Callable[[ArrayRecord, Params], Additive],
+    step: Callable[[ServerState, Uploads[Additive]], Step],
+) -> list[Exchange[Additive]]:
+    """Return two exchanges: for gradients, and one that sends clients their mean.
+
+    Parameters
+    ----------
+    request, read, step
+        The second exchange's.
+    """
+    of_gradients, mean = Additive.reader(_GRADIENT), Summation[Additive]()
+    return [
+        Exchange({"job": "gradient"}, of_gradients, _keep_mean, additive=mean),
+        Exchange(request, read, step, _send_mean, additive=mean),
+    ]
+
+
+def _keep_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:
+    gradient = mean_vector(uploads, _GRADIENT)
+    metrics = {
+        "gradient-norm": float(norm(double(gradient))),
+        "num-gradients": sum(len(upload.members) or 1 for upload in uploads),
+    }
+    return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
+
+
+def _send_mean(state: ServerState) -> Groups:
+    return {_GRADIENT: state.group(_GRADIENT)}
 
 
 class NewtonStrategy(CurvatureStrategy):
@@ -53,7 +88,7 @@ class NewtonStrategy(CurvatureStrategy):
     def __init__(self, *, lr: float = 1.0, iterations: int = 10, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         check_positive("lr", lr, or_zero=True)
-        check_range("iterations", iterations, 1)
+        check_whole("iterations", iterations, 1)
         self.lr, self.iterations = lr, iterations
 
     @abstractmethod
@@ -62,23 +97,8 @@ class NewtonStrategy(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Return two exchanges: for gradients, and with their mean for directions."""
-        read, mean = Additive.reader, Summation[Additive]()
-        gradients = Exchange(
-            {"job": "gradient"}, read(_GRADIENT), self._keep_mean, additive=mean
-        )
-        directions = Exchange(
-            {"job": "direction", **self.solver()},
-            read(_DIRECTION),
-            self._step,
-            send=lambda state: {_GRADIENT: state.group(_GRADIENT)},
-            additive=mean,
-        )
-        return [gradients, directions]
-
-    def _keep_mean(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        gradient = mean_vector(uploads, _GRADIENT)
-        metrics = {"gradient-norm": float(norm(double(gradient)))}
-        return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
+        request, read = {"job": "direction", **self.solver()}, Additive.reader
+        return gradients_then(request, read(_DIRECTION), self._step)
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return a step along the mean of the clients' directions."""
@@ -119,7 +139,8 @@ class GIANT(NewtonStrategy):
     Notes
     -----
     Buffers stay as they are. ``CurvatureResult.details`` is the last mean direction, by
-    parameter; a round's metrics have ``gradient-norm``.
+    parameter; a round's metrics have ``gradient-norm``, and ``num-gradients``: how many
+    clients' gradients are in the mean.
 
     Examples
     --------
@@ -167,7 +188,8 @@ class DONE(NewtonStrategy):
     Notes
     -----
     Buffers stay as they are. ``CurvatureResult.details`` is the last mean direction, by
-    parameter; a round's metrics have ``gradient-norm``.
+    parameter; a round's metrics have ``gradient-norm``, and ``num-gradients``: how many
+    clients' gradients are in the mean.
 
     Examples
     --------
