@@ -50,13 +50,8 @@ from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 _FUNCTIONS = ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
-_RANGES: dict[str, tuple[int, ...]] = {
-    "fraction_train": (0, 1),
-    "fraction_evaluate": (0, 1),
-    "min_train_nodes": (1,),
-    "min_evaluate_nodes": (0,),
-    "min_available_nodes": (1,),
-}
+_FRACTIONS = ("fraction_train", "fraction_evaluate")
+_FEWEST = {"min_train_nodes": 1, "min_evaluate_nodes": 0, "min_available_nodes": 1}
 _NORM_STATISTICS = ("average", "refresh")
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
 _INDENT = 10  # columns in front of a line of settings in the log
@@ -166,8 +161,10 @@ class CurvatureStrategy(FedAvg):
                 f"{type(self).__name__}() got unexpected keyword arguments {unknown}"
                 f"{_meant(unknown, known, self.grouped)}"
             )
-        for name in kwargs.keys() & _RANGES.keys():
-            check_range(name, kwargs[name], *_RANGES[name])
+        for name in kwargs.keys() & _FRACTIONS:
+            check_range(name, kwargs[name], 0, 1)
+        for name in kwargs.keys() & _FEWEST.keys():
+            check_whole(name, kwargs[name], _FEWEST[name])
         for name in kwargs.keys() & _FUNCTIONS:
             if not callable(kwargs[name] or len):
                 raise ConfigurationError(
@@ -176,7 +173,7 @@ class CurvatureStrategy(FedAvg):
         check_whole("seed", seed)
         self.policy = given("policy", policy, Policy)
         self.waiting = given("waiting", waiting, Waiting)
-        if not isinstance(secure, Secure | None):
+        if not isinstance(secure, Secure | None) or isinstance(secure, type):
             raise ConfigurationError(f"secure must be SecureSums(), got {secure!r}")
         super().__init__(**kwargs)
         check_known("norm_statistics", norm_statistics, _NORM_STATISTICS)

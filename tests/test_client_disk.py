@@ -217,6 +217,11 @@ def test_a_crash_while_writing_leaves_what_was_there(tmp_path, where, monkeypatc
     assert not aside.exists()
 
 
+def test_what_may_not_be_looked_at_is_not_there(tmp_path):
+    """As in a folder of another user, with a name that no folder can have."""
+    assert disk(tmp_path).load("a" * 300) is None
+
+
 def test_a_disk_that_refuses_is_named(tmp_path):
     (tmp_path / "state").write_text("in the way")
     mine = disk(tmp_path, owner="Mine")

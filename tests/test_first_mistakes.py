@@ -34,7 +34,8 @@ from flwr_fisher.errors import (
 from flwr_fisher.measures import MeasuredGrid, costs
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import FAGH, TCT, FedFisherOneShot
+from flwr_fisher.secure import SecureSums
+from flwr_fisher.strategies import FAGH, GIANT, TCT, FedFisherOneShot
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import tensors_to_arrays
@@ -372,6 +373,69 @@ MISTAKES = {
         ),
         ConfigurationError,
         r"evaluate_fn must return a MetricRecord or None, got \(0.1",
+    ),
+    "what only NumPy has": (
+        lambda: FedFisherOneShot().start(
+            LocalGrid(tiny_app(), 3),
+            tiny_arrays(),
+            evaluate_fn=lambda *_: {"accuracy": np.float32(0.5)},
+        ),
+        ConfigurationError,
+        r"evaluate_fn must return a MetricRecord.*\(.*numpy.float32",
+    ),
+    "no metrics of the training": (
+        lambda: FedFisherOneShot(train_metrics_aggr_fn=lambda *_: [0.5]).start(
+            LocalGrid(tiny_app(), 3), tiny_arrays()
+        ),
+        ConfigurationError,
+        r"train_metrics_aggr_fn must return a MetricRecord or None, got \[0.5\]",
+    ),
+    "metrics of the evaluation": (
+        lambda: FedFisherOneShot(evaluate_metrics_aggr_fn=lambda *_: {"a": "b"}).start(
+            LocalGrid(tiny_app(), 3), tiny_arrays()
+        ),
+        ConfigurationError,
+        r"evaluate_metrics_aggr_fn must return a MetricRecord or None, got {'a': 'b'}",
+    ),
+    "a class of secure sums": (
+        lambda: FedFisherOneShot(secure=SecureSums),
+        ConfigurationError,
+        r"secure must be SecureSums\(\), got <class",
+    ),
+    "a float of bits": (
+        lambda: SecureSums(bits=32.0),
+        ConfigurationError,
+        "bits must be an integer, got 32.0",
+    ),
+    "a number for a score": (
+        lambda: FedFisherOneShot(solver="adam", score=0.5),
+        ConfigurationError,
+        "score must be a function, got 0.5",
+    ),
+    "no loss": (
+        lambda: LocalSGD(loss_fn=None),
+        ConfigurationError,
+        "loss_fn must be a function, got None",
+    ),
+    "a dict of limits": (
+        lambda: FisherClient(nn.Linear(3, 2), [], limits={"max_steps": 3}),
+        ConfigurationError,
+        r"limits must be ClientLimits\(...\), got {'max_steps': 3}",
+    ),
+    "half a client": (
+        lambda: FedFisherOneShot(min_train_nodes=2.5),
+        ConfigurationError,
+        "min_train_nodes must be an integer, got 2.5",
+    ),
+    "half an epoch": (
+        lambda: LocalSGD(epochs=1.5),
+        ConfigurationError,
+        "epochs must be an integer, got 1.5",
+    ),
+    "half an iteration": (
+        lambda: GIANT(iterations=1.5),
+        ConfigurationError,
+        "iterations must be an integer, got 1.5",
     ),
     "a name of an aggregation": (
         lambda: FedFisherOneShot(evaluate_metrics_aggr_fn="mean"),

@@ -461,6 +461,12 @@ def test_what_is_told_is_on_the_disk_before(tmp_path, monkeypatch):
     assert synced == [path.stat().st_ino for path in order]
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path / 'run'} "):
+        start(tmp_path / "run")
+
+
 def test_a_folder_may_be_the_homes(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     start(Path("~/run"))

@@ -598,6 +598,7 @@ def test_another_process_describes_the_same(tmp_path):
         {"loss_fn": nn.functional.nll_loss},
         {"limits": ClientLimits(max_examples=5)},
         {"batch_fn": lambda batch: batch},
+        {"output_fn": lambda outputs: outputs},
     ],
 )
 def test_another_client_of_the_same_data_hands_over_nothing(tmp_path, other):

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import math
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +16,15 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from kinds import KINDS, of_sums
 from safetensors.torch import load_file
-from virtual import LIFTED, Watched, quick_app, tiny_app, tiny_arrays, tiny_client
+from virtual import (
+    LIFTED,
+    Watched,
+    quick_app,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+    tiny_model,
+)
 
 from flwr_fisher.client import (
     LocalSGD,
@@ -33,7 +43,7 @@ from flwr_fisher.secure import Participant, SecureSums, SecureSumsMod
 from flwr_fisher.secure.crypto import Trusted, signature, to_json
 from flwr_fisher.secure.mod import SumMemory
 from flwr_fisher.secure.steps import SecureState
-from flwr_fisher.server.exchange import ServerState
+from flwr_fisher.server.exchange import ServerState, Step
 from flwr_fisher.strategies import (
     FedAvg,
     FedFish,
@@ -311,6 +321,22 @@ def test_what_is_malformed_is_told_by_name(what, tmp_path, caplog):
     merged(strategy, secure_app(tmp_path, change=change), clients=5)
     assert says in caplog.text
     assert "partition-1" in caplog.text
+
+
+def test_a_step_that_the_sum_spoils_is_told(tmp_path):
+    """It was told that too few clients had opened the sum."""
+
+    class Spoilt(FedAvg):
+        def exchanges(self, server_round):
+            (exchange,) = super().exchanges(server_round)
+            nothing = {
+                name: v * math.nan for name, v in tiny_model().state_dict().items()
+            }
+            spoilt = Step(ServerState(nothing))
+            return [replace(exchange, step=lambda state, uploads: spoilt)]
+
+    with pytest.raises(RoundError, match=r"the step failed: it made .* NaN"):
+        merged(Spoilt(secure=SecureSums(), fraction_evaluate=0.0), secure_app(tmp_path))
 
 
 @pytest.mark.parametrize("key", ["session", "commitments", "sealed-shares", "layout"])

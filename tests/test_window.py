@@ -146,6 +146,18 @@ def test_a_window_that_closed_while_the_server_was_away(clock, tmp_path):
     assert again.sent == []
 
 
+def test_a_clock_that_is_set_back_makes_no_window_longer(clock, tmp_path):
+    waiting, clock.now = Waiting(window=DAY), 30 * DAY
+    grid = MortalGrid(quick_app(), {}, clock, 3)
+    grid.dies = 30 * DAY + HOUR
+    with pytest.raises(KilledError):
+        start(grid, waiting, checkpoint_dir=tmp_path)
+    clock.now = 0.0
+    grid.dies = inf
+    start(grid, waiting, checkpoint_dir=tmp_path, resume=True)
+    assert clock.now < DAY + 10
+
+
 def test_a_client_that_dies_while_it_trains_is_asked_when_it_is_back(clock):
     reborn = Behaviour(seconds=lambda times: 60.0, dies=30.0)
     comes = {0: between(0, inf), 1: between(0, inf), 2: reborn}

@@ -165,7 +165,8 @@ class ClientDisk:
             saved, texts = load_record(path, check=_checksum)
             kept = Kept(saved, texts["note"])
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-            if path.exists():  # PyTorch's error is a RuntimeError
+            # PyTorch's error is a RuntimeError. A folder may be another user's.
+            if os.path.exists(path):
                 logger.warning("Ignoring %s, which is damaged: %s", path, error)
             return None
         if missing := sorted(set(keys) - kept.tensors.keys()):

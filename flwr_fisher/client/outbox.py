@@ -174,6 +174,7 @@ def _digest(problem: LocalProblem, request: Request) -> str:
         "loss_fn": problem.loss_fn,
         "likelihood": problem.likelihood,
         "batch_fn": problem.batch_fn,
+        "output_fn": problem.output_fn,
         "max_examples": problem.limits.max_examples,
         "trained": list(problem.trainable()),
         "layers": {n: type(layer) for n, layer in problem.model.named_modules()},

@@ -39,6 +39,7 @@ from flwr_fisher.errors import (
     StructureError,
     check_positive,
     check_range,
+    check_whole,
 )
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import all_finite, trainable
@@ -118,7 +119,7 @@ class LocalSGD:
     on_epoch: Callable[[int, float], None] | None = None
 
     def __post_init__(self) -> None:
-        check_range("epochs", self.epochs, 1)
+        check_whole("epochs", self.epochs, 1)
         check_range("lr", self.lr, 0)
         check_range("momentum", self.momentum, 0, 1)
         check_range("weight_decay", self.weight_decay, 0)
@@ -304,7 +305,7 @@ def check_functions(owner: object, names: Iterable[str]) -> None:
     """
     for name in names:
         value = getattr(owner, name)
-        if value is not None and not callable(value):
+        if not callable(value) and value is not getattr(type(owner), name, None):
             makes = {"optimizer": "an optimizer", "scheduler": "a schedule"}.get(name)
             what = f"a function that makes {makes}" if makes else "a function"
             raise ConfigurationError(f"{name} must be {what}, got {value!r:.80}")

@@ -2,7 +2,12 @@
 
 from flwr.app import ArrayRecord, MetricRecord
 
-from flwr_fisher.errors import ConfigurationError, check_positive, check_range
+from flwr_fisher.errors import (
+    ConfigurationError,
+    check_positive,
+    check_range,
+    check_whole,
+)
 from flwr_fisher.measures.combine import means, numbers, warn_unmeasured
 from flwr_fisher.measures.grid import MeasuredGrid, check_measured
 from flwr_fisher.wire import named_options
@@ -76,8 +81,8 @@ class Personalisation:
         name: str = "personalised",
     ) -> None:
         check_positive("fraction", fraction, most=0.5)
-        check_range("epochs", epochs, 1)
-        check_range("every", every, 1)
+        check_whole("epochs", epochs, 1)
+        check_whole("every", every, 1)
         check_measured(grid)
         if not grid.num_held_out:
             raise ConfigurationError(

@@ -188,7 +188,9 @@ def _check_ranges(options: MergeOptions | MergeSettings) -> None:
 
 
 def check_score(score: object, solver: str) -> None:
-    """Raise :class:`ConfigurationError` if a solver other than ``adam`` has a score."""
+    """Raise :class:`ConfigurationError` for a score that is none, or is not used."""
+    if not callable(score or len):
+        raise ConfigurationError(f"score must be a function, got {score!r:.80}")
     if score is not None and solver != "adam":
         raise ConfigurationError(
             f"score works with solver='adam' only, not '{solver}': leave it out"

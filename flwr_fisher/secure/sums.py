@@ -137,6 +137,7 @@ class SecureSums:
     neighbours: int | None = None
 
     def __post_init__(self) -> None:
+        check_whole("bits", self.bits)
         word_type(self.bits)
         check_range("threshold", self.threshold, 0.5, 1)
         if self.neighbours is not None:

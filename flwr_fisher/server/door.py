@@ -19,7 +19,7 @@ from flwr_fisher.errors import FlwrFisherError, RoundError, WireError, listed, p
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.cohort import FREEZE_THE_SAME, Cohort, unlike_most
-from flwr_fisher.server.exchange import WEIGHT, Upload
+from flwr_fisher.server.exchange import WEIGHT, Upload, metrics_from
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes, remembered
@@ -544,7 +544,8 @@ class Door(Generic[P]):
         for client, reason in mismatched.items():
             logger.warning("%s: metrics without %s: it %s", self.stage, client, reason)
         contents = [RecordDict({"metrics": record}) for record in kept.values()]
-        averaged = aggregate(contents, key) if contents else {}
+        returned = aggregate(contents, key) if contents else None
+        averaged = metrics_from(returned, "train_metrics_aggr_fn") or MetricRecord()
         counts = {"num-replies": len(self.admitted), "num-rejected": len(self.rejected)}
         if self.missing:
             counts["num-missing"] = len(self.missing)

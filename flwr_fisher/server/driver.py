@@ -6,17 +6,17 @@ Long: a third of it is the interface that a strategy must have.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_fisher.callbacks import Callback
-from flwr_fisher.errors import ConfigurationError, RoundError, listed
+from flwr_fisher.errors import RoundError, listed
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.door import EvaluationDoor, abstains
-from flwr_fisher.server.exchange import Exchange, Secure, Uploads
+from flwr_fisher.server.exchange import Exchange, Secure, Uploads, metrics_from
 from flwr_fisher.server.journal import ExchangeJournal, Journal
 from flwr_fisher.server.mailbox import collect
 from flwr_fisher.server.norms import norm_exchange
@@ -168,13 +168,8 @@ class Driver:
 
     def _evaluate_here(self, server_round: int, evaluate_fn: EvaluateFn) -> None:
         """Evaluate on the server, and note the metrics."""
-        metrics: object = evaluate_fn(server_round, self.run.arrays())
-        if not isinstance(metrics, MetricRecord | dict | None):
-            raise ConfigurationError(
-                "evaluate_fn must return a MetricRecord or None, got "
-                f"{metrics!r:.80}: return MetricRecord({{'accuracy': ...}})"
-            )
-        self.run.evaluated(server_round, cast(MetricRecord | None, metrics))
+        returned = evaluate_fn(server_round, self.run.arrays())
+        self.run.evaluated(server_round, metrics_from(returned, "evaluate_fn"))
 
     def do_exchanges(self, config: ConfigRecord) -> None:
         """Do the current round's exchanges, and take each one's step.
@@ -367,5 +362,6 @@ class Driver:
             door.mark_missing(due, f"none within {self.timeout:.0f} s")
             cohort.missed(due, server_round)
         door.log_missing()
-        metrics = door.average(server_round, strategy.aggregate_evaluate)
+        returned = door.average(server_round, strategy.aggregate_evaluate)
+        metrics = metrics_from(returned, "evaluate_metrics_aggr_fn")
         self.run.client_evaluated(server_round, metrics)

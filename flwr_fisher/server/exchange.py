@@ -197,6 +197,23 @@ def _check_tensors(tensors: object, what: str) -> None:
             )
 
 
+def metrics_from(returned: object, who: str) -> MetricRecord | None:
+    """Return the metrics that a user's function returned, or None for none.
+
+    Raises
+    ------
+    ConfigurationError
+        If a run's journal, and a ``MetricRecord``, cannot hold them.
+    """
+    try:
+        return None if returned is None else MetricRecord(dict(returned))  # type: ignore[call-overload]
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{who} must return a MetricRecord or None, got {returned!r:.80}: return "
+            f"MetricRecord({{'accuracy': ...}}) with Python's numbers ({error})"
+        ) from error
+
+
 def _shown(value: object) -> str:
     return f"{value!r:.40} (of type {type(value).__name__})"
 

@@ -129,7 +129,8 @@ class Journal:
     Raises
     ------
     CheckpointError
-        If another server has the folder, or it is an empty string.
+        If another server has the folder, it cannot be written, or it is an empty
+        string.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -141,9 +142,10 @@ class Journal:
         self._end = 0  # the end of the last whole line
         self.path = None if path is None else Path(path).expanduser()
         if self.path is not None:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(self.path)
-            sweep([self.path, *self.path.glob("uploads-*/**/")])
+            with _writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = FolderLock(self.path)
+                sweep([self.path, *self.path.glob("uploads-*/**/")])
 
     def release(self) -> None:
         """Release the folder's lock."""

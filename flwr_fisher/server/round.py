@@ -324,7 +324,7 @@ class ExchangeRun(Generic[P]):
         else:
             record, messages = self.open()
         if record.clients is None:
-            timeout = self._window() - (time.time() - record.opened)
+            timeout = self._window() - max(0.0, time.time() - record.opened)
             logger.info("configure_train: the window closes in %.0f s", timeout)
             enough = self.waiting.enough_in_window
         else:
@@ -537,6 +537,8 @@ class ExchangeRun(Generic[P]):
         for upload in uploads:
             try:
                 self._try_step([upload])
+            except RoundError:
+                return False  # one reply cannot open a secure sum
             except _STEP_ERRORS as failure:
                 culprits.append((upload, failure))
         if len(culprits) == len(uploads):

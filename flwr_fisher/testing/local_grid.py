@@ -8,7 +8,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from flwr_fisher.errors import check_range
+from flwr_fisher.errors import check_whole
 from flwr_fisher.flower_internals import (
     ErrorCode,
     Run,
@@ -70,7 +70,7 @@ class LocalGrid(Grid):
         run_config: Mapping[str, Any] | None = None,
         seed: int | None = None,
     ) -> None:
-        check_range("num_supernodes", num_supernodes, 1)
+        check_whole("num_supernodes", num_supernodes, 1)
         self.client_app, self.num_supernodes = client_app, num_supernodes
         self._random = random.Random(seed)
         ids = self._random.sample(range(1, 2**62), num_supernodes)
