@@ -230,9 +230,12 @@ def partition_of(context: Context) -> int:
     try:
         if isinstance(number, float) and not number.is_integer():
             raise ValueError
-        return int(number)
+        if (partition := int(number)) < 0:
+            raise ValueError
     except ValueError:
         raise ClientError(
-            f"the node's partition-id must be an integer, got {number!r:.80}: start "
-            "the node with --node-config 'partition-id=0', for example, or without one"
+            f"the node's partition-id must be an integer, 0 or more, got "
+            f"{number!r:.80}: start the node with --node-config 'partition-id=0', for "
+            "example, or without one"
         ) from None
+    return partition

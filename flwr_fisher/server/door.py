@@ -130,7 +130,8 @@ def comparable(
     kept: dict[Key, MetricRecord] = {}
     mismatched: dict[Key, str] = {}
     for client, record in metrics.items():
-        missing = [name for name, size in common if (name, size) not in entries(record)]
+        there = entries(record)
+        missing = [name for name, size in common if (name, size) not in there]
         infinite = [name for name, _ in common if not _finite(record.get(name))]
         if missing:
             mismatched[client] = f"reports no '{printable(missing[0])}'"

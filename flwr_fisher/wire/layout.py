@@ -8,13 +8,15 @@
 ``curvature/ekfac/<weight>/A``, ``…/G`` and ``…/S``
     the two bases, of the factors' shapes, and the moments ``[groups, m, n]``;
 ``curvature/dense/<parameter>,<parameter>…``
-    a dense matrix over these parameters, flattened one after the other, ``[d, d]``.
+    a dense matrix over these parameters, flattened one after the other, ``[d, d]``; a
+    comma in a name is ``%2C``, as in a URL.
 
 Long: the writer of this layout, and the reader with all its checks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor
@@ -91,7 +93,10 @@ def _tensors(curvature: Curvature) -> Iterator[tuple[str, Tensor]]:
         yield f"{_EKFAC}{curvature.weight}/G", curvature.basis_G
         yield f"{_EKFAC}{curvature.weight}/S", curvature.moments
     elif isinstance(curvature, Dense):
-        yield f"{_DENSE}{_SEPARATOR.join(curvature.shapes)}", curvature.matrix
+        yield (
+            f"{_DENSE}{_SEPARATOR.join(map(quote, curvature.shapes))}",
+            curvature.matrix,
+        )
     else:
         raise StructureError(
             f"a {type(curvature).__name__} cannot be sent: use a Diagonal, Kronecker, "
@@ -206,7 +211,8 @@ def _parse(key: str) -> tuple[Part, list[str]]:
     if key.startswith(_DIAGONAL):
         return Part.DIAGONAL, [key.removeprefix(_DIAGONAL)]
     if key.startswith(_DENSE):
-        return Part.DENSE, key.removeprefix(_DENSE).split(_SEPARATOR)
+        names = key.removeprefix(_DENSE).split(_SEPARATOR)
+        return Part.DENSE, [*map(unquote, names)]
     for kind, letters in LAYER_PARTS.items():
         if key.startswith(kind) and key[-2:-1] == "/" and key[-1] in letters:
             return letters[key[-1]], [key[len(kind) : -2]]
