@@ -8,7 +8,15 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 from virtual import (
     ask,
     metrics_of,
@@ -96,6 +104,14 @@ SAMPLED = {
     "drop_last": ({"drop_last": True}, 12),
     "too few": ({"drop_last": True, "sampler": SubsetRandomSampler(range(5))}, 4),
     "own batches": ({"batch_sampler": [[0, 1], [2]], "batch_size": 1}, 3),
+    "batches of a subset": (
+        {"batch_sampler": BatchSampler([3, 5, 1], 2, True), "batch_size": 1},
+        2,
+    ),
+    "batches for positions": (
+        {"sampler": BatchSampler(range(7), 3, True), "batch_size": None},
+        6,
+    ),
     "workers": ({"num_workers": 2}, 14),
     "own sampler": ({"batch_sampler": Halves(), "batch_size": 1}, 6),
     "own, of no length": ({"batch_sampler": Halves(sized=False), "batch_size": 1}, 14),
@@ -124,6 +140,66 @@ def test_another_dtype_is_refused_before_anything_trains(dtype):
 
 
 X, Y = tiny_data(2).tensors
+
+
+class Batched(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        if i >= len(self):
+            raise IndexError
+        return X[4 * i : 4 * i + 4], Y[4 * i : 4 * i + 4]
+
+
+class Stream(IterableDataset):
+    def __init__(self, length, size):
+        self.length, self.size = length, size
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        parts = X.split(self.size), Y.split(self.size)
+        pairs = zip(*parts, strict=True)
+        return iter(pairs) if self.size > 1 else ((x[0], y[0]) for x, y in pairs)
+
+
+class Few:
+    """A loader of a user's own class, which gives some of its data set."""
+
+    dataset = TensorDataset(X, Y)
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter([(X[:3], Y[:3]), (X[3:5], Y[3:5])])
+
+
+class Twice(DataLoader):
+    def __len__(self):
+        return 2 * super().__len__()
+
+    def __iter__(self):
+        yield from super().__iter__()
+        yield from super().__iter__()
+
+
+READ = {
+    "a data set of batches": (lambda: DataLoader(Batched(), batch_size=None), 12),
+    "a stream of batches": (lambda: DataLoader(Stream(3, 4), batch_size=None), 12),
+    "a stream": (lambda: DataLoader(Stream(12, 1), 5, drop_last=True), 10),
+    "some of a data set": (Few, 5),
+    "a data set twice": (lambda: Twice(TensorDataset(X, Y), 4), 24),
+}
+
+
+@pytest.mark.parametrize(("make", "count"), READ.values(), ids=READ)
+def test_what_a_loader_gives_is_counted_and_not_its_data_set(make, count):
+    assert FisherClient(tiny_model(), make()).problem.count_examples(0) == count
+
+
 ONCE = {
     "generator": lambda: (batch for batch in [(X, Y)]),
     "map": lambda: map(tuple, [(X, Y)]),

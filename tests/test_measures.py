@@ -5,6 +5,7 @@ import logging
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 from virtual import (
     FEATURES,
     Node,
@@ -445,6 +452,23 @@ def test_a_loader_whose_sampler_gives_batches_can_be_split():
         client.problem.trainloader = loader
         reply = ask(client, config=HALF, partition=4, kind="evaluate")
         assert metrics_of(reply) == plain
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_only_the_positions_of_a_clients_sampler_are_split(kind):
+    """As where each client samples its own part of one data set."""
+    own = kind([9, 3, 12, 7, 1, 14])
+    client = tiny_client(4)
+    client.problem.trainloader = DataLoader(
+        Subset(tiny_data(4), own), 3, sampler=SubsetRandomSampler(range(6))
+    )
+    wanted = metrics_of(ask(client, config=HALF, partition=4, kind="evaluate"))
+    client.problem.trainloader = DataLoader(
+        tiny_data(4), 3, sampler=SubsetRandomSampler(own)
+    )
+    found = metrics_of(ask(client, config=HALF, partition=4, kind="evaluate"))
+    assert found == wanted
+    assert found["num-examples"] == 3
 
 
 def test_a_rest_that_the_loader_drops_is_dropped():

@@ -91,6 +91,9 @@ LOADERS = {
     "batch_sampler": lambda: DataLoader(
         DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, drop_last=False)
     ),
+    "batches of a subset": lambda: DataLoader(
+        DATA, batch_sampler=BatchSampler(SubsetRandomSampler([1, 5, 7, 8]), 3, False)
+    ),
     "own batches": lambda: DataLoader(DATA, batch_sampler=[[0, 1, 2], [7, 8]]),
     "no batch size": lambda: DataLoader(
         DATA, sampler=[[0, 1], [2, 3, 4]], batch_size=None

@@ -13,11 +13,11 @@ Long: reading the examples, all checks of them, and the lines for the log.
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from textwrap import wrap
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from torch.utils.data import (
     IterableDataset,
     Subset,
     TensorDataset,
-    WeightedRandomSampler,
     default_collate,
     default_convert,
 )
@@ -36,7 +35,12 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.curvature.batch import Batch, Inputs
-from flwr_fisher.curvature.batches import count_of, sampler_of, with_positions
+from flwr_fisher.curvature.batches import (
+    count_of,
+    positions_of,
+    sampler_of,
+    with_positions,
+)
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.losses import check_mean_over_labels
 from flwr_fisher.curvature.models import evaluating
@@ -189,13 +193,8 @@ def _positions(loader: DataLoader[Any], count: int | None) -> Any:
     if isinstance(batches, Sequence):
         first = batches[0]
         return list(first)[:count] if isinstance(first, Sequence) else first
-    sampler = getattr(batches, "sampler", batches)
-    positions = getattr(sampler, "indices", sampler)  # of a SubsetRandomSampler
-    if isinstance(sampler, WeightedRandomSampler):
-        positions = torch.as_tensor(sampler.weights).nonzero().flatten().tolist()
-    if not isinstance(positions, Sequence):
-        positions = range(len(cast(Sized, loader.dataset)))
-    if loader.batch_sampler is None and sampler is batches:
+    positions = positions_of(loader)
+    if loader.batch_sampler is None and not hasattr(batches, "sampler"):
         return positions[0]  # the size of a whole batch
     size = getattr(batches, "batch_size", None) or 1
     return list(positions[: size if count is None else count])

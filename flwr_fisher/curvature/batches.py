@@ -19,6 +19,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from flwr_fisher.curvature.batch import Batch, BatchFn, OutputFn, form_of, read
@@ -226,10 +227,12 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def count_of(loader: Any) -> int | None:
-    """Return how many examples a loader has, or None if that is not known in advance.
+    """Return how many examples a loader has, or None if it must be read to know.
 
     If the batch sampler is of a user's own class, this counts the positions of a copy.
-    If that fails, it returns the data set's length.
+    If that fails, it returns the data set's length. It is not known of a stream, of a
+    data set that gives batches, and of a loader of a user's own class that has another
+    number of batches than its batch sampler.
 
     Examples
     --------
@@ -237,18 +240,26 @@ def count_of(loader: Any) -> int | None:
     True
     """
     loader = unwrapped(loader)
-    batches: Any = getattr(loader, "batch_sampler", None)
+    torchs = isinstance(loader, DataLoader)
+    batches: Any = (
+        sampler_of(loader) if torchs else getattr(loader, "batch_sampler", None)
+    )
+    own = type(loader) is not DataLoader
+    if own and length_of(loader) not in (None, length_of(batches)):
+        return None
     if isinstance(batches, list) and all(hasattr(b, "__len__") for b in batches):
         return sum(map(len, batches))
-    sampler: Any = getattr(loader, "sampler", None)
-    plain = type(batches) is BatchSampler and hasattr(sampler, "__len__")
     try:
-        n = len(sampler if plain else loader.dataset)
+        n = len(loader.dataset)
     except (TypeError, AttributeError):  # there is none, or it is a stream
-        return None
-    if batches is not None and not plain:
-        return _drawn(batches, loader.dataset, n)
-    return n - n % batches.batch_size if plain and batches.drop_last else n
+        n = None
+    if type(batches) is BatchSampler:
+        positions = length_of(batches.sampler)
+        n = n if positions is None else positions
+        return n - n % batches.batch_size if n and batches.drop_last else n
+    if torchs and loader.batch_sampler is None:
+        return _drawn(batches, loader.dataset, None)
+    return n if n is None else _drawn(batches, loader.dataset, n)
 
 
 def length_of(loader: Any) -> int | None:
@@ -259,7 +270,7 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def _drawn(batches: Any, dataset: Any, otherwise: int) -> int:
+def _drawn(batches: Any, dataset: Any, otherwise: int | None) -> int | None:
     """Return how many positions a batch sampler draws an epoch, counted on a copy."""
     try:
         copied = copy.deepcopy(batches, {id(dataset): dataset})
@@ -334,9 +345,10 @@ def _positions(loader: Iterable[Any]) -> Sequence[int] | None:
     """Return the positions of a plain loader's examples, or None for another loader."""
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return None
-    batches, sampler = loader.batch_sampler, loader.sampler
+    batches = loader.batch_sampler
     if loader.num_workers or type(batches) is not BatchSampler:
         return None
+    sampler = batches.sampler  # the loader's own may be another, which is not used
     if type(sampler) is SubsetRandomSampler:
         return list(sampler.indices)
     if type(sampler) is RandomSampler:
@@ -382,6 +394,23 @@ def sampler_of(loader: DataLoader[Any]) -> Iterable[Any]:
     """Return the sampler that makes a loader's batches of positions."""
     # Without a batch size, a loader's sampler gives batches, not examples.
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def positions_of(loader: DataLoader[Any]) -> Sequence[int]:
+    """Return the positions that a loader's sampler may draw, without using it.
+
+    If the sampler does not say which they are, these are all of the data set.
+    """
+    batches: Any = sampler_of(loader)
+    sampler = getattr(batches, "sampler", batches)
+    positions = getattr(sampler, "indices", sampler)  # of a SubsetRandomSampler
+    if isinstance(sampler, WeightedRandomSampler):
+        positions = torch.as_tensor(sampler.weights).nonzero().flatten()
+    if hasattr(positions, "tolist"):  # an array's
+        positions = positions.tolist()
+    if isinstance(positions, Sequence):
+        return positions
+    return range(len(loader.dataset))  # type: ignore[arg-type]
 
 
 def _shuffles(loader: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.utils.data import (
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.limits import real_number, whole_number
 from flwr_fisher.client.training import Loader, TrainFn, score
-from flwr_fisher.curvature.batches import sampler_of, with_positions
+from flwr_fisher.curvature.batches import positions_of, sampler_of, with_positions
 from flwr_fisher.errors import ClientError, DataError, check_known, check_positive
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import derive_seed, seeded
@@ -156,7 +156,8 @@ def _halves(
     The same half in every round and for every fraction; a smaller fraction's examples
     are among a larger one's.
     """
-    n = len(loader.dataset)  # type: ignore[arg-type]
+    own = positions_of(loader)
+    n = len(own)
     if n < _FEWEST:
         raise DataError(
             f"partition {partition} has {n} examples, but personalisation needs at "
@@ -164,7 +165,7 @@ def _halves(
         )
     chosen = derive_seed("personalise", seed, partition)
     generator = torch.Generator().manual_seed(chosen)
-    order: list[int] = torch.randperm(n, generator=generator).tolist()
+    order = [own[i] for i in torch.randperm(n, generator=generator).tolist()]
     return order[: min(n // 2, max(1, round(fraction * n)))], order[n // 2 :]
 
 
