@@ -5,7 +5,16 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import IMAGES, SERIES, TOKENS, VECTORS, freeze, with_statistics
+from nets import (
+    IMAGES,
+    SERIES,
+    TOKENS,
+    VECTORS,
+    SquaredWeight,
+    freeze,
+    then_tanh,
+    with_statistics,
+)
 from oracles import check_exact, diagonal_fisher, headed, randn, relative, seeded
 from torch import nn
 
@@ -206,6 +215,8 @@ COPIES = (Flipped, Ignored, Summation, FirstCopy)
         (Places, TOKENS),
         (lambda: nn.Sequential(Doubled(3), nn.Tanh(), nn.Linear(3, 3)), VECTORS),
         (Reused, TOKENS),
+        # The gradient of its weight is far below that of its bias.
+        (then_tanh(SquaredWeight, 3, 3), VECTORS / 1000),
         *((on(VECTORS, partial(layer, 3)), VECTORS) for layer in COPIES),
     ],
 )

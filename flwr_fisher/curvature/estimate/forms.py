@@ -32,7 +32,7 @@ from flwr_fisher.curvature.models import (
     check_outputs_are_of_examples,
     outputs_with,
 )
-from flwr_fisher.curvature.sums import within
+from flwr_fisher.curvature.sums import widened, within
 from flwr_fisher.devices import CPU
 from flwr_fisher.params import trainable_names
 
@@ -40,6 +40,7 @@ _FEW = 5
 _EVERY = 3  # of them has a gradient; not the first, which a kernel may read alone
 # Relative: above rounding, TF32's too; a wrong formula is off by far more.
 _TOLERANCE = 5e-3
+_ROUNDINGS = 4  # of float32, or float64, in sums
 
 
 class FormTrial:
@@ -339,8 +340,9 @@ def _explains(names: Sequence[str], trial: FormTrial) -> Tensor | None:
     known = [gradient for gradient in gradients if gradient is not None]
     if len(known) < len(gradients):
         return None
-    found: list[Tensor] = []
+    found: list[list[Tensor]] = []
     foreign: list[Tensor] = []  # whether a row without a gradient has one here
+    rounding: list[Tensor] = []  # a bias before a norm has no other gradient
     for name in names:
         layer, output = trial.layers[name], trial.at_outputs.get(name)
         if output is None or len(output) != len(trial.others):
@@ -349,9 +351,15 @@ def _explains(names: Sequence[str], trial: FormTrial) -> Tensor | None:
         if not layer.fits(inputs.shape, output.shape):
             return None
         foreign.append(trial.reaches_others(output))
-        found.append(_flat(layer.gradients(inputs, output)))
-    equal = agree(torch.stack(found).sum(0), _flat(known), known[0].dtype)
-    return equal & ~torch.stack(foreign).any()
+        found.append(layer.gradients(inputs, output))
+        wide = widened(output)
+        rounding.append(_ROUNDINGS * torch.finfo(wide.dtype).eps * wide.abs().sum())
+    computed = [torch.stack(each).sum(0) for each in zip(*found, strict=True)]
+    equal = [  # each by itself: a weight's may be far below the bias's
+        agree(a, b, b.dtype) | torch.dist(widened(a), widened(b)).le(sum(rounding))
+        for a, b in zip(computed, known, strict=True)
+    ]
+    return torch.stack(equal).all() & ~torch.stack(foreign).any()
 
 
 def shared_parameters(
@@ -439,7 +447,3 @@ def _takes(trial: FormTrial, candidates: Sequence[SharedParameter]) -> bool:
         if not agree(total, wanted, wanted.dtype):
             return False
     return True
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
