@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.models import evaluating
@@ -125,11 +127,12 @@ class _Total:
         self.mean = norm.running_mean.clone()
         wide = torch.float64 if has_float64(self.mean.device) else torch.float32
         self.first = torch.zeros_like(self.mean, dtype=wide)
-        self.second, self.count = self.first.clone(), 0
+        self.second, self.count, self.calls = self.first.clone(), 0, 0
         self._batch: list[tuple[Tensor, Tensor, int]] = []
 
     def see(self, x: Tensor) -> None:
         """Add one input to the sums of the current batch."""
+        self.calls += 1
         over, wide = [0, *range(2, x.dim())], self.first.dtype
         shape, count = [1, -1, *(1 for _ in over[1:])], x.numel() // x.shape[1]
         off = x.detach().to(self.mean.dtype) - self.mean.reshape(shape)
@@ -205,17 +208,50 @@ def norms_training(model: nn.Module, norms: Collection[_BatchNorm]) -> Iterator[
 
 @contextmanager
 def _watched(totals: Mapping[_BatchNorm, _Total]) -> Iterator[None]:
-    """Add each norm's inputs to its total, in a ``with`` block."""
+    """Add each norm's inputs to its total, in a ``with`` block.
 
-    def see(norm: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        totals[norm].see(args[0] if args else kwargs["input"])
+    These are the inputs of ``F.batch_norm``, which may be others than the module's: a
+    subclass may move channels to the second dimension, or leave out padding. A module
+    with a formula of its own is given what it normalises.
+    """
+    calls: dict[_BatchNorm, int] = {}
 
-    hooks = [norm.register_forward_pre_hook(see, with_kwargs=True) for norm in totals]
+    def begin(norm: Any, _: object) -> None:
+        calls[norm] = totals[norm].calls
+
+    def end(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        x, total = args[0] if args else kwargs["input"], totals[norm]
+        if total.calls == calls[norm] and x.shape[1:2] == total.mean.shape:
+            total.see(x)
+
+    hooks = [norm.register_forward_pre_hook(begin) for norm in totals]
+    hooks += [norm.register_forward_hook(end, with_kwargs=True) for norm in totals]
+    by_mean = {id(norm.running_mean): total for norm, total in totals.items()}
     try:
-        yield
+        with _Inputs(by_mean):
+            yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class _Inputs(TorchFunctionMode):
+    """Adds what is normalised to the total of the running mean that is passed."""
+
+    def __init__(self, totals: Mapping[int, _Total]) -> None:
+        super().__init__()
+        self.totals = totals
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation, and record the input of a batch norm."""
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            given = dict(zip(("input", "running_mean"), args, strict=False)) | kwargs
+            if total := self.totals.get(id(given["running_mean"])):
+                total.see(given["input"])
+        return func(*args, **kwargs)
 
 
 def norms_by_prefix(model: nn.Module) -> dict[str, _BatchNorm]:
