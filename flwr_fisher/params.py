@@ -243,9 +243,9 @@ def weighted_mean(
 ) -> dict[str, Tensor]:
     r"""Return :math:`\sum_i p_i \theta_i` with :math:`p_i = w_i / \sum_j w_j`.
 
-    This is FedAvg's average, summed in float64. If all inputs are equal, and at most
-    float32, the result equals them, bit for bit. Integer tensors (batch norm's
-    counters) are rounded to the nearest integer.
+    This is FedAvg's average, summed in float64. If all inputs are equal, and integers
+    or at most float32, the result equals them, bit for bit. Means of integers (batch
+    norm's counters) are rounded to the nearest integer.
 
     Parameters
     ----------
@@ -280,10 +280,16 @@ def weighted_mean(
     for index, other in enumerate(params[1:], start=1):
         check_same_layout(params[0], other, f"client {index}")
     shares = shares_of(weights)
-    return {
-        key: rounded(_mean_of((p[key] for p in params), shares), like.dtype)
-        for key, like in layout_of(params[0]).items()
-    }
+
+    def mean(key: str, dtype: torch.dtype) -> Tensor:
+        whole = rounded(_mean_of((p[key] for p in params), shares), dtype)
+        if dtype.is_floating_point:
+            return whole
+        first, *others = (p[key] for p in params)  # which float64 may not hold
+        same = torch.stack([first == first, *(other == first for other in others)])
+        return torch.where(same.all(0), first, whole)
+
+    return {key: mean(key, v.dtype) for key, v in layout_of(params[0]).items()}
 
 
 def shares_of(weights: Sequence[float]) -> list[float]:
@@ -318,7 +324,8 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     Raises
     ------
     ParamsError
-        If a lazy layer has not been called yet, so that it has no parameters to name.
+        If a lazy layer has not been called yet, so that it has no parameters to name,
+        or two parameters are in the same memory.
     """
     named = dict(model.named_parameters())
     for name, tensor in {**named, **dict(model.named_buffers())}.items():
@@ -327,7 +334,18 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
                 f"'{name}' has no shape yet, since its layer is lazy: call the model "
                 "once, on a batch, where it is made"
             )
-    return {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+    trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+    owners: dict[int, str] = {}
+    for name, p in trained.items():
+        # 0 of tensors without memory
+        where = p.data_ptr() if type(p.data) is Tensor else 0
+        if where and (other := owners.setdefault(where, name)) != name:
+            raise ParamsError(
+                f"'{name}' and '{other}' are two parameters in the same memory, so a "
+                f"step of one moves the other: make them one, by model.{name} = "
+                f"model.{other}, or give each its own, by .clone()"
+            )
+    return trained
 
 
 def trainable_names(model: nn.Module) -> list[str]:
@@ -342,9 +360,9 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     entries are left out, so that they are never uploaded: frozen parameters (such as a
     pre-trained backbone under adapters), and the second name of a tied parameter. Then
     load the result with ``strict=False``. Also left out are buffers that are not finite
-    real numbers, such as a mask of minus infinity; buffers in bfloat16, which NumPy
-    lacks; and a module's extra state that is not a tensor. Each client keeps its own of
-    these, as with ``persistent=False``.
+    real numbers, such as a mask of minus infinity; sparse buffers, and those in
+    bfloat16, which NumPy lacks; and a module's extra state that is not a tensor. Each
+    client keeps its own of these, as with ``persistent=False``.
 
     As in a ``state_dict``, the tensors are the model's own, and change when the model
     trains further. Clone them to keep their present values.
@@ -363,7 +381,8 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     """
     trained = trainable(model)
     # Also the second names of tied parameters.
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    named = nn.Module.named_parameters(model, remove_duplicate=False)
+    parameters = {name for name, _ in named}  # as state_dict has them
     for name, parameter in trained.items():
         if parameter.dtype not in _SENDABLE:
             raise ParamsError(
@@ -383,6 +402,8 @@ _SENDABLE = (torch.float16, torch.float32, torch.float64)
 
 def _travels(value: object) -> bool:
     if not isinstance(value, Tensor) or value.is_complex():
+        return False
+    if value.layout != torch.strided:
         return False
     if not value.is_floating_point():
         return True

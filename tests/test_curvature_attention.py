@@ -4,9 +4,11 @@ import pytest
 import torch
 from oracles import check_exact, randn, relative, seeded
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import fisher, input_covariances
 from flwr_fisher.curvature.estimate.taps import layer_by_layer
+from flwr_fisher.tangent import TangentFeatures
 
 N, T, E, HEADS = 4, 5, 6, 2
 X = randn(1, N, T, E, dtype=torch.float64)
@@ -128,6 +130,25 @@ def test_each_projection_has_the_factors_of_a_layer_of_its_own(how):
 def test_an_encoder_layer_is_exact_without_jacobians():
     norms = {f"body.norm{i}.{part}" for i in (1, 2) for part in ("weight", "bias")}
     check_exact(seeded(Encoder), X.float(), diagonal=norms, slow=set())
+
+
+class Checkpointed(nn.Module):
+    """Its attention is computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.whole = Encoder()
+
+    def forward(self, x):
+        return checkpoint(self.whole, x, use_reentrant=False)
+
+
+def test_attention_may_be_checkpointed():
+    model = seeded(Checkpointed)
+    check_exact(model, X.float(), slow=set())
+    covariances = input_covariances(model, [X.float()])
+    assert "whole.body.self_attn.out_proj.weight" in covariances
+    assert TangentFeatures(model, 9)(X.float()).shape == (N, 9)
 
 
 class Crossed(Alone):

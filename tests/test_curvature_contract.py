@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from nets import VECTORS, CalledTwice
-from oracles import SMALL_SHAPE, randn, seeded, small_net
+from oracles import SMALL_SHAPE, check_exact, randn, seeded, small_net
 from torch import nn
 
 from flwr_fisher import curvature
@@ -53,6 +53,51 @@ class Then(nn.Module):
 
     def forward(self, x):
         return self.function(x, self.layer(x))
+
+
+class Keeps(nn.Module):
+    """It begins each call where the former has ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells, self.state = nn.LSTM(3, 3), None
+
+    def forward(self, x):
+        y, self.state = self.cells(x.unsqueeze(0), self.state)
+        return y[0]
+
+
+class Makes(nn.Module):
+    """It makes its head in its first call, or a weight in each call."""
+
+    def __init__(self, *, again):
+        super().__init__()
+        self.layer, self.again = nn.Linear(3, 3), again
+        self.head = nn.Linear(3, 3) if again else None
+
+    def forward(self, x):
+        self.head = self.head or nn.Linear(3, 3)
+        if self.again:
+            self.layer.weight = nn.Parameter(self.layer.weight.clamp(-1, 1))
+        return self.head(self.layer(x))
+
+
+class OwnMethods(nn.Module):
+    """It lists some of its parameters, as classes for older versions of torch do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def parameters(self, recurse=True):
+        return self.head.parameters(recurse)
+
+    def named_parameters(self, prefix="", recurse=True):
+        return super().named_parameters(prefix, recurse)
+
+    def forward(self, x):
+        return self.head((self.layer(x) * self.scale).tanh())
 
 
 UNEVEN = VECTORS.split([4, 1])
@@ -148,6 +193,9 @@ WITHOUT_A_FISHER = {
     "classes": (Then(lambda x, y: y.argmax(1)), "no trainable parameter"),
     "of the batch": (Then(lambda x, y: y - y.mean(0)), "examples of its batch"),
     "between examples": (Then(lambda x, y: y @ y.T), "examples of its batch"),
+    "a state": (Keeps(), "differ from call to call"),
+    "made": (Makes(again=False), r"makes its parameters .'head.weight', 'head.bias'"),
+    "made again": (Makes(again=True), r"makes its parameters .'layer.weight'"),
     "a script": (SCRIPTED, "layer '0' is a ScriptModule"),
     "an export": (EXPORTED, "has no eval mode"),
     "complex": (Then(abs, nn.Linear(3, 3, dtype=torch.cfloat)), "'layer.weight' has"),
@@ -160,6 +208,12 @@ def test_a_model_without_a_fisher_is_refused(name, structure):
     model, why = WITHOUT_A_FISHER[name]
     with pytest.raises(StructureError, match=why):
         fisher(model, ONE, structure=structure)
+
+
+def test_a_class_may_have_methods_of_its_own_for_its_parameters():
+    model = seeded(OwnMethods)
+    check_exact(model, VECTORS, slow=set())
+    assert list(shared_state(model)) == list(model.state_dict())
 
 
 def test_a_lazy_layer_is_named():

@@ -123,6 +123,27 @@ def test_other_models(net):
     check_exact(seeded(net.make), net.x, diagonal=net.diagonal)
 
 
+class InPlace(nn.Module):
+    """It normalises its inputs in place, and its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        x.sub_(1).div_(2)
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.2, 0.2)
+        return self.head((self.layer(x) * self.scale + self.scale**2).tanh())
+
+
+def test_what_a_forward_does_in_place_is_done_once():
+    x, model = randn(1, 5, 3), seeded(InPlace)
+    check_exact(model, x)
+    assert torch.equal(x, randn(1, 5, 3))
+
+
 def test_a_users_hook_that_changes_an_output_is_taken_into_account():
     model = seeded(lambda: mlp(nn.Linear(3, 3), nn.Tanh()))
     model[0].register_forward_hook(lambda module, args, output: output * 3)

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -433,10 +434,14 @@ class FailsAt(nn.Module):
     def __init__(self, call, error):
         super().__init__()
         self.conv, self.scale = nn.Conv2d(2, 3, 3), nn.Parameter(torch.ones(3))
-        self.calls, self.call, self.error = 0, call, error
+        self.count, self.call, self.error = SimpleNamespace(calls=0), call, error
+
+    @property
+    def calls(self):
+        return self.count.calls  # where it is not restored
 
     def forward(self, x):
-        self.calls += 1
+        self.count.calls += 1
         if self.calls == self.call:
             raise self.error
         return self.conv(x).flatten(1) * self.scale

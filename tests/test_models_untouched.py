@@ -86,20 +86,67 @@ class Changing(nn.Module):
         self.one, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(5))
-        self.last = None
+        self.last, self.steps, self.all, self.by_name = None, 0, [], {"pairs": []}
 
     def forward(self, x):
+        x.detach().clamp_(-1, 1)
         with torch.no_grad():
             self.one.weight.clamp_(-0.1, 0.1)
             self.head.weight.data.clamp_(-0.1, 0.1)
         self.last = self.one(x)
         self.calls += 1
+        self.steps += 1
+        self.all.append(self.last)
+        self.pair = self.last, self.last
+        self.by_name["pairs"].append(self.pair)
         drawn = np.random.rand()  # noqa: NPY002
         self.mean = 0.9 * self.mean + torch.rand(5) * drawn * random.random()
         return self.head(torch.tanh(self.last))
 
 
-MODELS = {make.__name__: make for make in (TwoNames, Twice, Tied, Convolved, Changing)}
+class Merging(nn.Module):
+    """Low-rank factors, which are a part of the frozen weight in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.one.weight.requires_grad_(False)
+        self.low, self.high = (nn.Parameter(torch.rand(2, 5)) for _ in range(2))
+        self.merged = False
+
+    def train(self, mode=True):
+        if self.merged is mode:
+            sign = -1 if mode else 1
+            self.one.weight.data += sign * (self.high.T @ self.low).detach()
+        self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        y = self.one(x) if self.merged else self.one(x) + x @ self.low.T @ self.high
+        return self.head(torch.tanh(y))
+
+
+class Unmerged(Merging):
+    train = nn.Module.train
+
+
+def test_factors_that_eval_mode_merges_have_their_curvature():
+    torch.manual_seed(0)
+    model, plain = Merging(), Unmerged()
+    plain.load_state_dict(model.state_dict())
+    for structure in STRUCTURES:
+        got, want = (fisher(m, [X], structure=structure) for m in (model, plain))
+        for name, value in want.diagonal().items():
+            assert torch.equal(got.diagonal()[name], value)
+    got, want = (gradient(m, [(X, Y)])[0]["low"] for m in (model, plain))
+    assert torch.equal(got, want)
+    assert got.abs().max() > 0
+
+
+MODELS = {
+    make.__name__: make
+    for make in (TwoNames, Twice, Tied, Convolved, Changing, Merging)
+}
 
 
 def structures(model, x):
@@ -179,10 +226,15 @@ def facts(model):
             if kind.endswith("_hooks") and hooks is not None
         },
         "enabled": torch.is_grad_enabled(),
-        "own": {n: sorted(vars(m)) for n, m in model.named_modules()},
-        "buffers": {name: id(b) for name, b in model.named_buffers()},
-        "last": id(getattr(model, "last", None)),
+        "own": {n: held(vars(m)) for n, m in model.named_modules()},
     }
+
+
+def held(value):
+    """Return which objects lists and dicts hold, and those within them."""
+    if isinstance(value, dict):
+        return {key: held(each) for key, each in value.items()}
+    return list(map(held, value)) if isinstance(value, list) else id(value)
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, score
-from flwr_fisher.curvature import Pairs, fisher, gradient
+from flwr_fisher.curvature import Pairs, fisher, gradient, gradient_and_hvp
 from flwr_fisher.curvature.batch import count_labels, read
 from flwr_fisher.curvature.batches import at_most, count_of
 from flwr_fisher.errors import DataError, StructureError
@@ -443,10 +443,21 @@ def test_labels_that_the_loss_refuses_are_named(labels, culprit, function):
     assert "batch_fn" in str(raised.value)
 
 
-def test_a_loss_that_is_no_mean_over_labels_is_refused():
-    weight = torch.tensor([1.0, 5.0, 0.1])
+@pytest.mark.parametrize("function", [gradient, gradient_and_hvp])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1])),
+        nn.CrossEntropyLoss(ignore_index=2),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_labels_is_refused(loss_fn, function):
     with pytest.raises(StructureError, match="mean over"):
-        gradient(MODEL, [(X, Y)], loss_fn=nn.CrossEntropyLoss(weight=weight))
+        function(MODEL, [(X, Y)], loss_fn=loss_fn)
+    for order in (Y.argsort(), Y.argsort(descending=True)):  # batches of one class
+        ones = [(X[[i]], Y[[i]]) for i in order.tolist()]
+        with pytest.raises(StructureError, match="mean over"):
+            function(MODEL, ones, loss_fn=loss_fn)
 
 
 # Lengths

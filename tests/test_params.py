@@ -136,6 +136,8 @@ def test_integers_are_rounded_to_the_nearest():
     got = weighted_mean(clients, [1, 3])["n"]
     assert got.dtype == torch.int64
     assert got.tolist() == [2, 11, 100]
+    large = torch.tensor([2**62 + 1, -(2**61) - 1, 2**63 - 1])  # as a hash has
+    assert torch.equal(weighted_mean([{"n": large}] * 3, [1, 2, 4])["n"], large)
 
 
 def test_weights_scale_and_a_zero_weight_drops_its_client():
@@ -215,3 +217,18 @@ def test_a_tied_weight_is_shared_under_one_name_and_frozen_under_none():
     assert list(shared_state(model)) == ["0.weight"]
     model[0].weight.requires_grad_(False)
     assert shared_state(model) == {}
+
+
+def test_two_parameters_in_one_memory_are_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ParamsError, match=r"'1.weight' and '0.weight' .* memory"):
+        shared_state(model)
+    model[0].weight.requires_grad_(False)
+    assert "0.weight" not in shared_state(model)
+
+
+def test_a_sparse_buffer_stays_where_it_is():
+    model = nn.Linear(2, 2)
+    model.register_buffer("neighbours", torch.eye(2).to_sparse())
+    assert list(shared_state(model)) == ["weight", "bias"]

@@ -1,6 +1,8 @@
 """`TangentFeatures` against per-example autograd of a network with a head by hand."""
 
 import copy
+import threading
+import warnings
 from functools import partial
 
 import pytest
@@ -228,6 +230,29 @@ def test_a_head_with_a_parametrisation():
     assert TangentFeatures(weight_norm(nn.Linear(3, 2)), ALL).num_features == 4
 
 
+class Locked(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.lock = threading.Lock()
+
+
+def computed():
+    """A layer computes its weight when it is called, and the model keeps its output."""
+    model = seeded(dropout)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.nn.utils.weight_norm(model[0])
+    model.last = model(VECTORS)
+    return model
+
+
+def test_weights_that_a_layer_computes_are_copied():
+    model, norms = computed(), seeded(dropout)
+    weight_norm(norms[0])
+    got, want = (TangentFeatures(m, ALL)(VECTORS) for m in (model, norms))
+    torch.testing.assert_close(got.sort().values, want.sort().values)
+
+
 # --- what is drawn --------------------------------------------------------------------
 
 
@@ -346,6 +371,7 @@ REFUSED = [
     (on(VECTORS, OutOfOrder, head="fc"), StructureError, "fails after its head 'fc'"),
     (on(randn(0, 2, 1, 9, 9), small_net), RuntimeError, "mat1 and mat2"),
     (on(VECTORS, Twice), StructureError, "'fc' is called 2 times"),
+    (on(VECTORS, Locked), StructureError, "a Locked, cannot be copied .*lock"),
     (on(VECTORS, Unused), StructureError, "'spare' is called 0 times"),
     *(
         (partial(TangentFeatures, small_net(), n), ConfigurationError, "num_features")

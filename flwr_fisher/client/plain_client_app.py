@@ -1,6 +1,5 @@
 """The upload of a plain ``ClientApp``: parameters and the requested curvature."""
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from flwr_fisher.client.trial import log_once
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
 from flwr_fisher.curvature.batches import count_of
-from flwr_fisher.curvature.models import place_of
+from flwr_fisher.curvature.models import copied, place_of
 from flwr_fisher.devices import CPU, has_float64
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import trainable_names
@@ -188,7 +187,7 @@ def _problem(
 ) -> LocalProblem:
     device = place_of(model) or CPU
     if not has_float64(device):  # for the Fisher; the model stays where it is
-        model, device = copy.deepcopy(model).to(CPU), CPU
+        model, device = copied(model).to(CPU), CPU
     return LocalProblem(
         model,
         trainloader,

@@ -645,7 +645,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _second_names(model: nn.Module) -> set[str]:
     """Return the second names of tied trained parameters."""
-    every = dict(model.named_parameters(remove_duplicate=False))
+    every = dict(nn.Module.named_parameters(model, remove_duplicate=False))
     return {name for name, p in every.items() if p.requires_grad} - set(
         trainable_names(model)
     )

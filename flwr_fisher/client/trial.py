@@ -10,7 +10,6 @@ that it draws, or files that it opens, change nothing here.
 Long: reading the examples, all checks of them, and the lines for the log.
 """
 
-import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +42,7 @@ from flwr_fisher.curvature.batches import (
 )
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.losses import check_mean_over_labels
-from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.curvature.models import copied, evaluating
 from flwr_fisher.errors import ClientError, DataError, FlwrFisherError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge.refresh import TOO_FEW
@@ -124,7 +123,7 @@ def _attempted(
         for count in (_FEW, None):
             try:
                 batch = read(count)
-                copied = replace(problem, model=copy.deepcopy(problem.model))
+                tried = replace(problem, model=copied(problem.model))
             except (FlwrFisherError, _UntriedError):
                 raise
             except Exception as error:
@@ -133,7 +132,7 @@ def _attempted(
             if batch.labels is not None and not batch.num_labels:
                 continue  # labels of -100 alone are not enough for a trial
             try:
-                return attempt(copied, batch)
+                return attempt(tried, batch)
             except FlwrFisherError:
                 raise
             except Exception:

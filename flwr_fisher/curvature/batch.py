@@ -91,8 +91,12 @@ class Inputs:
         return self.mapped(lambda tensor: tensor[rows])
 
     def __call__(self, model: Callable[..., Any]) -> Tensor:
-        """Call the model, and return its outputs as one tensor."""
-        returned = model(*self.args, **self.kwargs)
+        """Call the model, and return its outputs as one tensor.
+
+        The model gets copies, since its first operation may be one in place.
+        """
+        given = self.mapped(torch.clone)
+        returned = model(*given.args, **given.kwargs)
         outputs = (self.output_fn or logits_of)(returned)
         if len(self) == 1 and outputs.shape[:1] != (1,):
             return outputs.unsqueeze(0)  # which the model's squeeze() took away
@@ -226,9 +230,13 @@ def count_labels(labels: Any) -> int:
     """
     if not isinstance(labels, Tensor):
         return len(labels) if hasattr(labels, "__len__") else 1
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        return labels.numel()
-    return int((labels != IGNORED).sum())
+    return int((labels != IGNORED).sum()) if is_whole(labels) else labels.numel()
+
+
+def is_whole(labels: Tensor) -> bool:
+    """Return whether labels are integers, among which -100 is none."""
+    other = labels.is_floating_point() or labels.is_complex()
+    return not other and labels.dtype != torch.bool
 
 
 def read(

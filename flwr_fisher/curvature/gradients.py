@@ -99,6 +99,7 @@ def gradient(
     (mean,), loss = mean_derivatives(
         model, parameters, loader, derivatives, max_batch_size
     )
+    mean_loss.check()
     return mean, loss
 
 

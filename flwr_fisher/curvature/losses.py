@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.batch import count_labels
+from flwr_fisher.curvature.batch import IGNORED, count_labels, is_whole
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
@@ -16,6 +16,7 @@ from flwr_fisher.errors import (
 
 Loss = Callable[[Tensor, Any], Tensor]
 _MEAN = 1e-5  # relative and absolute: above rounding in float32
+_FEW = 64  # examples of the first batch, with which later ones are compared
 
 
 def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
@@ -89,9 +90,11 @@ def _form(value: Any) -> str:
 
 
 class MeanLoss:
-    """A loss function; the first batch shows whether it is a mean over labels.
+    """A loss function, which must be a mean over labels.
 
-    If it is, its mean over all data does not depend on how they are batched.
+    If it is, its mean over all data does not depend on how they are batched. The first
+    batch shows it at once. Weights of classes, or an ``ignore_index`` of its own, may
+    show beside a later batch only: :meth:`check` tells of all.
 
     Parameters
     ----------
@@ -101,6 +104,8 @@ class MeanLoss:
 
     def __init__(self, loss_fn: Loss) -> None:
         self.loss_fn, self._checked = loss_fn, False
+        self._first: tuple[Tensor, Tensor] | None = None  # examples and their labels
+        self._pairs: list[Tensor] = []  # of losses and the means of their parts
 
     def __call__(self, outputs: Tensor, labels: Any) -> Tensor:
         """Return the loss.
@@ -112,15 +117,41 @@ class MeanLoss:
         StructureError
             If it is another function of the batch than the mean over its labels.
         """
+        given = outputs.detach(), labels
         if not self._checked:
-            self._checked = check_mean_over_labels(
-                outputs.detach(), labels, self.loss_fn
-            )
+            self._checked = check_mean_over_labels(*given, self.loss_fn)
         try:
             loss = self.loss_fn(outputs, labels)
         except IndexError as error:  # a class that there is not, in a later batch
             raise _failed(outputs, labels, error) from error
+        if isinstance(labels, Tensor) and len(labels) == len(outputs):
+            if self._first is None:
+                known = labels.ne(IGNORED) if is_whole(labels) else labels.isfinite()
+                rows = known.reshape(len(labels), -1).any(1)
+                few = rows.nonzero().flatten()[:_FEW]
+                self._first = given[0][few], labels[few]
+            elif [x.shape[1:] for x in self._first] == [x.shape[1:] for x in given]:
+                self._pairs.append(self._beside_first(*given, loss.detach()))
         return checked_loss(loss)
+
+    def _beside_first(self, outputs: Tensor, labels: Tensor, loss: Tensor) -> Tensor:
+        """Return the loss of a batch and the first examples, and the mean of both's."""
+        assert self._first is not None
+        before, own = self._first
+        both = torch.cat([before, outputs]), torch.cat([own, labels])
+        # As tensors, so that an accelerator is not waited for.
+        k, n = (x.ne(IGNORED).sum() if is_whole(x) else len(x) for x in (own, labels))
+        mean = (k * self.loss_fn(before, own) + n * loss) / (n + k)
+        return torch.stack([x.reshape(()) for x in (self.loss_fn(*both), mean)])
+
+    def check(self) -> None:
+        """Raise :class:`StructureError` if a batch's loss was no mean over labels."""
+        if not self._pairs:
+            return
+        whole, mean = torch.stack(self._pairs).cpu().unbind(1)
+        close = torch.isclose(mean, whole, _tolerance(whole), _MEAN)
+        for index in (~close & whole.isfinite()).nonzero():
+            raise _no_mean(whole[index], mean[index], _OF_CLASSES)
 
 
 def check_mean_over_labels(outputs: Tensor, labels: Any, loss_fn: Loss) -> bool:
@@ -156,21 +187,32 @@ def check_mean_over_labels(outputs: Tensor, labels: Any, loss_fn: Loss) -> bool:
         losses = [loss_fn(outputs[rows], labels[rows]) for rows in parts]
         terms = [k * loss for k, loss in zip(numbers, losses, strict=True)]
         mean, tried = (terms[0] + terms[1]) / sum(numbers), True
-        tolerance = max(_MEAN, 8 * torch.finfo(whole.dtype).eps)
-        if not torch.isclose(mean.reshape(()), whole, tolerance, _MEAN):
+        if not torch.isclose(mean.reshape(()), whole, _tolerance(whole), _MEAN):
             break
     else:
         return tried
-    way_out = (
-        "With class weights, divide by the number of labels: "
-        "F.cross_entropy(outputs, labels, weight=w, reduction='sum') / len(labels)"
-    )
+    way_out = _OF_CLASSES
     if labels.is_floating_point() and labels.shape != outputs.shape:
         way_out = (
             f"The labels, {list(labels.shape)}, may be broadcast against the outputs, "
             f"{list(outputs.shape)}: give both the same shape"
         )
-    raise StructureError(
+    raise _no_mean(whole, mean, way_out)
+
+
+_OF_CLASSES = (
+    "With class weights, divide by the number of labels: "
+    "F.cross_entropy(outputs, labels, weight=w, reduction='sum') / len(labels). In "
+    "place of another ignore_index, set such labels to -100"
+)
+
+
+def _tolerance(loss: Tensor) -> float:
+    return max(_MEAN, 8 * torch.finfo(loss.dtype).eps)
+
+
+def _no_mean(whole: Tensor, mean: Tensor, way_out: str) -> StructureError:
+    return StructureError(
         f"the loss of a batch is {float(whole):.6g}, but the mean of its parts' losses "
         f"is {float(mean):.6g}: loss_fn must be a mean over labels (-100 is no "
         f"label). {way_out}"

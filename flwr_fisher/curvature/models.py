@@ -3,9 +3,12 @@
 Long: what an evaluation keeps, restores and checks of a model is all here.
 """
 
+import copy
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.sums import within
 from flwr_fisher.errors import ConfigurationError, StructureError
 from flwr_fisher.params import trainable
-from flwr_fisher.randomness import generator_states, set_generator_states
+from flwr_fisher.randomness import generator_states, seeded, set_generator_states
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -90,28 +93,43 @@ def place_of(model: nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in model.parameters()), None)
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy of a model, which holds no graph of the model's calls.
+
+    ``copy.deepcopy`` alone refuses weights that a layer computes (``weight_norm``,
+    ``prune``), and outputs that it keeps.
+    """
+    held = [each for module in model.modules() for each in vars(module).values()]
+    tensors = [each for each in held if isinstance(each, Tensor) and not each.is_leaf]
+    return copy.deepcopy(model, {id(each): each.detach().clone() for each in tensors})
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode, with gradients, in a ``with`` block; restore it.
 
     What its ``forward`` changes, even in eval mode, is restored, too: buffers such as
-    counters, weights that it clips, attributes that are tensors (which of a vmap are
-    of no use after it), and the state of global generators; and hooks that were left on
-    it. Hooks on gradients do not run: they clip what a training uses, or expect train
-    mode, as opacus's do. What is compiled runs as it was written: it does not call
-    hooks that are added later, and would be compiled anew for each transformation, in
-    minutes. Embeddings' gradients are dense, and not scaled by frequency.
+    counters, weights that it clips, attributes and what is in their lists and dicts
+    (tensors of a vmap are of no use after it), and the state of global generators; and
+    hooks that were left on it. Hooks on gradients do not run: they clip what a training
+    uses, or expect train mode, as opacus's do. What is compiled runs as it was written:
+    it does not call hooks that are added later, and would be compiled anew for each
+    transformation, in minutes. Embeddings' gradients are dense, and not scaled by
+    frequency.
     """
     modes = {module: module.training for module in model.modules()}
     kept = _KeptModel(model)
     states = generator_states()
     try:
+        _into_eval_mode(model, kept)
         for each in _gradient_hooks(model):
             each.clear()
-        _into_eval_mode(model)
         recurrent = recurrent_backwards(model)
         with torch.inference_mode(False), torch.enable_grad(), recurrent, _eager():
-            yield
+            try:
+                yield
+            finally:  # what the block fails for, too
+                kept.check_parameters()
     finally:
         set_generator_states(states)
         kept.restore()
@@ -126,7 +144,15 @@ def _eager() -> AbstractContextManager[object]:
     return eager
 
 
-def _into_eval_mode(model: nn.Module) -> None:
+def _into_eval_mode(model: nn.Module, kept: "_KeptModel") -> None:
+    """Call the model's ``eval()``, and undo what it does to weights.
+
+    Some layers merge their low-rank factors into a frozen weight there (loralib's), and
+    then these have no gradient.
+    """
+    classes = [m for m in model.modules() if type(m).train is not nn.Module.train]
+    own = {id(t): t for module in classes for t in module.parameters()}
+    before = _copies(own.values())
     try:
         model.eval()
     except NotImplementedError as error:
@@ -134,44 +160,76 @@ def _into_eval_mode(model: nn.Module) -> None:
             f"the model, a {type(model).__name__}, has no eval mode (as what "
             "torch.export makes): pass the nn.Module from which it was made"
         ) from error
+    if not all(_same(tensor, value) for tensor, value in before):
+        _put_back(before)
+        kept.restore()
+        for module in model.modules():
+            module.training = False
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = module.scale_grad_by_freq = False
 
 
-_OF_LOOKUPS = ("sparse", "scale_grad_by_freq")  # which `evaluating` sets
-
-
 class _KeptModel:
-    """What a model's ``forward`` may change: tensors, also those in attributes."""
+    """What a model's ``forward`` may change: tensors and attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        self._attributes = [(module, dict(vars(module))) for module in own]
-        every = [*hooks_of(model), *(vars(module)["_buffers"] for module in own)]
-        self._dicts = copies_of([*every, *_gradient_hooks(model)])
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self._values = [
-            (tensor, tensor.detach().clone())
-            for tensor in [*trained, *model.buffers()]
-            if _may_change(tensor)
-        ]
+        self._attributes = [(vars(module), dict(vars(module))) for module in own]
+        held = chain.from_iterable(each.values() for _, each in self._attributes)
+        self._containers = copies_of([*held, *_gradient_hooks(model)])
+        self._model, self._trained = model, trainable(model)
+        self._values = _copies([*self._trained.values(), *model.buffers()])
+
+    def check_parameters(self) -> None:
+        """Raise :class:`StructureError` if calls have made trainable parameters."""
+        now = trainable(self._model)
+        made = [k for k, p in now.items() if p is not self._trained.get(k)]
+        if made:
+            raise StructureError(
+                f"the model makes its parameters {made} when it is called, so no "
+                "optimizer knows of them: make them in __init__, or call the model "
+                "once, on a batch, where it is made"
+            )
 
     def restore(self) -> None:
-        for module, attributes in self._attributes:
-            now = vars(module)
-            for name, value in list(now.items()):
-                if isinstance(value, Tensor):
-                    del now[name]
-            kept = attributes.items()
-            now.update((k, v) for k, v in kept if k not in now or k in _OF_LOOKUPS)
-        restore(self._dicts)
-        for tensor, value in self._values:
-            if tensor.shape != value.shape:  # an observer's, of quantisation
-                tensor.data = value
-            # On an accelerator, a comparison would wait for it.
-            elif tensor.device.type != "cpu" or not torch.equal(tensor, value):
-                tensor.data.copy_(value)
+        for now, attributes in self._attributes:
+            if not _identical(now.items(), attributes.items()):
+                now.clear()
+                now.update(attributes)
+        restore(self._containers)
+        _put_back(self._values)
+
+
+def _content(container: Any) -> Iterable[Any]:
+    return container.items() if isinstance(container, dict) else container
+
+
+def _identical(now: Iterable[Any], before: Iterable[Any]) -> bool:
+    """Return whether two collections hold the same objects, in pairs or alone."""
+
+    def ids(values: Iterable[Any]) -> list[Any]:
+        pairs = (v if isinstance(v, tuple) and len(v) == 2 else (v, v) for v in values)
+        return [(id(key), id(value)) for key, value in pairs]
+
+    return ids(now) == ids(before)
+
+
+def _copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(each, each.detach().clone()) for each in tensors if _may_change(each)]
+
+
+def _put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in values:
+        if tensor.shape != value.shape:  # an observer's, of quantisation
+            tensor.data = value
+        # On an accelerator, a comparison would wait for it.
+        elif tensor.device.type != "cpu" or not torch.equal(tensor, value):
+            tensor.data.copy_(value)
+
+
+def _same(tensor: Tensor, value: Tensor) -> bool:
+    return tensor.shape == value.shape and torch.equal(tensor, value)
 
 
 def hooks_of(model: nn.Module) -> list[dict[Any, Any]]:
@@ -189,16 +247,27 @@ def _gradient_hooks(model: nn.Module) -> list[dict[Any, Any]]:
     return [each for each in held if isinstance(each, dict)]
 
 
-def copies_of(dicts: Iterable[dict[Any, Any]]) -> list[tuple[dict[Any, Any], ...]]:
-    """Return dicts with copies, for :func:`restore`."""
-    return [(each, dict(each)) for each in dicts]
+def copies_of(values: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
+    """Return what lists, dicts, sets and deques hold, for :func:`restore`.
+
+    Also of those that they hold; other values are skipped.
+    """
+    held: dict[int, tuple[Any, list[Any]]] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict | list | set | deque) and id(value) not in held:
+            held[id(value)] = value, list(_content(value))
+            waiting += value.values() if isinstance(value, dict) else value
+    return [*held.values()]
 
 
-def restore(copies: Iterable[tuple[dict[Any, Any], ...]]) -> None:
-    """Give dicts the entries that they had in :func:`copies_of`."""
+def restore(copies: Iterable[tuple[Any, list[Any]]]) -> None:
+    """Give lists, dicts, sets and deques what they held in :func:`copies_of`."""
     for each, before in copies:
-        each.clear()
-        each.update(before)
+        if not _identical(_content(each), before):
+            each.clear()
+            (each.extend if isinstance(each, list | deque) else each.update)(before)
 
 
 def _may_change(tensor: Tensor) -> bool:
@@ -232,12 +301,10 @@ def outputs_with(
     own = {id(p): n for n, p in [*model.named_parameters(), *model.named_buffers()]}
     places = {}
     for prefix, module in model.named_modules():
-        tensors = [
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ]
-        for name, tensor in tensors:
-            if own[id(tensor)] in state:
+        # Not by methods, which a class may have of its own.
+        tensors = {**module._parameters, **module._buffers}
+        for name, tensor in tensors.items():
+            if own.get(id(tensor)) in state:
                 place = f"{prefix}.{name}" if prefix else name
                 places[place] = state[own[id(tensor)]]
 
@@ -283,27 +350,23 @@ def check_examples_are_independent(model: nn.Module, consequence: str) -> None:
 
 
 _LEAST = 0.05  # relative: far above the rounding of other kernels, TF32's too
+_EQUAL = 1e-3  # of the same kernels
 
 
-def check_outputs_are_of_examples(
-    model: nn.Module, inputs: Inputs, outputs: Tensor
-) -> None:
-    """Raise unless each example has outputs of its own, with gradients.
+def check_outputs_have_rows(inputs: Inputs, outputs: Tensor) -> None:
+    """Raise unless each example has a row of outputs, with gradients.
 
     Parameters
     ----------
-    model : nn.Module
-        In eval mode, with gradients.
     inputs : Inputs
         Several examples.
     outputs : Tensor
-        What the model returned for them.
+        What the model returned for them, with gradients.
 
     Raises
     ------
     StructureError
-        If outputs have another first dimension, depend on no trainable parameter, or on
-        the other examples of a batch.
+        If outputs have another first dimension, or depend on no trainable parameter.
     """
     n = len(inputs)
     if outputs.shape[:1] != (n,):
@@ -319,27 +382,37 @@ def check_outputs_are_of_examples(
             "numbers, so they have no gradient: return logits, before any argmax() or "
             "detach(), and without torch.no_grad"
         )
-    check_examples_do_not_mix(model, inputs, outputs)
 
 
 def check_examples_do_not_mix(
     model: nn.Module, inputs: Inputs, outputs: Tensor
 ) -> None:
-    """Raise :class:`StructureError` if outputs depend on the batch's other examples.
-
-    Where outputs differ from call to call, by random numbers or by what the model
-    remembers, nothing is known of other examples.
+    """Raise unless an example's outputs are its own.
 
     Parameters
     ----------
-    model, inputs
-        As for :func:`check_outputs_are_of_examples`.
+    model : nn.Module
+        In eval mode. It is called again; a graph of its outputs may be of no use then.
+    inputs : Inputs
+        Several examples.
     outputs : Tensor
-        What the model returned for them, with a row for each.
+        What the model returned for them.
+
+    Raises
+    ------
+    StructureError
+        If outputs depend on the other examples of a batch; or if the model takes no
+        other number of examples, because of what it keeps of former calls.
+
+    Notes
+    -----
+    Where outputs differ from call to call, by random numbers or by what the model
+    remembers, nothing is known of other examples.
     """
     try:
         alone = inputs[:1](model)
-    except Exception:  # a model may take no single example
+    except Exception as error:  # a model may take no single example
+        _check_keeps_nothing(model, inputs, error)
         return
     if not _near(alone, outputs[:1]) and _near(inputs(model), outputs):
         raise StructureError(
@@ -349,11 +422,25 @@ def check_examples_do_not_mix(
         )
 
 
-def _near(found: Tensor, wanted: Tensor) -> bool:
+def _check_keeps_nothing(model: nn.Module, inputs: Inputs, error: Exception) -> None:
+    """Raise unless a model's outputs are the same in each call, but for randomness."""
+    outputs = []
+    for _ in range(2):
+        with seeded(0):
+            outputs.append(inputs(model))
+    if not _near(outputs[1], outputs[0], _EQUAL):
+        raise StructureError(
+            f"the model fails on another number of examples ({error}), and its outputs "
+            "of the same ones differ from call to call: it keeps something, such as a "
+            "hidden state. Begin each call of forward from the same state"
+        ) from error
+
+
+def _near(found: Tensor, wanted: Tensor, least: float = _LEAST) -> bool:
     """Return whether outputs are equal, or not finite."""
     if found.shape != wanted.shape:
         return False
-    tolerance = max(_LEAST, 16 * torch.finfo(wanted.dtype).eps)
+    tolerance = max(least, 16 * torch.finfo(wanted.dtype).eps)
     near = within(tolerance, found, wanted)
     return bool(near | ~wanted.isfinite().all())
 

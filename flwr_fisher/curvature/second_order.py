@@ -92,6 +92,7 @@ def gradient_and_hvp(
         (gradient, product), loss = mean_derivatives(
             model, parameters, loader, derivatives, max_batch_size
         )
+    derivatives.loss_fn.check()
     return gradient, product, loss
 
 

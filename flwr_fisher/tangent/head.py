@@ -1,6 +1,5 @@
 """A copy of a network with a new linear head that has one output."""
 
-import copy
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.models import check_examples_are_independent
+from flwr_fisher.curvature.models import check_examples_are_independent, copied
 from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
 from flwr_fisher.randomness import random_stream
 
@@ -70,6 +69,18 @@ def linear_layer(model: nn.Module, name: str) -> nn.Linear:
     return layer
 
 
+def own_copy(model: nn.Module) -> nn.Module:
+    """Return a deep copy of a model, or raise :class:`StructureError`."""
+    try:
+        return copied(model)
+    except Exception as error:  # whatever a class of the user's raises
+        raise StructureError(
+            f"the model, a {type(model).__name__}, cannot be copied "
+            f"({type(error).__name__}: {error}): make what cannot be copied, such as a "
+            "lock, outside of the model, or give its class a __deepcopy__"
+        ) from error
+
+
 def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
     """Return a copy of the model that returns its new head's output.
 
@@ -91,7 +102,7 @@ def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
         If a layer normalises by its batch's own statistics.
     """
     check_examples_are_independent(model, "an example has no features of its own")
-    network = copy.deepcopy(model)
+    network = own_copy(model)
     old = linear_layer(network, head)
     new = _fresh_head(old, seed)
     for name, module in list(network.named_modules(remove_duplicate=False)):

@@ -343,8 +343,6 @@ class Engine:
         }
         for some, last in _in_bundles(pieces, self._bundle_size(len(inputs), sizes)):
             self._passes += self.cost * len(some) * len(inputs)
-            for jacobian in self.jacobians:
-                jacobian.add(inputs, torch.stack(some))
             waiting: dict[str, list[Tensor]] = {}
             for k, piece in enumerate(some if taps else (), start=1):
                 keep = not (last and k == len(some))
@@ -366,6 +364,9 @@ class Engine:
                         self._add(name, columns, [gradient], sizes[name], each)
             for name, gradients in waiting.items():
                 self._add(name, columns, gradients, sizes[name])
+            # In the end, for a forward that changes weights in place.
+            for jacobian in self.jacobians:
+                jacobian.add(inputs, torch.stack(some))
 
     def _bundle_size(self, count: int, sizes: Mapping[str, list[int]]) -> int:
         """Return for how many passes `count` examples' gradients fit in memory."""

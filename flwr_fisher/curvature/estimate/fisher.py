@@ -30,6 +30,7 @@ from flwr_fisher.curvature.estimate.likelihood import (
 )
 from flwr_fisher.curvature.estimate.options import TOLERANCE, FisherOptions
 from flwr_fisher.curvature.estimate.positions import Positions
+from flwr_fisher.curvature.estimate.taps import layer_by_layer
 from flwr_fisher.curvature.models import device_of, evaluating
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.devices import check_float64
@@ -241,7 +242,7 @@ def fisher(
     if total_passes is not None:
         check_whole("total_passes", total_passes, 1)
         examples = over_labels.examples_within(total_passes, examples, loader)
-    with generators_kept(loader), evaluating(model):
+    with generators_kept(loader), evaluating(model), layer_by_layer(model):
         if examples is not None:
             # Where all fit, the same data are read in the same order, whatever the
             # seed.

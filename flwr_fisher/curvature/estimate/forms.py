@@ -29,12 +29,13 @@ from flwr_fisher.curvature.estimate.lookups import LookupRefusedError, NoLookups
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.curvature.estimate.tied_layers import Pair, tied_pairs
 from flwr_fisher.curvature.models import (
-    check_outputs_are_of_examples,
+    check_examples_do_not_mix,
+    check_outputs_have_rows,
     outputs_with,
 )
 from flwr_fisher.curvature.sums import widened, within
 from flwr_fisher.devices import CPU
-from flwr_fisher.params import trainable_names
+from flwr_fisher.params import trainable, trainable_names
 
 _FEW = 5
 _EVERY = 3  # of them has a gradient; not the first, which a kernel may read alone
@@ -83,7 +84,7 @@ class FormTrial:
         self.model, self.layers = model, layers
         self.inputs = concatenated([inputs[:_FEW]] * 2)[:_FEW]
         outputs, taps = tapped_forward(model, self.inputs, layers, spread=False)
-        check_outputs_are_of_examples(model, self.inputs, outputs)
+        check_outputs_have_rows(self.inputs, outputs)
         ones = any(len(call.inputs) == 1 for each in taps.values() for call in each)
         self.spread = ones and _may_spread(model, self.inputs, layers, outputs)
         if self.spread:
@@ -97,7 +98,7 @@ class FormTrial:
         self.others = rows % _EVERY != 1
         self.direction.masked_fill_(_column(self.others, outputs), 0)
         self.outputs = outputs.detach()
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = list(trainable(model).values())
         edges = [call.edge() for call in self.calls.values()]
         edges += [get_gradient_edge(parameter) for parameter in trained]
         gradients = iter(
@@ -105,6 +106,8 @@ class FormTrial:
         )
         self.at_outputs = {name: next(gradients) for name in self.calls}
         self._of = {id(parameter): next(gradients) for parameter in trained}
+        # After the gradients, for a forward that changes weights in place.
+        check_examples_do_not_mix(model, self.inputs, self.outputs)
 
     def reaches_others(self, gradient: Tensor) -> Tensor:
         """Return, as a tensor, whether gradients reach examples that have no loss."""
@@ -268,7 +271,7 @@ def direct_layers(model: nn.Module) -> dict[str, DirectLayer]:
 def _sole_owners(model: nn.Module) -> list[tuple[str, nn.Module, set[str]]]:
     """Return the trained modules that share no parameter with another module."""
     modules = [
-        (name, module, dict(module.named_parameters(recurse=False)))
+        (name, module, {k: p for k, p in module._parameters.items() if p is not None})
         for name, module in model.named_modules()
     ]
     owners = Counter(id(p) for *_, own in modules for p in own.values())

@@ -12,7 +12,11 @@ from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.estimate.accumulators import SecondMoment, side_by_side
 from flwr_fisher.curvature.estimate.forms import explained_layers
 from flwr_fisher.curvature.estimate.layers import TransposedLinear
-from flwr_fisher.curvature.estimate.taps import single_calls, tapped_forward
+from flwr_fisher.curvature.estimate.taps import (
+    layer_by_layer,
+    single_calls,
+    tapped_forward,
+)
 from flwr_fisher.curvature.models import (
     check_examples_are_independent,
     device_of,
@@ -113,7 +117,7 @@ def input_covariances(
     check_range("max_batch_bytes", max_batch_bytes, 1)
     device = device_of(model, device)
     sums: _Sums | None = None
-    with evaluating(model):
+    with evaluating(model), layer_by_layer(model):
         for batch in batches_of(loader, model, device):
             sums = sums or _Sums(model, batch.inputs, max_batch_bytes)
             with torch.no_grad():

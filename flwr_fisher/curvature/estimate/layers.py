@@ -11,8 +11,9 @@ Long: all kinds of such layers, side by side.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -399,12 +400,17 @@ def prepares_inputs(module: nn.Module) -> bool:
     )
 
 
+class ByLayer(partial[Any]):
+    """A ``forward`` that computes an attention from its layers."""
+
+
 def is_packed(module: nn.Module) -> bool:
     """Return whether a module is self-attention with a packed projection."""
+    own = vars(module).get("forward")
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
-        and "forward" not in vars(module)
+        and (own is None or isinstance(own, ByLayer))
         and module.in_proj_weight is not None
         and module.bias_k is None
         and not module.add_zero_attn

@@ -9,6 +9,7 @@ from flwr_fisher.curvature.batch import read
 from flwr_fisher.curvature.estimate.accumulation import Accumulation
 from flwr_fisher.curvature.estimate.options import STRUCTURES
 from flwr_fisher.curvature.estimate.positions import Positions
+from flwr_fisher.curvature.estimate.taps import layer_by_layer
 from flwr_fisher.curvature.models import device_of, evaluating
 from flwr_fisher.errors import check_known, check_range
 
@@ -113,7 +114,7 @@ def fisher_plan(
     # E-KFAC has K-FAC's factors as its basis.
     basis = structure == "ekfac"
     kind = "kfac" if basis else structure
-    with evaluating(model):
+    with evaluating(model), layer_by_layer(model):
         taken = Accumulation(model, inputs, [kind], max_batch_bytes, Positions(None, 0))
     layers = []
     for each in taken.accumulators.values():

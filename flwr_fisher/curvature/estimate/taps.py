@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SharedParameter
 from flwr_fisher.curvature.estimate.layers import (
+    ByLayer,
     KroneckerLayer,
     PackedProjection,
     is_packed,
@@ -27,7 +28,7 @@ from flwr_fisher.errors import StructureError
 
 @contextmanager
 def layer_by_layer(
-    model: nn.Module, record: Callable[[str, Tensor, Tensor], None]
+    model: nn.Module, record: Callable[[str, Tensor, Tensor], object] | None = None
 ) -> Iterator[None]:
     """Compute packed self-attention from its layers; the result is the same.
 
@@ -35,9 +36,10 @@ def layer_by_layer(
     ----------
     model : nn.Module
         In eval mode.
-    record : Callable[[str, Tensor, Tensor], None]
+    record : Callable[[str, Tensor, Tensor], object], optional
         Called with a module's name, the tokens ``[n, T, E]`` and their queries, keys
-        and values ``[n, T, 3 E]``.
+        and values ``[n, T, 3 E]``. Without it the block is for backward passes, in
+        which checkpointed parts of a model are computed again.
     """
     with ExitStack() as stack:
         # Encoder layers have a fast path of their own, which calls no module.
@@ -45,10 +47,16 @@ def layer_by_layer(
         mha.set_fastpath_enabled(False)
         for name, module in model.named_modules():
             if is_packed(module):
-                forward = partial(_forward, module, partial(record, name))
-                module.forward = forward
-                stack.callback(module.__dict__.pop, "forward")
+                if (outer := vars(module).get("forward")) is None:
+                    stack.callback(module.__dict__.pop, "forward")
+                else:
+                    stack.callback(setattr, module, "forward", outer)
+                note = partial(record, name) if record else _unrecorded
+                module.forward = ByLayer(_forward, module, note)
         yield
+
+
+def _unrecorded(*_: object) -> None: ...
 
 
 @contextmanager
@@ -104,7 +112,7 @@ class _Convolutions(TorchFunctionMode):
 
 def _forward(
     module: nn.MultiheadAttention,
-    record: Callable[[Tensor, Tensor], None],
+    record: Callable[[Tensor, Tensor], object],
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -128,7 +128,7 @@ def tied_pairs(model: nn.Module) -> dict[tuple[str, str], Pair]:
     """Return the names of embeddings and heads that share one trained weight."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
-        for own in module.parameters(recurse=False):
+        for own in module._parameters.values():
             owners.setdefault(id(own), []).append((name, module))
     pairs = {}
     for name, parameter in model.named_parameters():
