@@ -35,6 +35,7 @@ from oracles import (
     small_net,
 )
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -544,6 +545,56 @@ def test_how_examples_are_batched_does_not_matter(name):
         assert got[2] == pytest.approx(want[2])
         for a, b in zip(got[:2], want[:2], strict=True):
             assert relative(flat(a), flat(b)) <= EXACT
+
+
+class Marked(torch.autograd.Function):
+    """tanh, whose backward is once differentiable."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return gradient * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+class ByNumPy(Marked):
+    @staticmethod
+    def backward(ctx, gradient):
+        slope = 1 - ctx.saved_tensors[0].detach().numpy() ** 2
+        return torch.from_numpy(gradient.detach().numpy() * slope)
+
+
+class Rounded(Marked):
+    """Its backward is that of the identity, and can be differentiated."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("conv", [False, True])
+def test_a_function_without_a_second_derivative_is_named(conv):
+    first = [nn.Conv1d(1, 3, 3), nn.Flatten()] if conv else [nn.Linear(3, 3)]
+    x, y = (VECTORS.unsqueeze(1) if conv else VECTORS), labels_for(VECTORS)
+    for own in (Marked, ByNumPy):
+        model = nn.Sequential(*first, Applied(own), nn.Linear(3, 3))
+        gradient(model, [(x, y)])
+        with pytest.raises(StructureError, match=f"backward of {own.__name__} "):
+            gradient_and_hvp(model, [(x, y)])
+    gradient_and_hvp(nn.Sequential(*first, Applied(Rounded)), [(x, y)])
+
+
+class Applied(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function.apply(x)
 
 
 def test_inference_mode_changes_nothing():

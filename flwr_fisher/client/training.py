@@ -31,7 +31,7 @@ from flwr_fisher.curvature.losses import (
     checked_loss,
     loss_of,
 )
-from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.curvature.models import copied, evaluating
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
@@ -190,7 +190,7 @@ class LocalSGD:
         if self.label_smoothing:
             loss_fn = partial(cross_entropy, label_smoothing=self.label_smoothing)
         proximal = _Proximal(trained, _not_negative(config, "proximal-mu", 0.0))
-        average = AveragedModel(model) if self.swa_epochs > 1 else None
+        average = AveragedModel(copied(model)) if self.swa_epochs > 1 else None
         model.train()
         parts = {
             "model": model,

@@ -2,12 +2,13 @@
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
@@ -43,6 +44,7 @@ class DoubleDerivatives:
         # Reverse mode is cheaper for convolutions alone: forward mode multiplies an
         # input without a tangent, such as the first layer's, by zeros.
         self.forward_mode = any(isinstance(m, _ConvNd) for m in model.modules())
+        self.owns: bool | None = None  # whether there are autograd functions of users
 
     def __call__(self, x: Inputs, y: Any) -> Derivatives:
         """Return the loss, the gradient and the product, from inputs and labels.
@@ -74,6 +76,8 @@ class DoubleDerivatives:
         with _Watch():
             outputs = x(self.model)
         loss = self.loss_fn(outputs, y)
+        if self.owns is not False:
+            self.owns = _check_own_functions(loss)
         gradients = torch.autograd.grad(
             loss, self.leaves, create_graph=True, allow_unused=True
         )
@@ -144,6 +148,44 @@ class DoubleDerivatives:
         if change is None:
             change = torch.zeros_like(gradient)
         return loss, gradient.detach(), change
+
+
+def _check_own_functions(loss: Tensor) -> bool:
+    """Return whether a graph has autograd functions that are written in Python.
+
+    The pass through it raises :class:`StructureError` where one's ``backward`` cannot
+    be differentiated: torch would leave its derivative out.
+    """
+    nodes = set[Any]()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [each for each, _ in node.next_functions]
+    own: list[Any] = [node for node in nodes if isinstance(node, BackwardCFunction)]
+    for node in own:
+        node.register_hook(partial(_check_twice, node.name()))
+    return bool(own)
+
+
+def _check_twice(
+    name: str, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]
+) -> None:
+    """Raise where gradients of inputs do not depend on those of outputs."""
+    if not any(g.requires_grad for g in outputs if g is not None):
+        return
+    for gradient in inputs:
+        if gradient is None:
+            continue
+        made = gradient.grad_fn
+        once = made is not None and made.name().endswith("Error")
+        if once or not gradient.requires_grad:
+            raise StructureError(
+                "torch cannot differentiate this model or loss twice, so it has no "
+                f"Hessian product: the backward of {name.removesuffix('Backward')} is "
+                "once_differentiable, or does not compute with torch: write it in "
+                "differentiable operations"
+            )
 
 
 class _Watch(TorchFunctionMode):
