@@ -6,8 +6,9 @@ Only a run's number is new each time.
 import hashlib
 import random
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,20 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         set_generator_states(before)
+
+
+def rewinding(values: Iterable[object]) -> list[Callable[[], object]]:
+    """Return functions that give generators among some objects their present states."""
+    made = list[Callable[[], object]]()
+    for value in values:
+        if isinstance(value, torch.Generator):
+            made.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            made.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            made.append(partial(setattr, bits, "state", bits.state))
+    return made
 
 
 def generator_states() -> dict[str, Any]:

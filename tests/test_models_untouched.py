@@ -87,6 +87,7 @@ class Changing(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(5))
         self.last, self.steps, self.all, self.by_name = None, 0, [], {"pairs": []}
+        self.draw, self.other = torch.Generator(), np.random.default_rng(1)
 
     def forward(self, x):
         x.detach().clamp_(-1, 1)
@@ -99,7 +100,8 @@ class Changing(nn.Module):
         self.all.append(self.last)
         self.pair = self.last, self.last
         self.by_name["pairs"].append(self.pair)
-        drawn = np.random.rand()  # noqa: NPY002
+        drawn = np.random.rand() + self.other.random()  # noqa: NPY002
+        drawn += torch.rand((), generator=self.draw)
         self.mean = 0.9 * self.mean + torch.rand(5) * drawn * random.random()
         return self.head(torch.tanh(self.last))
 
@@ -227,7 +229,15 @@ def facts(model):
         },
         "enabled": torch.is_grad_enabled(),
         "own": {n: held(vars(m)) for n, m in model.named_modules()},
+        "draws": [repr(g.get_state()) for g in drawing(model, torch.Generator)],
+        "others": [
+            repr(g.bit_generator.state) for g in drawing(model, np.random.Generator)
+        ],
     }
+
+
+def drawing(model, kind):
+    return [each for each in vars(model).values() if isinstance(each, kind)]
 
 
 def held(value):

@@ -21,7 +21,12 @@ from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.sums import within
 from flwr_fisher.errors import ConfigurationError, StructureError
 from flwr_fisher.params import trainable
-from flwr_fisher.randomness import generator_states, seeded, set_generator_states
+from flwr_fisher.randomness import (
+    generator_states,
+    rewinding,
+    seeded,
+    set_generator_states,
+)
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -110,12 +115,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     What its ``forward`` changes, even in eval mode, is restored, too: buffers such as
     counters, weights that it clips, attributes and what is in their lists and dicts
-    (tensors of a vmap are of no use after it), and the state of global generators; and
-    hooks that were left on it. Hooks on gradients do not run: they clip what a training
-    uses, or expect train mode, as opacus's do. What is compiled runs as it was written:
-    it does not call hooks that are added later, and would be compiled anew for each
-    transformation, in minutes. Embeddings' gradients are dense, and not scaled by
-    frequency.
+    (tensors of a vmap are of no use after it), the states of its own and of global
+    generators, and hooks that were left on it. Hooks on gradients do not run: they clip
+    what a training uses, or expect train mode, as opacus's do. What is compiled runs as
+    it was written: it does not call hooks that are added later, and would be compiled
+    anew for each transformation, in minutes. Embeddings' gradients are dense, and not
+    scaled by frequency.
     """
     modes = {module: module.training for module in model.modules()}
     kept = _KeptModel(model)
@@ -176,7 +181,8 @@ class _KeptModel:
     def __init__(self, model: nn.Module) -> None:
         own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._attributes = [(vars(module), dict(vars(module))) for module in own]
-        held = chain.from_iterable(each.values() for _, each in self._attributes)
+        held = [*chain.from_iterable(each.values() for _, each in self._attributes)]
+        self._rewind = rewinding(held)
         self._containers = copies_of([*held, *_gradient_hooks(model)])
         self._model, self._trained = model, trainable(model)
         self._values = _copies([*self._trained.values(), *model.buffers()])
@@ -198,6 +204,8 @@ class _KeptModel:
                 now.clear()
                 now.update(attributes)
         restore(self._containers)
+        for rewind in self._rewind:
+            rewind()
         _put_back(self._values)
 
 
