@@ -104,7 +104,7 @@ class DoubleDerivatives:
             duals = {k: _dual(copies[k], vector) for k, vector in self.vectors.items()}
             with _Watch() as watch:
                 outputs = outputs_with(self.model, copies | duals, x)
-            if watch.was_off:
+            if watch.misleads:
                 return None
             value, tangent = _value_and_tangent(outputs)
             if tangent is None:
@@ -188,15 +188,20 @@ def _check_twice(
             )
 
 
+# Beside torch.linalg's; their Hessian products are wrong.
+_LINEAR_ALGEBRA = "det", "logdet", "slogdet", "cholesky_inverse", "triangular_solve"
+
+
 class _Watch(TorchFunctionMode):
     """Watches a forward pass for operations whose tangents torch computes wrongly.
 
     It notices operations under ``no_grad``, which does not stop forward mode, and
-    computes weight norm by its plain formula: the second derivative of torch 2.15's
-    own operator is wrong (``gradgradcheck`` fails).
+    linear algebra, some of which saves a factor without its tangent. It computes weight
+    norm by its plain formula: the second derivative of torch 2.15's own operator is
+    wrong (``gradgradcheck`` fails).
     """
 
-    was_off = False  # whether gradients were off for an operation
+    misleads = False  # whether forward mode is wrong for an operation
 
     def __torch_function__(
         self,
@@ -205,8 +210,10 @@ class _Watch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not torch.is_grad_enabled():
-            self.was_off = True
+        name = getattr(func, "__name__", "")
+        is_algebra = name.startswith("linalg_") or name in _LINEAR_ALGEBRA
+        if is_algebra or not torch.is_grad_enabled():
+            self.misleads = True
         if func is torch._weight_norm:
             func = _weight_norm
         return func(*args, **(kwargs or {}))

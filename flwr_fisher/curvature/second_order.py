@@ -68,7 +68,8 @@ def gradient_and_hvp(
     gradient's own computation is used instead. Both are exact. The second backward pass
     also replaces forward mode, for all further batches, where forward mode is not
     implemented or would differ from autograd: for parts under ``torch.no_grad``, which
-    are constants here, and for parameters that the loss uses without the module.
+    are constants here, for linear algebra, some of whose tangents torch computes
+    wrongly, and for parameters that the loss uses without the module.
 
     Attention is computed by its plain formula, the only one that torch differentiates
     twice.
