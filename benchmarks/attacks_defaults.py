@@ -34,7 +34,7 @@ from torch import Tensor
 
 from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import fedfisher
-from flwr_fisher.merge.weights import without_outliers
+from flwr_fisher.merge.outliers import without_outliers
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import Policy
 

@@ -4,9 +4,9 @@ No other file asks torch for the accelerator: a CUDA or XPU GPU, or another one 
 :mod:`torch.accelerator` knows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from flwr_fisher.errors import ConfigurationError
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 def accelerator() -> torch.device | None:
@@ -163,6 +164,29 @@ class Read:
         if not self.copied:
             self._reads.copy()
         return self.tensors
+
+
+def one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield each item when the next one has been made; the last one at the end.
+
+    An accelerator is then waited for once an item: what was queued for one is read
+    together with what the next one is made of (:class:`Reads`).
+
+    Examples
+    --------
+    >>> made = (print("make", i) or i for i in range(2))
+    >>> for item in one_ahead(made):
+    ...     print("use", item)
+    make 0
+    make 1
+    use 0
+    use 1
+    """
+    before: list[T] = []
+    for item in items:
+        yield from before
+        before = [item]
+    yield from before
 
 
 def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:

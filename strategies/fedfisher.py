@@ -19,15 +19,17 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import (
     DiagonalSums,
     MergeOptions,
+    MergeResult,
     MergeSettings,
     matched,
     sums_settings,
 )
 from flwr_fisher.merge.fedfisher import merge_posteriors
 from flwr_fisher.merge.matching import RENUMBERED, check_matching
-from flwr_fisher.merge.options import Score, check_score
+from flwr_fisher.merge.options import Report, Score, check_score
 from flwr_fisher.merge.sums import merge_from_sums
 from flwr_fisher.params import Params
+from flwr_fisher.progress import Progress
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,
@@ -39,7 +41,6 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy, given
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
-from flwr_fisher.strategies.exchanges.merged import progress_of_merge, step_of
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     LOSSLESS,
@@ -251,7 +252,8 @@ class FedFisherOneShot(CurvatureStrategy):
 
     def _of_kfac_sums(self) -> Sequence[Exchange[Any]]:
         own = self._options()
-        return KfacSums(self._merge_of_model, own, self.policy.limits).exchanges()
+        sums = KfacSums(self._merge_of_model, own, self.policy.limits, step_of)
+        return sums.exchanges()
 
     def _of_private_sums(self, privacy: Privacy) -> Exchange[Any]:
         own, secure = self._options(), self.secure is not None
@@ -310,7 +312,7 @@ class FedFisherOneShot(CurvatureStrategy):
             posteriors,
             merge,
             score=self.score,
-            progress=progress_of_merge(),
+            progress=_progress_of_merge(),
             device=self.device,
         )
         for place, distance in merged.outliers.items():
@@ -335,7 +337,7 @@ class FedFisherOneShot(CurvatureStrategy):
             self.merge,
             like=state.params,
             score=self.score,
-            progress=progress_of_merge(),
+            progress=_progress_of_merge(),
         )
         return step_of(merged)
 
@@ -352,3 +354,44 @@ class FedFisherOneShot(CurvatureStrategy):
         own = {"aggregate": self.aggregate, **settings_of(self.privacy)}
         own |= {"matching": True} if self.matching else {}
         return wanted | merge | own
+
+
+def _progress_of_merge() -> Report:
+    """Return a function that logs the progress of a long merge."""
+    progress = Progress("merging")
+
+    def report(text: str) -> None:
+        if progress.due:
+            progress.tell(text)
+
+    return report
+
+
+def step_of(merged: MergeResult) -> Step:
+    """Return the step to a merged model; log how its systems were solved.
+
+    Warn about parameters whose system was not solved.
+    """
+    solver = merged.settings and merged.settings.solver
+    logger.info(
+        "merged by %s: %d iterations left %.1e of the residual%s",
+        solver or "sums",
+        merged.iterations,
+        merged.residuals[-1],
+        "; so few are by design" if solver == "pcg" else "",
+    )
+    if merged.unsolved:
+        logger.warning(
+            "the merge's solver failed for %s: these parameters are the clients' "
+            "mean, as in FedAvg",
+            ", ".join(merged.unsolved),
+        )
+    metrics = {
+        "solver-iterations": merged.iterations,
+        "solver-residual": merged.residuals[-1],
+        "solver-fallbacks": len(merged.unsolved),
+    }
+    if merged.outliers:
+        metrics["num-outliers"] = len(merged.outliers)
+    shares = {"client-share": merged.shares} if merged.shares else {}
+    return Step(ServerState(merged.params), {**metrics, **shares}, merged)

@@ -19,7 +19,7 @@ from flwr_fisher.merge import (
     merge_settings,
     partial_traces,
 )
-from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged, own_step
+from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged, own_move
 from flwr_fisher.params import (
     flatten,
     norm,
@@ -228,7 +228,7 @@ def test_what_is_solved_at_once_or_well_enough_moves_no_more():
 def test_no_honest_pull_leads_further_than_its_client_went(name, anchor):
     for client in clients(name):
         F, away = client.curvature, client.params
-        step = own_step(partial_traces(F), F.matvec(away), anchor)
+        step = own_move(partial_traces(F), F.matvec(away), anchor)
         assert float(norm(step)) <= float(norm(away))
 
 
@@ -247,7 +247,7 @@ def test_numbers_that_are_no_product_of_a_fisher_lead_far():
         LayerTraces.of(product, partial_traces(F)) for product in (pull, numbers)
     )
     assert own.step_norms(like) == {}
-    alone = partial(own_step, anchor=1e-3)
+    alone = partial(own_move, anchor=1e-3)
     lengths = [
         replace(upload, own_step=alone).step_norms(like)["step of the product"]
         for upload in (own, other)

@@ -44,7 +44,7 @@ from flwr_fisher.merge import (
     merge_settings,
     regmean,
 )
-from flwr_fisher.merge.solvers import largest_eigenvalue
+from flwr_fisher.merge.paper_solvers import largest_eigenvalue
 
 ONE = torch.ones(1)
 diagonals = CLIENT_CURVATURES["diagonal"]

@@ -22,7 +22,7 @@ from flwr_fisher.curvature import BlockDiagonal, Dense, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.factors import LowRankFactor
 from flwr_fisher.merge import fedavg, fedfisher
 from flwr_fisher.merge.linear_system import LinearSystem
-from flwr_fisher.merge.solvers import preconditioner
+from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.params import unflatten
 
 

@@ -20,7 +20,8 @@ from virtual import (
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.merge import LocalPosterior, fedfisher, merge_settings
-from flwr_fisher.merge.weights import JUDGES, layer_weights, without_outliers
+from flwr_fisher.merge.outliers import JUDGES, without_outliers
+from flwr_fisher.merge.weights import layer_weights
 from flwr_fisher.testing import LocalGrid
 
 KINDS = CLIENT_CURVATURES

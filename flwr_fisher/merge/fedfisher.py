@@ -3,20 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.devices import Reads, check_float64
-from flwr_fisher.merge.linear_system import (
-    Device,
-    LinearSystem,
-    SystemMaker,
-    SystemMakers,
-    linear_systems,
-)
+from flwr_fisher.devices import check_float64
+from flwr_fisher.merge.linear_system import Device, linear_systems
 from flwr_fisher.merge.options import (
     MergeSettings,
     Report,
@@ -24,10 +17,9 @@ from flwr_fisher.merge.options import (
     check_score,
     merge_settings,
 )
+from flwr_fisher.merge.outliers import without_outliers
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.solve import MergeResult, solve
-from flwr_fisher.merge.weights import without_outliers
-from flwr_fisher.params import shares_of
 
 
 def fedfisher(
@@ -113,9 +105,9 @@ def fedfisher(
         determine are not measured; the limits on uploads restrict how far a client may
         go in them.
     trust : float, default inf
-        A layer's step away from the mean is at most this times :math:`\sqrt{M - 1}`
+        A layer's move away from the mean is at most this times :math:`\sqrt{M - 1}`
         times the root of :math:`\sum_i p_i \|\theta_i - \bar\theta\|^2`, for M clients:
-        with 1, it is about as long as the sum of all clients' own steps, if these are
+        with 1, it is about as long as the sum of all clients' own moves, if these are
         unlike each other.
     iterations : int, optional
         At most this many: by default 4 (``pcg``), 100 (``cg``) or 2000 (``adam``,
@@ -211,47 +203,17 @@ def merge_posteriors(
         settings = settings.of_model(posteriors[0].params)
     if device is not None:
         check_float64(torch.device(device), "merge on the CPU, device='cpu'")
+    number, outliers = len(posteriors), dict[int, float]()
     if settings.outlier < math.inf:
         screened = without_outliers(posteriors, settings.outlier, device)
-        merged = _merged(screened.posteriors, settings, score, progress, device)
-        shares = dict(zip(screened.indices, merged.shares, strict=True))
-        every = [shares.get(index, 0.0) for index in range(len(posteriors))]
-        return replace(merged, shares=every, outliers=screened.outliers())
-    return _merged(posteriors, settings, score, progress, device)
-
-
-def _merged(
-    posteriors: Sequence[LocalPosterior],
-    settings: MergeSettings,
-    score: Score | None,
-    progress: Report | None,
-    device: Device,
-) -> MergeResult:
+        posteriors, outliers = screened.posteriors, screened.outliers()
     mean = fedavg(posteriors)
     systems = linear_systems(posteriors, mean, settings, device)
     examples = [posterior.num_examples for posterior in posteriors]
-    client_shares = _ClientShares(systems, examples)
-    merged = solve(mean, client_shares.systems, settings, score, progress)
-    return replace(merged, shares=client_shares.shares())
-
-
-class _ClientShares:
-    """Adds up each client's part of the traces, while the layers' systems are made."""
-
-    def __init__(self, systems: SystemMakers, examples: Sequence[float]) -> None:
-        self.systems = [partial(self._make, make) for make in systems]
-        self.examples, self.traces = examples, [0.0] * len(examples)
-
-    def _make(self, make: SystemMaker, reads: Reads) -> LinearSystem:
-        system = make(reads)
-        pairs = zip(system.curvature.weights, system.curvature.traces, strict=True)
-        parts = [weight * trace * system.scale for weight, trace in pairs]
-        self.traces = [t + part for t, part in zip(self.traces, parts, strict=True)]
-        return system
-
-    def shares(self) -> list[float]:
-        """Return the clients' shares of the curvature, or else of the examples."""
-        return shares_of(self.traces if sum(self.traces) else self.examples)
+    merged = solve(mean, systems, settings, score, progress, examples)
+    kept = iter(merged.shares)
+    shares = [0.0 if client in outliers else next(kept) for client in range(number)]
+    return replace(merged, shares=shares, outliers=outliers)
 
 
 def fisher_merge(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:

@@ -70,6 +70,7 @@ def influence(
 
     >>> import torch
     >>> from flwr_fisher.curvature import Diagonal
+    >>> from flwr_fisher.merge import fedfisher
     >>> F = Diagonal({"w": torch.ones(1)})
     >>> values = torch.tensor([[1.0], [1.0], [7.0]])
     >>> clients = [LocalPosterior({"w": value}, F, 1) for value in values]

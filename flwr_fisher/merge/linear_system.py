@@ -1,17 +1,19 @@
 """A merge's linear systems, one for each layer, from the clients' curvatures.
 
+A system's solution is a *move*: how far a layer's parameters go from the clients' mean.
+
 Long: a layer's equation, and its scale in floating point, belong together.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature import Curvature, WeightedSum
+from flwr_fisher.curvature import Curvature, Diagonal, WeightedSum
 from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.curvature.operators.rescaled import (
     exponent_of,
@@ -40,35 +42,49 @@ Device = torch.device | str | None
 _SMALL = 2**28  # bytes of all clients' products in a layer that may be kept
 
 
-@dataclass(frozen=True)
-class StepUnit:
-    """The unit of a system's step delta, and the longest step that is trusted."""
+# A move by parameter, or None if a system was not solved.
+Moves = dict[str, Tensor | None]
 
-    exponent: int = 0  # delta is the step divided by 2**exponent
+
+@dataclass(frozen=True)
+class MoveUnit:
+    """The unit of a system's solution delta, and the longest move that is trusted."""
+
+    exponent: int = 0  # delta is the move divided by 2**exponent
     radius: float = math.inf  # the longest delta that is trusted
 
-    def step(self, delta: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a solution as a step, shortened to the radius if it is longer."""
+    def move(self, delta: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a solution as a move, shortened to the radius if it is longer."""
         length = float(norm(delta)) if self.radius < math.inf else 0.0
         if length > self.radius:
             delta = scale(delta, self.radius / length)
         return shifted(delta, self.exponent) if self.exponent else delta
 
 
+def moved(mean: Params, moves: Moves) -> dict[str, Tensor]:
+    """Return the mean after the moves, in its dtypes."""
+    return {
+        k: v if (move := moves.get(k)) is None else (v + move.to(v.device)).to(v.dtype)
+        for k, v in mean.items()
+    }
+
+
 @dataclass(frozen=True)
 class LinearSystem:
-    """One independent system, ``(curvature + ridge I) delta = rhs``.
+    """One layer's independent system, ``(curvature + ridge I) delta = rhs``.
 
-    The curvature and the ridge are divided by `scale`, the step delta by its unit, and
-    the right-hand side by both, because a float may not hold them in the scale of the
-    uploads.
+    The curvature and the ridge are divided by `scale`, delta by its unit, and the
+    right-hand side by both, because a float may not hold them in the scale of the
+    uploads. `client_traces` has the trace of each client's term, in that scale; if only
+    sums are known, it is empty.
     """
 
     curvature: WeightedSum
     rhs: dict[str, Tensor]
     ridge: float
     scale: float = 1.0
-    unit: StepUnit = field(default_factory=StepUnit)
+    unit: MoveUnit = field(default_factory=MoveUnit)
+    client_traces: list[float] = field(default_factory=list)
 
     @classmethod
     def anchored(
@@ -94,19 +110,9 @@ class LinearSystem:
             scale=self.scale * mean,
         )
 
-    def unscaled(self) -> "LinearSystem":
-        """Return the system at its original scale, in float64 if it was rescaled."""
-        exponent, radius = self.unit.exponent, self.unit.radius
-        if self.scale == 1 and not exponent:
-            return self
-        wide = {name: value.double() for name, value in self.rhs.items()}
-        wide_terms = [term.to(dtype=torch.float64) for term in self.curvature.terms]
-        return LinearSystem(
-            WeightedSum(wide_terms, self.curvature.weights).scaled(self.scale),
-            shifted(scale(wide, self.scale), exponent),
-            self.ridge * self.scale,
-            unit=StepUnit(radius=radius * power_of_two(exponent)),
-        )
+    def is_diagonal(self) -> bool:
+        """Return whether every curvature in the sum is diagonal."""
+        return all(isinstance(term, Diagonal) for term in self.curvature.terms)
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the system's matrix times a vector."""
@@ -125,7 +131,7 @@ def linear_systems(
     settings: MergeSettings,
     device: Device = None,
 ) -> SystemMakers:
-    """Return functions that compute each layer's system for its step from the mean.
+    """Return functions that compute each layer's system for its move from the mean.
 
     A system is computed when it is needed, so that only one layer's tensors are in
     memory. They are on the given device, or where the clients' tensors are.
@@ -145,71 +151,83 @@ def _layer_system(
     device: Device,
     reads: Reads,
 ) -> LinearSystem:
-    r"""Return one layer's system; its solution is the layer's step from the mean.
+    r"""Return one layer's system; its solution is the layer's move from the mean.
 
     .. math:: \Big(\sum_i w_i F_i + \lambda I\Big) (\theta - \bar\theta)
               = \sum_i w_i F_i (\theta_i - \bar\theta)
 
-    (FedFisher, eq. 7, around the mean of the clients' parameters.) :math:`F_i` is
-    client i's curvature, regularised; :math:`w_i` are :func:`layer_weights`;
-    :math:`\lambda` is `anchor` times the mean eigenvalue of the sum. Both sides are
-    divided by powers of two where floats would not hold them.
+    These are the normal equations of FedFisher's eq. 6, around the mean of the clients'
+    parameters. :math:`F_i` is client i's curvature, regularised; :math:`w_i` are
+    :func:`layer_weights`; :math:`\lambda` is `anchor` times the mean eigenvalue of the
+    sum. If floats had no range, this would be the function, with the rest of the
+    arguments from the settings::
+
+        F = [part.regularised(shrink=shrink, damping=damping) for part in parts]
+        moves = [subtract(posterior.params, mean) for posterior in posteriors]
+        squares = [dot(move, F_i @ move) for F_i, move in zip(F, moves)]
+        weights = layer_weights(examples, [F_i.trace() for F_i in F], squares, settings)
+        rhs = sum(w * (F_i @ move) for w, F_i, move in zip(weights, F, moves))
+        return LinearSystem.anchored(WeightedSum(F, weights), rhs, anchor)
+
+    Here, three things are divided by powers of two: each curvature (the highest power
+    is ``2**exponent``), the moves (``2**moves.exponent``), and the sum (``2**shift``).
+    Nearly always all three are 1.
     """
-    curvatures, relative, highest = _regularised(parts, settings, device)
-    unweighted = WeightedSum(curvatures, relative)
+    unweighted, exponent = _regularised(parts, settings, device)
     mean = {name: _wide(mean[name], device) for name in unweighted.shapes}
-    steps = _ClientSteps(posteriors, mean, device)
-    found = steps.measured(curvatures, reads)
-    unweighted.traces = found.traces
-    if exponent := _step_exponent(found.largest, steps.mean):
-        steps = replace(steps, exponent=exponent)
-        found = steps.measured(curvatures, reads)
+    moves = _ClientMoves(posteriors, mean, device)
+    found = moves.measured(unweighted.terms, reads)
+    if unit := _exponent_of_moves(found.largest, mean):
+        moves = replace(moves, exponent=unit)
+        found = moves.measured(unweighted.terms, reads)
     examples = [posterior.num_examples for posterior in posteriors]
     weights = layer_weights(
         examples,
-        _products(relative, unweighted.traces),
-        _products(relative, found.fisher_squares),
+        _products(unweighted.weights, found.traces),
+        _products(unweighted.weights, found.fisher_squares),
         settings,
     )
-    total = unweighted.reweighted(weights)
-    shift = _shift(total, steps.mean)
+    weights = _products(unweighted.weights, weights)
+    total = WeightedSum(unweighted.terms, weights, found.traces)
+    shift = _exponent_of_mean(total, mean)
     total = total.scaled(power_of_two(-shift)) if shift else total
-    made_again = (part.matvec(steps.of(index)) for index, part in enumerate(curvatures))
+    products = found.products or moves.products(total.terms)
     system = LinearSystem.anchored(
-        total, _weighted_sum(total, found.products or made_again, mean), settings.anchor
+        total, _weighted_sum(total, products, mean), settings.anchor
     )
+    unscale = power_of_two(exponent + shift)
+    radius = settings.trust * _trusted_length(examples, found.squared_lengths)
     return replace(
         system,
-        scale=power_of_two(highest + shift),
-        unit=StepUnit(
-            steps.exponent, settings.trust * _spread(examples, found.squared_lengths)
-        ),
+        scale=unscale,
+        unit=MoveUnit(moves.exponent, radius),
+        client_traces=[own * unscale for own in _products(total.weights, total.traces)],
     )
 
 
 def _regularised(
     parts: Sequence[Curvature], settings: MergeSettings, device: Device
-) -> tuple[list[Curvature], list[float], int]:
-    """Return the clients' curvatures with `shrink` and `damping`, and their scales.
+) -> tuple[WeightedSum, int]:
+    """Return the sum of the curvatures with `shrink` and `damping`, and an exponent.
 
-    Each curvature is divided by a power of two of its own, so that floats hold it. Also
-    returned are these powers, divided by the highest of them, and the exponent of that.
-    The power of a curvature that is far below the largest comes to 0: in the sum, too,
-    nothing would be left of it.
+    Each curvature is divided by a power of two of its own, so that floats hold it. The
+    sum's weights are these powers, divided by the highest; the exponent is that of the
+    highest. The weight of a curvature that is far below the largest comes to 0: in the
+    sum, too, nothing would be left of it.
     """
-    curvatures, exponents = [], []
+    terms, exponents = [], []
     assert settings.shrink is not None  # of_model has filled it in
     for part in parts:
         # on its own device: numbers in the host's memory are read without a wait
         held, exponent = rescaled(part.mapped(partial(_wide, device=None)))
         exponents.append(exponent)
         there = held if device is None else held.mapped(partial(_wide, device=device))
-        curvatures.append(
+        terms.append(
             there.regularised(shrink=settings.shrink, damping=settings.damping)
         )
     highest = max(exponents)
-    relative = [math.ldexp(1.0, exponent - highest) for exponent in exponents]
-    return curvatures, relative, highest
+    weights = [math.ldexp(1.0, exponent - highest) for exponent in exponents]
+    return WeightedSum(terms, weights), highest
 
 
 def _products(left: Sequence[float], right: Sequence[float]) -> list[float]:
@@ -226,8 +244,13 @@ def _weighted_sum(
     return rhs
 
 
-def _spread(examples: Sequence[float], squared_lengths: Sequence[float]) -> float:
-    """Return the root mean square distance of the clients from their mean."""
+def _trusted_length(
+    examples: Sequence[float], squared_lengths: Sequence[float]
+) -> float:
+    """Return what `trust` multiplies: a length, in the unit of the clients' moves.
+
+    It is √(M - 1) times the root mean square of the lengths of the M clients' moves.
+    """
     variance = sum(_products(shares_of(examples), squared_lengths))
     return math.sqrt((len(squared_lengths) - 1) * variance)
 
@@ -245,18 +268,18 @@ def _wide(tensor: Tensor, device: Device) -> Tensor:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Measurements of all clients' steps away from the mean, for a system."""
+    """Measurements of all clients' moves away from the mean, for a system."""
 
     traces: list[float]  # of the curvatures
-    fisher_squares: list[float]  # of each step in the client's own curvature
+    fisher_squares: list[float]  # of each move in the client's own curvature
     squared_lengths: list[float]
     largest: float  # entry of all
-    products: list[dict[str, Tensor]]  # with steps; none if they would be large
+    products: list[dict[str, Tensor]]  # with moves; none if they would be large
 
 
 @dataclass(frozen=True)
-class _ClientSteps:
-    """The clients' steps away from the mean, divided by ``2**exponent``.
+class _ClientMoves:
+    """The clients' moves away from the mean, divided by ``2**exponent``.
 
     They are made when they are used: all clients' would take as much memory again.
     """
@@ -266,24 +289,29 @@ class _ClientSteps:
     device: Device
     exponent: int = 0
 
-    def of(self, index: int) -> dict[str, Tensor]:
-        """Return a client's steps."""
+    def of_client(self, index: int) -> dict[str, Tensor]:
+        """Return a client's moves."""
         own, mean = select(self.posteriors[index].params, self.mean), self.mean
         params = {name: _wide(value, self.device) for name, value in own.items()}
         if self.exponent:
             params, mean = (shifted(x, -self.exponent) for x in (params, mean))
         return subtract(params, mean)
 
+    def products(self, curvatures: Sequence[Curvature]) -> Iterator[Params]:
+        """Yield each client's curvature times its moves."""
+        for index, curvature in enumerate(curvatures):
+            yield curvature.matvec(self.of_client(index))
+
     def measured(self, curvatures: Sequence[Curvature], reads: Reads) -> _Measured:
-        """Return the measurements, from one pass over the steps and one device read."""
+        """Return the measurements, from one pass over the moves and one device read."""
         numbers, products = [], []
         size = 4 * sum(value.numel() for value in self.mean.values())
         small = size * len(curvatures) <= _SMALL
         for index, curvature in enumerate(curvatures):
-            step = self.of(index)
-            product = curvature.matvec(step)
-            own = [curvature.queued_trace(), dot(step, product), dot(step, step)]
-            extremes = [torch.aminmax(v) for v in step.values() if v.numel()]
+            move = self.of_client(index)
+            product = curvature.matvec(move)
+            own = [curvature.queued_trace(), dot(move, product), dot(move, move)]
+            extremes = [torch.aminmax(v) for v in move.values() if v.numel()]
             own += [value for pair in extremes for value in pair]
             numbers.append(torch.stack([value.double() for value in own]))
             products += [product] if small else []
@@ -294,15 +322,15 @@ class _ClientSteps:
         return _Measured(traces, positive, lengths, largest, products)
 
 
-def _step_exponent(largest: float, like: Params) -> int:
-    """Return the exponent of the longest step, or 0 if it is within range."""
+def _exponent_of_moves(largest: float, like: Params) -> int:
+    """Return the exponent of the longest move, or 0 if it is within range."""
     # A difference of two finite numbers may be infinite.
     most = min(torch.finfo(value.dtype).max for value in like.values())
     exponent = exponent_of(min(largest, most))
     return exponent if abs(exponent) > _widest(like) else 0
 
 
-def _shift(total: WeightedSum, like: Params) -> int:
+def _exponent_of_mean(total: WeightedSum, like: Params) -> int:
     """Return the exponent of the mean eigenvalue, or 0 if it is within range."""
     exponent = exponent_of(total.trace() / total.numel())
     return exponent if abs(exponent) > 2 * _widest(like) else 0

@@ -1,35 +1,28 @@
 """The solution of a merge's linear systems, one for each layer, by a solver."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature import Diagonal
 from flwr_fisher.curvature.operators.rescaled import power_of_two
 from flwr_fisher.curvature.operators.solvers import Solution, conjugate_gradient
-from flwr_fisher.devices import Read, Reads
+from flwr_fisher.devices import Read, Reads, one_ahead
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.linear_system import (
     LinearSystem,
-    StepUnit,
-    SystemMaker,
+    Moves,
+    MoveUnit,
     SystemMakers,
+    moved,
 )
 from flwr_fisher.merge.options import MergeSettings, Report, Score
-from flwr_fisher.merge.solvers import (
-    best_of,
-    gradient_descent,
-    paper_adam,
-    preconditioner,
-)
-from flwr_fisher.params import Params, add, dot, is_finite, norm, select
-
-# A step by parameter, or None if a system was not solved.
-Steps = dict[str, Tensor | None]
+from flwr_fisher.merge.paper_solvers import adam, gradient_descent
+from flwr_fisher.merge.preconditioner import preconditioner
+from flwr_fisher.params import Params, add, dot, is_finite, norm, select, shares_of
 
 _FLOOR = 1e-6  # of a system's largest curvature, as FisherMerge's code has it
 _ROUNDED = 1.001  # of the residual at the start
@@ -81,117 +74,99 @@ def solve(
     settings: MergeSettings,
     score: Score | None,
     progress: Report | None,
+    examples: Sequence[float] = (),
 ) -> MergeResult:
-    """Solve each layer's system for its step away from the mean; take the steps.
+    """Solve each layer's system for its move away from the mean; take the moves.
 
     If a layer's system is not solved, the layer stays at the mean, and the result names
-    it.
+    it. `examples` has each client's, if the systems know their clients.
     """
-    reads = Reads()
     if settings.solver == "adam":
-        every = [make(reads).unscaled() for make in systems]
-        delta, residuals = _adam(mean, every, settings, score, progress)
+        every = [make(Reads()) for make in systems]
+        traces = [system.client_traces for system in every]
+        moves, curves = adam(mean, every, settings, score, progress)
     else:
-        delta, residuals = _one_by_one(mean, systems, settings, progress, reads)
-    unsolved = [name for name, step in delta.items() if step is None]
+        moves, curves, traces = _layer_by_layer(mean, systems, settings, progress)
+    unsolved = [name for name, move in moves.items() if move is None]
     if unsolved and progress is not None:
         progress(f"solver: {', '.join(unsolved)} not solved, and left at the mean")
-    merged = _moved(mean, delta)
+    residuals = relative_norms(curves)
     return MergeResult(
-        merged,
+        moved(mean, moves),
         residuals,
         max(0, len(residuals) - 1),
+        shares=_shares(traces, examples),
         unsolved=unsolved,
         settings=settings,
     )
 
 
-def _moved(mean: Params, delta: Steps) -> dict[str, Tensor]:
-    return {
-        k: v if (step := delta.get(k)) is None else (v + step.to(v.device)).to(v.dtype)
-        for k, v in mean.items()
-    }
-
-
-def _one_by_one(
+def _layer_by_layer(
     mean: Params,
     systems: SystemMakers,
     settings: MergeSettings,
     progress: Report | None,
-    reads: Reads,
-) -> tuple[Steps, list[float]]:
-    """Solve one layer's system after the other.
+) -> tuple[Moves, list[list[float]], list[list[float]]]:
+    """Make, solve and check one system after another; return the layers' moves.
 
-    What came of a layer is read with what the next one's system is made of, so that an
-    accelerator is waited for once a layer.
+    Also return the layers' residual norms, and their clients' traces.
     """
-    delta: Steps = {}
-    curves = []
-    begun = (_begun(make, settings, reads) for make in systems)
-    for index, layer in enumerate(_each_after_the_next(begun), start=1):
-        step, residuals = _result(mean, layer, settings)
-        delta |= step
-        curves.append(residuals)
+    reads, moves = Reads(), Moves()
+    curves, traces = [], []
+    solved = (_solved(make(reads).normalised(), settings, reads) for make in systems)
+    for index, layer in enumerate(one_ahead(solved), start=1):
+        move, norms = _checked_move(mean, layer, settings)
+        moves |= move
+        curves.append(norms)
+        traces.append(layer.client_traces)
         if progress is not None:
-            left = residuals[-1] / residuals[0] if residuals[0] else 0.0
+            left = norms[-1] / norms[0] if norms[0] else 0.0
             progress(
-                f"solver: {next(iter(step))}, {index} of {len(systems)}: "
-                f"{len(residuals) - 1} iterations, residual {left:.1e}"
+                f"solver: {next(iter(move))}, {index} of {len(systems)}: "
+                f"{len(norms) - 1} iterations, residual {left:.1e}"
             )
-    return delta, relative_norms(curves)
+    return moves, curves, traces
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """A solved layer: its solution, without its system."""
+class _Unread:
+    """A solved layer without its system: numbers that are still on their device."""
 
     names: list[str]
     scale: float
-    unit: StepUnit
+    unit: MoveUnit
+    client_traces: list[float]
     start: Read  # the residual's norm at the mean
     numbers: Read | None  # the solution, norms, steps and objective; None: not solved
 
 
-def _begun(make: SystemMaker, settings: MergeSettings, reads: Reads) -> _Layer:
-    """Compute one layer's system and solve it; the system is freed on return."""
-    system = make(reads).normalised()
+def _solved(system: LinearSystem, settings: MergeSettings, reads: Reads) -> _Unread:
+    """Solve one layer's system, and queue what came of it."""
     scale = system.scale * power_of_two(system.unit.exponent)
     start, numbers = reads.queue(norm(system.rhs)), None
     # No curvature, or one that is not finite, is an error on the CPU.
     with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-        found = _solved(system, settings)
-        # Half of it: x (A x - 2 b), where A x is b without the residual.
+        found = _solution(system, settings)
+        # Twice the objective's rise: x·Ax - 2 x·b = -x·(b + r), because Ax is b - r.
         rise = -dot(found.values, add(system.rhs, found.residual))
         tensors = found.values.values()
         numbers = reads.queue(*tensors, found.norms, found.steps, rise)
-    return _Layer(list(system.rhs), scale, system.unit, start, numbers)
+    names, traces = list(system.rhs), system.client_traces
+    return _Unread(names, scale, system.unit, traces, start, numbers)
 
 
-def _each_after_the_next(layers: Iterable[_Layer]) -> Iterator[_Layer]:
-    """Yield each layer once the next one has been started; the last one at the end."""
-    before: list[_Layer] = []
-    for layer in layers:
-        yield from before
-        before = [layer]
-    yield from before
-
-
-def _result(
-    mean: Params, layer: _Layer, settings: MergeSettings
-) -> tuple[Steps, list[float]]:
-    """Return a layer's step and its residual norms."""
-    step: dict[str, Tensor] = {}
-    residuals: list[float] = []
+def _checked_move(
+    mean: Params, layer: _Unread, settings: MergeSettings
+) -> tuple[Moves, list[float]]:
+    """Return a layer's move and its residual norms; no move if it is not solved."""
     if layer.numbers is not None:
         *values, norms, steps, rise = layer.numbers.values()
         solution = dict(zip(layer.names, values, strict=True))
         residuals = norms[: 1 + int(steps)].tolist()
         if _is_solved(solution, residuals, float(rise), settings):
-            step = layer.unit.step(solution)
-    if not is_finite(_moved(select(mean, step), {**step})):
-        step = {}
-    if step:
-        return {**step}, [value * layer.scale for value in residuals]
+            move: Moves = {**layer.unit.move(solution)}
+            if is_finite(moved(select(mean, move), move)):
+                return move, [value * layer.scale for value in residuals]
     start = float(layer.start.values()[0]) * layer.scale  # what is left at the mean
     return dict.fromkeys(layer.names), [start if math.isfinite(start) else 0.0]
 
@@ -208,10 +183,10 @@ def _is_solved(
     return residuals[-1] <= _ROUNDED * residuals[0] or rise <= 0
 
 
-def _solved(system: LinearSystem, settings: MergeSettings) -> Solution:
+def _solution(system: LinearSystem, settings: MergeSettings) -> Solution:
     if settings.solver == "closed-form":
         return _closed_form(system, _FLOOR)
-    if settings.solver in ("pcg", "cg") and _is_diagonal(system):
+    if settings.solver in ("pcg", "cg") and system.is_diagonal():
         # What many iterations would reach, beyond float32's digits.
         return _closed_form(system, floor=0.0)
     most, tolerance = settings.iterations, settings.tolerance
@@ -226,7 +201,7 @@ def _solved(system: LinearSystem, settings: MergeSettings) -> Solution:
     )
 
 
-def relative_norms(curves: list[list[float]]) -> list[float]:
+def relative_norms(curves: Sequence[list[float]]) -> list[float]:
     """Return the norms of all layers together; a finished layer keeps its last norm."""
     length = max((len(curve) for curve in curves), default=0)
     padded = [curve + curve[-1:] * (length - len(curve)) for curve in curves]
@@ -234,13 +209,17 @@ def relative_norms(curves: list[list[float]]) -> list[float]:
     return [value / residuals[0] if residuals[0] else 0.0 for value in residuals]
 
 
-def _is_diagonal(system: LinearSystem) -> bool:
-    return all(isinstance(term, Diagonal) for term in system.curvature.terms)
+def _shares(traces: Iterable[list[float]], examples: Sequence[float]) -> list[float]:
+    """Return the clients' shares of the curvature, or else of the examples."""
+    total = [0.0] * len(examples)
+    for layer in traces:
+        total = [a + b for a, b in zip(total, layer, strict=True)]
+    return shares_of(total if sum(total) else examples)
 
 
 def _closed_form(system: LinearSystem, floor: float) -> Solution:
     """Solve by division; entries of at most `floor` times the largest count as 0."""
-    if not _is_diagonal(system):
+    if not system.is_diagonal():
         raise StructureError(
             f"the curvature of {list(system.rhs)} is not diagonal, and only a diagonal "
             "one has a closed form: use solver='pcg', or structure='diagonal'"
@@ -256,43 +235,3 @@ def _closed_form(system: LinearSystem, floor: float) -> Solution:
     left = add(system.rhs, system.matvec(solution), -1.0)
     norms = torch.stack([norm(v).double() for v in (system.rhs, left)])
     return Solution(solution, left, norms, torch.ones_like(norms[0]))
-
-
-def _adam(
-    mean: Params,
-    systems: list[LinearSystem],
-    settings: MergeSettings,
-    score: Score | None,
-    progress: Report | None,
-) -> tuple[Steps, list[float]]:
-    """Solve all systems at once; repeat it without those that do not stay finite."""
-    rhs = {name: value for system in systems for name, value in system.rhs.items()}
-    reads = Reads()
-
-    def matvec(vector: Params) -> dict[str, Tensor]:
-        return _joined(system.matvec(select(vector, system.rhs)) for system in systems)
-
-    def steps(delta: Params) -> dict[str, Tensor]:
-        values = reads.queue(*delta.values()).values()
-        near = dict(zip(delta, values, strict=True))
-        return _joined(s.unit.step(select(near, s.rhs)) for s in systems)
-
-    scored = None if score is None else (lambda d: score(_moved(mean, {**steps(d)})))
-    diagonal = all(_is_diagonal(system) for system in systems)
-    iterates = paper_adam(matvec, rhs, lr=settings.lr, epsilon_inside=not diagonal)
-    solution, norms = best_of(iterates, settings.iterations, scored, progress)
-    read = reads.queue(norms)
-    delta: Steps = {**steps(solution)}
-    residuals: list[float] = read.values()[0].tolist()
-    moved = _moved(mean, delta)
-    solved = [s for s in systems if is_finite(select(moved, s.rhs))]
-    if len(solved) == len(systems):
-        return delta, relative_norms([residuals])
-    if not solved:
-        return dict.fromkeys(rhs), [1.0]
-    again, residuals = _adam(mean, solved, settings, score, progress)
-    return dict.fromkeys(rhs) | again, residuals
-
-
-def _joined(parts: Iterable[Params]) -> dict[str, Tensor]:
-    return {name: value for part in parts for name, value in part.items()}

@@ -244,7 +244,7 @@ def sums_settings(
 def _tensor_system(
     sums: DiagonalSums, name: str, mean: Tensor, anchor: float, _: Reads
 ) -> LinearSystem:
-    r"""Return one tensor's system; its solution is the step from the mean.
+    r"""Return one tensor's system; its solution is the move from the mean.
 
     .. math:: (F + \lambda I)\, \delta = \sum n_i F_i \theta_i / N - F \bar\theta,
               \qquad F = \sum n_i F_i / N

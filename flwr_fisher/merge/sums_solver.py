@@ -15,8 +15,8 @@ from torch import Tensor
 from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.solvers import Matvec
 from flwr_fisher.merge.options import MergeSettings
+from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.merge.solve import MergeResult, relative_norms
-from flwr_fisher.merge.solvers import preconditioner
 from flwr_fisher.params import (
     Params,
     add,
@@ -106,11 +106,11 @@ def begin(traces: Curvature, pull: Params, settings: MergeSettings) -> Iterate:
     return Iterate(solution, residual, direction, decrease, norms)
 
 
-def own_step(traces: Curvature, pull: Params, anchor: float) -> dict[str, Tensor]:
-    r"""Return the step to which one client's pull would lead without the others.
+def own_move(traces: Curvature, pull: Params, anchor: float) -> dict[str, Tensor]:
+    r"""Return the move to which one client's pull would lead without the others.
 
     :math:`(F_i + \lambda I)^{-1} F_i (\theta_i - \bar\theta)`, the ridge shared
-    between a layer's factors. It is never longer than the client's step from the mean.
+    between a layer's factors. It is never longer than the client's move from the mean.
     Of numbers that are no product of its Fisher it is long: the merge divides them by
     curvatures next to 0.
 
@@ -123,12 +123,12 @@ def own_step(traces: Curvature, pull: Params, anchor: float) -> dict[str, Tensor
     anchor : float
         Of the merge.
     """
-    step: dict[str, Tensor] = {}
+    move: dict[str, Tensor] = {}
     for block in traces.blocks():
         system = _layer_system(block.made(), anchor)
         rhs = scale(double(select(pull, system.names)), 1 / system.unit)
-        step |= rhs if system.inverse is None else system.inverse(rhs)
-    return step
+        move |= rhs if system.inverse is None else system.inverse(rhs)
+    return move
 
 
 def advanced(
@@ -182,9 +182,9 @@ def merged(
     """
     params, unsolved = dict(mean), list[str]()
     for names, own in zip(layers, iterate.norms, strict=True):
-        step = select(iterate.solution, names)
-        moved = {name: mean[name] + step[name].to(mean[name]) for name in names}
-        if _has_step(step, own) and is_finite(moved):
+        move = select(iterate.solution, names)
+        moved = {name: mean[name] + move[name].to(mean[name]) for name in names}
+        if _is_solved(move, own) and is_finite(moved):
             params |= moved
         else:
             unsolved += names
@@ -194,9 +194,9 @@ def merged(
     )
 
 
-def _has_step(step: Params, norms: Sequence[float]) -> bool:
+def _is_solved(move: Params, norms: Sequence[float]) -> bool:
     """Return whether a step was taken or none was needed; each lowers the objective."""
-    if not is_finite(step) or not all(map(math.isfinite, norms)):
+    if not is_finite(move) or not all(map(math.isfinite, norms)):
         return False
     return len(norms) > 1 or norms[0] == 0
 
@@ -225,33 +225,22 @@ def _layer_systems(traces: Curvature, anchor: float) -> list[_LayerSystem]:
 
 def _layer_system(block: Curvature, anchor: float) -> _LayerSystem:
     """Return a layer's system; `block` is the sum of the clients' partial traces."""
-    names = list(block.shapes)
-    wide = block.to(dtype=torch.float64)
-    trace = _trace(wide)
-    unit = trace / block.numel()
+    names, wide = list(block.shapes), block.to(dtype=torch.float64)
+    # Both partial traces have the sum's trace.
+    traces = (
+        wide.of_inputs.trace() if isinstance(wide, Kronecker) else wide.queued_trace()
+    )
+    unit = float(traces.sum()) / block.numel()
     if not (unit > 0 and math.isfinite(unit)):
         return _LayerSystem(names, 1.0, 0.0, isinstance(block, Diagonal), None)
     if isinstance(wide, Diagonal):
         return _LayerSystem(names, unit, anchor, True, _divided_by(wide, unit, anchor))
     assert isinstance(wide, Kronecker)
-    # Both factors have the sum's trace: the product has its square.
-    product = wide.with_factors(wide.A / unit, wide.G / _per_group(wide))
+    # The product of the two has the square of the trace, group by group.
+    own = traces.clamp_min(torch.finfo(traces.dtype).tiny).reshape(-1, 1, 1)
+    product = wide.with_factors(wide.A / unit, wide.G / own)
     inverse = preconditioner(WeightedSum([product], [1.0]), anchor)
     return _LayerSystem(names, unit, anchor, False, inverse)
-
-
-def _trace(block: Curvature) -> float:
-    """Return the trace of the sum; both partial traces have the same."""
-    return (
-        float(block.of_inputs.trace().sum())
-        if isinstance(block, Kronecker)
-        else (block.trace())
-    )
-
-
-def _per_group(block: Kronecker) -> Tensor:
-    tiny = torch.finfo(torch.float64).tiny
-    return block.of_inputs.trace().clamp_min(tiny).reshape(-1, 1, 1)
 
 
 def _divided_by(block: Diagonal, unit: float, ridge: float) -> Matvec:

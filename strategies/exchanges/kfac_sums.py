@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import WireError
-from flwr_fisher.merge import MergeSettings
-from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged, own_step
+from flwr_fisher.merge import MergeResult, MergeSettings
+from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged, own_move
 from flwr_fisher.params import Params, check_finite, double, rounded
 from flwr_fisher.randomness import new_run_number
 from flwr_fisher.server.exchange import (
@@ -27,7 +27,6 @@ from flwr_fisher.server.exchange import (
     Summation,
     Uploads,
 )
-from flwr_fisher.strategies.exchanges.merged import step_of
 from flwr_fisher.wire import (
     PREFIX,
     Additive,
@@ -63,11 +62,14 @@ class KfacSums:
     keep_all : bool
         Whether the server keeps all uploads of an exchange, because a policy compares
         them with each other. If not, it adds each upload to the sum when it arrives.
+    step_of : Callable[[MergeResult], Step]
+        Makes the step to a merged model, and logs it.
     """
 
     merge: MergeSettings
     options: Mapping[str, ConfigValue]
     keep_all: bool
+    step_of: Callable[[MergeResult], Step]
 
     def exchanges(self) -> Sequence[Exchange[Any]]:
         """Return the exchanges: for models, for traces, and for products."""
@@ -83,7 +85,7 @@ class KfacSums:
             additive=self._mean(),
         )
         # Only a policy needs to know how far each client's product leads.
-        alone = partial(own_step, anchor=self.merge.anchor) if self.keep_all else None
+        alone = partial(own_move, anchor=self.merge.anchor) if self.keep_all else None
         traces = Exchange(
             {"job": "kfac-traces"},
             partial(LayerTraces.read, own_step=alone),
@@ -134,7 +136,7 @@ class KfacSums:
         result = merged(state.params, iterate, layers)
         result = replace(result, settings=self.merge)
         run = {_RUN: state.group(_RUN)}
-        return replace(step_of(result), state=ServerState(result.params, run))
+        return replace(self.step_of(result), state=ServerState(result.params, run))
 
 
 def _product_check(state: ServerState) -> Callable[[Additive], None]:

@@ -114,6 +114,8 @@ class WeightedSum(Curvature):
         Curvatures over the same parameters.
     weights : Sequence[float]
         One non-negative weight a term.
+    traces : Sequence[float], optional
+        The terms' traces, if they are known.
 
     Raises
     ------
@@ -121,13 +123,19 @@ class WeightedSum(Curvature):
         If there is no term, or if terms cover different parameters.
     """
 
-    def __init__(self, terms: Sequence[Curvature], weights: Sequence[float]) -> None:
+    def __init__(
+        self,
+        terms: Sequence[Curvature],
+        weights: Sequence[float],
+        traces: Sequence[float] | None = None,
+    ) -> None:
         if not terms or len(terms) != len(weights):
             raise StructureError(
                 f"there are {len(terms)} curvatures and {len(weights)} weights: pass "
                 "one weight for each"
             )
         self.terms, self.weights = tuple(terms), tuple(float(w) for w in weights)
+        self._traces = traces
         self.shapes = self.terms[0].shapes
         for index, term in enumerate(self.terms):
             if term.shapes != self.shapes:
@@ -147,28 +155,20 @@ class WeightedSum(Curvature):
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' products."""
-        if (layer := self._layer) is None:
+        if not self._layers:
             return self._sum(term.matvec(vector) for term in self.terms)
-        # All terms of one layer share one layout of the vector.
-        layer.check(vector)
-        matrices = layer.as_matrices(vector)
-        products = ({"": term.product(matrices)} for term in self._of_layers())
-        return layer.as_params(self._sum(products)[""])
+        first = self._layers[0]
+        first.check(vector)
+        matrices = first.as_matrices(vector)
+        products = ({"": layer.product(matrices)} for layer in self._layers)
+        return first.as_params(self._sum(products)[""])
 
     @cached_property
-    def _layer(self) -> LayerCurvature | None:
-        """A term with the layout of vectors that all terms share, if there is one."""
-        first = self.terms[0]
-        same = isinstance(first, LayerCurvature) and all(
-            isinstance(term, LayerCurvature)
-            and (term.weight, term.bias, term.groups)
-            == (first.weight, first.bias, first.groups)
-            for term in self.terms
-        )
-        return first if same and isinstance(first, LayerCurvature) else None
-
-    def _of_layers(self) -> Iterator[LayerCurvature]:
-        return (term for term in self.terms if isinstance(term, LayerCurvature))
+    def _layers(self) -> list[LayerCurvature]:
+        """The terms, if all are of one layer, and share one layout of vectors."""
+        layers = [term for term in self.terms if isinstance(term, LayerCurvature)]
+        layouts = {(layer.weight, layer.bias, layer.groups) for layer in layers}
+        return layers if len(layers) == len(self.terms) and len(layouts) == 1 else []
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' diagonals."""
@@ -190,10 +190,12 @@ class WeightedSum(Curvature):
         first, *others = (weight * term.queued_trace() for weight, term in self)
         return sum(others, first)
 
-    @cached_property
-    def traces(self) -> list[float]:
+    @property
+    def traces(self) -> Sequence[float]:
         """The terms' traces, without the weights; they are computed once."""
-        return [term.trace() for term in self.terms]
+        if self._traces is None:
+            self._traces = [term.trace() for term in self.terms]
+        return self._traces
 
     def scaled(self, factor: float) -> "WeightedSum":
         """Return the sum with every weight scaled; no tensor is touched."""
@@ -202,10 +204,7 @@ class WeightedSum(Curvature):
     def reweighted(self, factors: Sequence[float]) -> "WeightedSum":
         """Return the sum with each weight times its own factor."""
         weights = [w * factor for w, factor in zip(self.weights, factors, strict=True)]
-        product = WeightedSum(self.terms, weights)
-        if "traces" in vars(self):
-            product.traces = self.traces
-        return product
+        return WeightedSum(self.terms, weights, self._traces)
 
     def regularised(
         self, *, shrink: float = 0.0, damping: float = 0.0
@@ -238,8 +237,8 @@ class WeightedSum(Curvature):
 
     def summary(self) -> str:
         """Return the numbers of terms, blocks and parameters."""
-        blocks = len(self.blocks())
-        return f"{len(self.terms)} terms, {blocks} blocks, {super().summary()}"
+        terms, blocks = len(self.terms), len(self.blocks())
+        return f"{terms} terms, {blocks} blocks, {super().summary()}"
 
     def non_negative(self) -> list[Tensor]:
         """Return every term's numbers that must not be negative, times its weight."""

@@ -1,7 +1,6 @@
-"""A merge's preconditioner of conjugate gradients, and FedFisher's two own solvers."""
+"""A merge's preconditioner of conjugate gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,9 +8,8 @@ from torch import Tensor
 from flwr_fisher.curvature import Dense, WeightedSum
 from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
-from flwr_fisher.curvature.operators.solvers import Iteration, Matvec, Solution
-from flwr_fisher.merge.options import Report, Score
-from flwr_fisher.params import Params, add, flatten, norm, select, unflatten
+from flwr_fisher.curvature.operators.solvers import Matvec
+from flwr_fisher.params import Params, flatten, select, unflatten
 
 _LEAST = 1e-4  # ridge over the mean eigenvalue, for singular matrices
 
@@ -134,108 +132,3 @@ def _solver_of(matrices: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
         failed = (info != 0)[..., None, None]
         lower = lower.masked_fill(failed, torch.nan).to(working)
     return lambda right: torch.cholesky_solve(right.to(working), lower).to(right)
-
-
-Iterates = Iterator[tuple[dict[str, Tensor], Tensor]]
-
-_EVERY = 100  # steps from one score to the next
-
-
-def largest_eigenvalue(matvec: Matvec, like: Params, iterations: int = 100) -> Tensor:
-    """Return the largest eigenvalue by power iteration from a fixed random start.
-
-    It is a scalar in float64, and 0 if a product is 0. The CPU does not wait for an
-    accelerator.
-    """
-    generator = torch.Generator().manual_seed(0)
-    vector = {
-        k: torch.randn(v.shape, generator=generator).to(v, non_blocking=True)
-        for k, v in like.items()
-    }
-    size = norm(vector).double()
-    for _ in range(iterations):
-        shortened = torch.where(size > 0, 1 / size, 0)
-        vector = matvec({k: v * shortened.to(v) for k, v in vector.items()})
-        size = norm(vector).double()
-    return size
-
-
-def gradient_descent(
-    matvec: Matvec, rhs: Params, *, iterations: int, tolerance: float
-) -> Solution:
-    r"""Solve with FedFisher's gradient descent (Algorithm 1, Lemma 1).
-
-    The step is the lemma's bound :math:`1 / \lambda_{\max}`. Arguments and results are
-    those of :func:`~flwr_fisher.curvature.operators.solvers.conjugate_gradient`.
-    """
-    largest = largest_eigenvalue(matvec, rhs)
-    # It seldom ends before its last step, so it never reads from an accelerator.
-    iteration = Iteration(rhs, iterations, tolerance, look=max(1, iterations))
-    iteration.require(largest > 0)
-    for _ in iteration:
-        iteration.step(iteration.residual, 1 / largest)
-        iteration.left(add(rhs, matvec(iteration.values), -1.0))
-    return iteration.solution()
-
-
-def paper_adam(
-    matvec: Matvec, rhs: Params, *, lr: float, epsilon_inside: bool
-) -> Iterates:
-    r"""Yield the iterates of Adam as FedFisher's experiments used it.
-
-    With the gradient v, :math:`m \leftarrow v + 0.9 m`,
-    :math:`s \leftarrow v^2 + 0.99 s`, and a step of :math:`\eta m / \sqrt{s + 0.01}`
-    (K-FAC) or :math:`\eta m / (\sqrt s + 0.01)` (diagonal); no bias correction.
-
-    Parameters
-    ----------
-    matvec, rhs
-        As in :func:`conjugate_gradient`.
-    lr : float
-        :math:`\eta`; the paper's is 0.01.
-    epsilon_inside : bool
-        Which of the two forms of the step to take.
-
-    Yields
-    ------
-    tuple[dict[str, Tensor], Tensor]
-        The iterate, and the norm of its residual, a scalar. The iterates have no end.
-    """
-    iterate = {k: torch.zeros_like(v) for k, v in rhs.items()}
-    momentum = second = iterate
-    while True:
-        gradient = add(matvec(iterate), rhs, -1.0)
-        yield iterate, norm(gradient)
-        momentum = {k: v + 0.9 * momentum[k] for k, v in gradient.items()}
-        second = {k: v * v + 0.99 * second[k] for k, v in gradient.items()}
-        if epsilon_inside:
-            steps = {k: m / (second[k] + 0.01).sqrt() for k, m in momentum.items()}
-        else:
-            steps = {k: m / (second[k].sqrt() + 0.01) for k, m in momentum.items()}
-        iterate = add(iterate, steps, -lr)
-
-
-def best_of(
-    iterates: Iterates,
-    iterations: int,
-    score: Score | None,
-    progress: Report | None,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Score some of the iterates; return the best one and all residual norms.
-
-    Without a score, return the last one. The CPU waits for an accelerator only to
-    report progress or to compute a score.
-    """
-    norms: list[Tensor] = []
-    best: tuple[float, dict[str, Tensor]] | None = None
-    for index, (iterate, residual) in enumerate(islice(iterates, iterations + 1)):
-        norms.append(residual.double())
-        if not index or index % _EVERY:
-            continue
-        if progress is not None:
-            progress(f"solver: {index} of {iterations} steps, residual {residual:.1e}")
-        if score is not None:
-            value = score(iterate)
-            if best is None or value > best[0]:
-                best = value, iterate
-    return (iterate if best is None else best[1]), torch.stack(norms)

@@ -1,0 +1,180 @@
+"""The solvers of FedFisher's paper: Adam as in its experiments, and gradient descent.
+
+By default a merge uses neither.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import WeightedSum
+from flwr_fisher.curvature.operators.rescaled import power_of_two, shifted
+from flwr_fisher.curvature.operators.solvers import Iteration, Matvec, Solution
+from flwr_fisher.devices import Reads
+from flwr_fisher.merge.linear_system import LinearSystem, Moves, MoveUnit, moved
+from flwr_fisher.merge.options import MergeSettings, Report, Score
+from flwr_fisher.params import Params, add, is_finite, norm, scale, select
+
+Iterates = Iterator[tuple[dict[str, Tensor], Tensor]]
+
+_EVERY = 100  # steps from one score to the next
+
+
+def adam(
+    mean: Params,
+    systems: Sequence[LinearSystem],
+    settings: MergeSettings,
+    score: Score | None,
+    progress: Report | None,
+) -> tuple[Moves, list[list[float]]]:
+    """Solve all systems at once; repeat it without those that do not stay finite.
+
+    Return the moves, and the residual norms of all systems together, as one list.
+    """
+    systems = [_unscaled(system) for system in systems]
+    rhs = {name: value for system in systems for name, value in system.rhs.items()}
+    reads = Reads()
+
+    def matvec(vector: Params) -> dict[str, Tensor]:
+        return _joined(system.matvec(select(vector, system.rhs)) for system in systems)
+
+    def moves_of(delta: Params) -> dict[str, Tensor]:
+        values = reads.queue(*delta.values()).values()
+        near = dict(zip(delta, values, strict=True))
+        return _joined(s.unit.move(select(near, s.rhs)) for s in systems)
+
+    scored = None if score is None else (lambda d: score(moved(mean, {**moves_of(d)})))
+    diagonal = all(system.is_diagonal() for system in systems)
+    iterates = paper_adam(matvec, rhs, lr=settings.lr, epsilon_inside=not diagonal)
+    solution, norms = best_of(iterates, settings.iterations, scored, progress)
+    read = reads.queue(norms)
+    moves: Moves = {**moves_of(solution)}
+    merged = moved(mean, moves)
+    solved = [s for s in systems if is_finite(select(merged, s.rhs))]
+    if len(solved) == len(systems):
+        return moves, [read.values()[0].tolist()]
+    if not solved:
+        return dict.fromkeys(rhs), [[1.0]]
+    again, residuals = adam(mean, solved, settings, score, progress)
+    return dict.fromkeys(rhs) | again, residuals
+
+
+def _unscaled(system: LinearSystem) -> LinearSystem:
+    """Return a system at its original scale, in float64 if it was rescaled."""
+    exponent, radius = system.unit.exponent, system.unit.radius
+    if system.scale == 1 and not exponent:
+        return system
+    wide = {name: value.double() for name, value in system.rhs.items()}
+    wide_terms = [term.to(dtype=torch.float64) for term in system.curvature.terms]
+    return LinearSystem(
+        WeightedSum(wide_terms, system.curvature.weights).scaled(system.scale),
+        shifted(scale(wide, system.scale), exponent),
+        system.ridge * system.scale,
+        unit=MoveUnit(radius=radius * power_of_two(exponent)),
+    )
+
+
+def _joined(parts: Iterable[Params]) -> dict[str, Tensor]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def paper_adam(
+    matvec: Matvec, rhs: Params, *, lr: float, epsilon_inside: bool
+) -> Iterates:
+    r"""Yield the iterates of Adam as FedFisher's experiments used it.
+
+    With the gradient v, :math:`m \leftarrow v + 0.9 m`,
+    :math:`s \leftarrow v^2 + 0.99 s`, and a step of :math:`\eta m / \sqrt{s + 0.01}`
+    (K-FAC) or :math:`\eta m / (\sqrt s + 0.01)` (diagonal); no bias correction.
+
+    Parameters
+    ----------
+    matvec, rhs
+        As in :func:`conjugate_gradient`.
+    lr : float
+        :math:`\eta`; the paper's is 0.01.
+    epsilon_inside : bool
+        Which of the two forms of the step to take.
+
+    Yields
+    ------
+    tuple[dict[str, Tensor], Tensor]
+        The iterate, and the norm of its residual, a scalar. The iterates have no end.
+    """
+    iterate = {k: torch.zeros_like(v) for k, v in rhs.items()}
+    momentum = second = iterate
+    while True:
+        gradient = add(matvec(iterate), rhs, -1.0)
+        yield iterate, norm(gradient)
+        momentum = {k: v + 0.9 * momentum[k] for k, v in gradient.items()}
+        second = {k: v * v + 0.99 * second[k] for k, v in gradient.items()}
+        if epsilon_inside:
+            steps = {k: m / (second[k] + 0.01).sqrt() for k, m in momentum.items()}
+        else:
+            steps = {k: m / (second[k].sqrt() + 0.01) for k, m in momentum.items()}
+        iterate = add(iterate, steps, -lr)
+
+
+def best_of(
+    iterates: Iterates,
+    iterations: int,
+    score: Score | None,
+    progress: Report | None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Score some of the iterates; return the best one and all residual norms.
+
+    Without a score, return the last one. The CPU waits for an accelerator only to
+    report progress or to compute a score.
+    """
+    norms: list[Tensor] = []
+    best: tuple[float, dict[str, Tensor]] | None = None
+    for index, (iterate, residual) in enumerate(islice(iterates, iterations + 1)):
+        norms.append(residual.double())
+        if not index or index % _EVERY:
+            continue
+        if progress is not None:
+            progress(f"solver: {index} of {iterations} steps, residual {residual:.1e}")
+        if score is not None:
+            value = score(iterate)
+            if best is None or value > best[0]:
+                best = value, iterate
+    return (iterate if best is None else best[1]), torch.stack(norms)
+
+
+def largest_eigenvalue(matvec: Matvec, like: Params, iterations: int = 100) -> Tensor:
+    """Return the largest eigenvalue by power iteration from a fixed random start.
+
+    It is a scalar in float64, and 0 if a product is 0. The CPU does not wait for an
+    accelerator.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vector = {
+        k: torch.randn(v.shape, generator=generator).to(v, non_blocking=True)
+        for k, v in like.items()
+    }
+    size = norm(vector).double()
+    for _ in range(iterations):
+        shortened = torch.where(size > 0, 1 / size, 0)
+        vector = matvec({k: v * shortened.to(v) for k, v in vector.items()})
+        size = norm(vector).double()
+    return size
+
+
+def gradient_descent(
+    matvec: Matvec, rhs: Params, *, iterations: int, tolerance: float
+) -> Solution:
+    r"""Solve with FedFisher's gradient descent (Algorithm 1, Lemma 1).
+
+    The step is the lemma's bound :math:`1 / \lambda_{\max}`. Arguments and results are
+    those of :func:`~flwr_fisher.curvature.operators.solvers.conjugate_gradient`.
+    """
+    largest = largest_eigenvalue(matvec, rhs)
+    # It seldom ends before its last step, so it never reads from an accelerator.
+    iteration = Iteration(rhs, iterations, tolerance, look=max(1, iterations))
+    iteration.require(largest > 0)
+    for _ in iteration:
+        iteration.step(iteration.residual, 1 / largest)
+        iteration.left(add(rhs, matvec(iteration.values), -1.0))
+    return iteration.solution()
