@@ -1,5 +1,7 @@
 """The accuracy of parameters at hand: of one set, and of an ensemble of several."""
 
+import math
+
 import pytest
 import torch
 from oracles import randn, rng, seeded
@@ -79,6 +81,11 @@ class Told(nn.Flatten):
 
 def test_a_model_may_have_any_state():
     assert accuracies(Told(), {"own": {}}, [(X, X.argmax(1))]) == {"own": 1.0}
+
+
+def test_one_logit_has_no_accuracy():
+    got = accuracies(nn.Linear(3, 1), {"own": {}}, [(X, Y % 2)])
+    assert math.isnan(got["own"])
 
 
 def test_what_does_not_fit_is_named():

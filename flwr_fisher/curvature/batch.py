@@ -212,10 +212,11 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def num_correct(outputs: Tensor, labels: Any) -> float:
     """Return how many labels are the most likely class; -100 is no label.
 
-    NaN if the outputs have no classes.
+    NaN if the outputs have no classes: one logit has none.
     """
     guess = outputs.argmax(-1)
-    if not isinstance(labels, Tensor) or guess.shape != labels.shape:
+    fits = isinstance(labels, Tensor) and guess.shape == labels.shape
+    if not fits or outputs.shape[-1] < 2:
         return float("nan")
     return float(((guess == labels) & (labels != IGNORED)).sum())
 

@@ -25,6 +25,8 @@ def accuracies(
 ) -> dict[str, float]:
     """Return the accuracy of each candidate's parameters in the model.
 
+    It is NaN if the outputs have no classes.
+
     Parameters
     ----------
     model : nn.Module
