@@ -105,6 +105,21 @@ ONE = [VECTORS]
 Y = torch.arange(5) % 3
 
 
+class Anew(list):
+    """An iterator that begins anew."""
+
+    def __next__(self):
+        raise NotImplementedError
+
+
+class Once(Anew):
+    """An iterator of a user's own that does not."""
+
+    def __iter__(self):
+        while self:
+            yield self.pop()
+
+
 def of(error, culprit, model=LINEAR, loader=ONE, **options):
     return error, culprit, model, loader, options
 
@@ -154,6 +169,7 @@ MISTAKES = [
     of(DataError, "inputs are a str", loader=[("x", 1)]),
     of(DataError, "a str", loader=["text"]),
     of(DataError, "reads .*twic", loader=iter(ONE), structure="ekfac"),
+    of(DataError, "read again, .* no ex", loader=Once(ONE), structure="ekfac"),
     of(SHAPE, r"\(15,\)", ended(nn.Flatten(0))),
     of(SHAPE, r"\(5, 3, 1\)", ended(nn.Unflatten(1, (3, 1)))),
     of(SHAPE, "GB", nn.Linear(300, 300), WIDE, structure="dense"),
@@ -167,6 +183,11 @@ MISTAKES = [
 def test_a_mistake_is_named(error, culprit, model, loader, options):
     with pytest.raises(error, match=culprit):
         fisher(model, loader, **options)
+
+
+def test_ekfac_takes_an_iterator_that_begins_anew():
+    got, want = (fisher(LINEAR, x, structure="ekfac") for x in (Anew(ONE), ONE))
+    assert torch.equal(got.to_dense(), want.to_dense())
 
 
 @pytest.mark.parametrize("engine", ENGINES)

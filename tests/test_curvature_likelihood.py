@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from oracles import randn
 
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
-from flwr_fisher.curvature.estimate.pieces import Pieces, SoftmaxVectors
+from flwr_fisher.curvature.estimate.pieces import Pieces, SoftmaxVectors, backward_plan
 from flwr_fisher.errors import StructureError
 
 
@@ -13,7 +13,7 @@ def factors_of(logits):
     if logits.dim() < 3:
         logits = logits.unsqueeze(1)
     pieces = Pieces(SoftmaxVectors(logits), logits.shape)
-    return torch.stack(list(pieces.all())).squeeze(2)
+    return torch.stack(list(backward_plan(pieces, 0)[0].all())).squeeze(2)
 
 
 def check_factors(logits, tolerance):
@@ -106,7 +106,7 @@ def test_positions_share_a_pass_with_random_signs():
     pieces = Pieces(SoftmaxVectors(logits), logits.shape, generator)
     assert pieces.count == 2
     total = torch.zeros(len(logits), 12, 12)
-    for piece in pieces.all():
+    for piece in backward_plan(pieces, 0)[0].all():
         flat = piece.flatten(1)
         total += flat.unsqueeze(2) * flat.unsqueeze(1)
     want = torch.block_diag(*softmax_fisher(logits[0])).float()

@@ -7,7 +7,7 @@ from oracles import diagonal_fisher, relative, seeded
 from torch import nn
 
 from flwr_fisher.curvature import Diagonal, fisher
-from flwr_fisher.curvature.estimate import accumulation, accumulators
+from flwr_fisher.curvature.estimate import accumulators, model_sums
 
 VOCABULARY, WIDTH = 50_000, 16
 
@@ -50,7 +50,7 @@ def test_memory_stays_within_the_bound(make, inputs, limit, how):
 
 
 def test_a_factor_that_would_be_too_large_is_an_exact_diagonal(monkeypatch):
-    monkeypatch.setattr(accumulation, "LARGEST_FACTOR", 30)
+    monkeypatch.setattr(model_sums, "LARGEST_FACTOR", 30)
     monkeypatch.setattr(accumulators, "_AT_ONCE", 300)  # in several parts
     model = seeded(lambda: Language(40, pooled=True)).double()
     tokens = TOKENS[:6, :3] % 40

@@ -132,7 +132,7 @@ FAILURES = {
     "no-pair": fails(DataError, "a name of labels", loader=[{"a": REAL, "b": REAL}]),
     "no-labels": fails(
         DataError,
-        "no tensor of labels",
+        "must hold a tensor of labels",
         loader=DataLoader(tiny_data(2).tensors[0], 4),
         config=EMPIRICAL,
     ),
@@ -201,7 +201,7 @@ def test_what_would_fail_after_training_fails_before(case, error, text):
     if "model" in case:
         case["model"] = case["model"]()
     if case.get("loader", 0) is None:
-        case["loader"] = Again(list(DataLoader(tiny_data(2), 4)))
+        case["loader"] = (batch for batch in DataLoader(tiny_data(2), 4))
     with pytest.raises(error, match=text):
         ask_untrained(**case)
 

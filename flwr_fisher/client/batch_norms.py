@@ -1,11 +1,9 @@
 """A client's own batch norms, whose statistics may lag behind its training."""
 
-from collections.abc import Iterator
-
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import score_batches
 from flwr_fisher.curvature.batch import Batch
-from flwr_fisher.curvature.batches import batches_of, length_of
+from flwr_fisher.curvature.batches import batches_of, can_be_read_again, length_of
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import FlwrFisherError
 from flwr_fisher.log_lines import logger
@@ -28,9 +26,11 @@ def catch_up_norms(problem: LocalProblem) -> None:
     problem : LocalProblem
         With a trained model, whose batch norms may change.
     """
-    model = problem.model
+    model, loader = problem.model, problem.trainloader
     norms = set(norms_by_prefix(model).values())
-    if not norms or not _can_be_read_again(problem):
+    # A stream may not end; the user's own loop may stop earlier.
+    ends = length_of(loader) is not None or not problem.may_count_late
+    if not (norms and ends and can_be_read_again(loader)):
         return
     with seeded(0):  # nothing else depends on these random numbers
         few = _first(problem)
@@ -51,15 +51,6 @@ def catch_up_norms(problem: LocalProblem) -> None:
             in_train,
         )
         refresh_norms(model, problem.train_batches)
-
-
-def _can_be_read_again(problem: LocalProblem) -> bool:
-    """Return whether the loader can be read again, and ends."""
-    loader = problem.trainloader
-    if length_of(loader) is not None:
-        return True
-    # A stream may not end; the user's own loop may stop earlier.
-    return not isinstance(loader, Iterator) and not problem.may_count_late
 
 
 def _first(problem: LocalProblem) -> list[Batch]:

@@ -6,7 +6,7 @@ Long: the documentation of all of a client's arguments, and their checks.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from pathlib import Path
@@ -34,6 +34,7 @@ from flwr_fisher.curvature.batches import (
     Pairs,
     at_most,
     batches_of,
+    check_can_be_read_again,
     count_of,
     default_reading,
     length_of,
@@ -49,8 +50,6 @@ from flwr_fisher.progress import watching
 _FUNCTIONS = "train_fn", "evaluate_fn", "loss_fn", "batch_fn", "output_fn"
 # Prefixes of DataParallel, of torch.compile and of opacus's GradSampleModule.
 _WRAPPERS = ("module.", "_orig_mod.", "_module.")
-# Modules of iterators that cannot be read again.
-_READ_ONCE = ("builtins", "itertools", "torch.utils.data.dataloader")
 _MOST, _CPU = 10**7, torch.device("cpu")  # examples to count in a stream
 
 
@@ -418,13 +417,11 @@ class LocalProblem:
 
     def check_can_be_read_again(self) -> None:
         """Raise :class:`DataError` for an iterator of Python's or PyTorch's own."""
-        loader = self.trainloader
-        if isinstance(loader, Iterator) and type(loader).__module__ in _READ_ONCE:
-            raise DataError(
-                f"the trainloader is a {type(loader).__name__}, which can be read only "
-                "once, but a client reads it several times, to count, to train and "
-                "for the curvature: pass a DataLoader, or a list of batches"
-            )
+        check_can_be_read_again(
+            self.trainloader,
+            "a client reads the trainloader several times, to count, to train and for "
+            "the curvature",
+        )
 
     def load(self, params: Params) -> "LocalProblem":
         """Load the server's parameters into the model; return the problem.

@@ -194,6 +194,19 @@ class Batch:
             labels = labels.to(device, non_blocking=True)
         return Batch(self.inputs.to(device), labels, count)
 
+    def tensor_labels(self, form: str = "") -> Tensor:
+        """Return the labels; raise :class:`DataError` if they are no tensor.
+
+        The error says what the batch is, its `form` or the labels that it has.
+        """
+        if isinstance(self.labels, Tensor):
+            return self.labels
+        labels = "no labels" if self.labels is None else form_of(self.labels)
+        raise DataError(
+            "every batch must hold a tensor of labels, as in (inputs, labels) or under "
+            f"the key 'label', but one {form or f'has {labels}'}: {_WAY_OUT}"
+        )
+
     @property
     def num_labels(self) -> int:
         """The number of labels, over which a mean loss is taken."""

@@ -35,6 +35,9 @@ _on_first_batch: ContextVar[list[Callable[[Batch], object]]] = ContextVar(
     "on_first_batch"
 )
 
+# Modules of iterators that cannot be read again.
+_READ_ONCE = ("builtins", "itertools", "torch.utils.data.dataloader")
+
 
 class Pairs(Iterable[Any]):
     """A loader with two functions, which read its batches and a model's outputs.
@@ -169,11 +172,7 @@ def batches_of(
     for batch in own.loader:
         made = own.read(batch, model)
         if labelled and not hasattr(made.labels, "to"):
-            raise DataError(
-                "every batch must hold a tensor of labels, as in (inputs, labels) or "
-                f"under the key 'label', but one is {form_of(batch)}: pass "
-                "FisherClient(batch_fn=...) or Pairs(loader, batch_fn)"
-            )
+            made.tensor_labels(f"is {form_of(batch)}")  # raises an error
         if len(made):
             while on_first_batch:
                 on_first_batch.pop(0)(made)
@@ -195,6 +194,24 @@ def pairs_of(loader: Iterable[Any]) -> Pairs:
             "the loader must yield batches, but it is a tensor: pass the list [inputs]"
         )
     return loader if isinstance(loader, Pairs) else Pairs(loader, *_defaults.get())
+
+
+def can_be_read_again(loader: Iterable[Any]) -> bool:
+    """Return whether a loader is no iterator of Python's or PyTorch's own.
+
+    Iterators of other classes may begin anew, as those of some libraries do.
+    """
+    loader = unwrapped(loader)
+    return not isinstance(loader, Iterator) or type(loader).__module__ not in _READ_ONCE
+
+
+def check_can_be_read_again(loader: Iterable[Any], reader: str) -> None:
+    """Raise :class:`DataError` if a loader cannot be read again, and `reader` does."""
+    if not can_be_read_again(loader):
+        raise DataError(
+            f"{reader}, but it is a {type(unwrapped(loader)).__name__}, which can be "
+            "read only once: pass a DataLoader, or a list of batches"
+        )
 
 
 @contextmanager
@@ -286,13 +303,14 @@ def at_most(
     examples: int,
     seed: int,
     at_random: bool = False,
-) -> Iterable[Any]:
-    """Return a loader of at most `count` examples, chosen at random if possible.
+) -> Pairs:
+    """Return at most `examples` of a loader's examples, at random if possible.
 
-    - From a plain ``DataLoader`` without workers, which reads a data set in order or
-      shuffled, only the chosen examples are read, from the data set.
+    - From a plain ``DataLoader`` with a batch size and without workers, which reads a
+      data set in order or shuffled, only the chosen examples are read.
     - Any other loader that shuffles, or has no length, is read until there are enough
-      examples.
+      examples. So is a ``DataLoader`` with ``batch_size=None`` whose sampler yields
+      lists of positions in random order.
     - All other loaders are read to the end that ``len`` gives, and a random choice of
       all examples is kept.
 
@@ -320,15 +338,18 @@ def at_most(
     positions = _positions(whole.loader)
     if positions is not None:
         if len(positions) <= examples and not at_random:
-            return loader
+            return whole
         order = random_stream(seed, "examples").permutation(len(positions))[:examples]
-        subset = _subset(whole.loader, [positions[i] for i in order])
-        return Pairs(subset, whole.batch_fn, whole.output_fn)
+        chosen = [positions[i] for i in order]
+        plain: Any = whole.loader
+        size = plain.batch_sampler.batch_size
+        parts = [chosen[k : k + size] for k in range(0, len(chosen), size)]
+        return Pairs(with_positions(plain, parts), whole.batch_fn, whole.output_fn)
     length = length_of(whole)
     every = (whole.read(batch, model) for batch in islice(whole.loader, length))
     if length is None or _shuffles(whole.loader):
-        return list(_first(every, examples))
-    return _sample(every, examples, seed)
+        return Pairs(list(_first(every, examples)))
+    return Pairs(_sample(every, examples, seed))
 
 
 def reads_at_random(loader: Iterable[Any]) -> bool:
@@ -358,12 +379,6 @@ def _positions(loader: Iterable[Any]) -> Sequence[int] | None:
         return None
     n, size = len(sampler), batches.batch_size
     return range(n - n % size if batches.drop_last else n)
-
-
-def _subset(loader: Any, positions: list[int]) -> DataLoader[Any]:
-    size = loader.batch_sampler.batch_size
-    chunks = [positions[k : k + size] for k in range(0, len(positions), size)]
-    return with_positions(loader, chunks)
 
 
 def with_positions(
@@ -431,7 +446,7 @@ def _first(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
 
 
 def _sample(batches: Iterable[Batch], examples: int, seed: int) -> list[Batch]:
-    """Yield `count` random examples: those with the smallest random numbers."""
+    """Return random examples: those with the smallest random numbers."""
     draw = random_stream(seed, "examples")
     kept: list[tuple[Batch, Tensor]] = []
     for batch in batches:

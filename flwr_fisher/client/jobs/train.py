@@ -3,7 +3,7 @@
 Long: the trial before training runs the same steps as the upload after it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import update_wrapper
 from typing import Any, TypeVar
@@ -25,9 +25,8 @@ from flwr_fisher.client.trial import (
 )
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
 from flwr_fisher.curvature.batch import Batch
-from flwr_fisher.curvature.batches import count_of
+from flwr_fisher.curvature.batches import check_can_be_read_again, count_of
 from flwr_fisher.curvature.models import device_of
-from flwr_fisher.errors import DataError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, check_finite
 from flwr_fisher.progress import watching
@@ -140,10 +139,9 @@ class TrainingJob:
         )
         if job.structure is not None:
             job.fisher_options.check([job.structure])
-        if structure == "ekfac" and isinstance(problem.trainloader, Iterator):
-            raise DataError(
-                "structure='ekfac' reads the loader twice: pass one that can be read "
-                "again"
+        if structure == "ekfac":
+            check_can_be_read_again(
+                problem.trainloader, "structure='ekfac' reads the loader twice"
             )
         return job
 
@@ -169,10 +167,12 @@ class TrainingJob:
             return metrics, None
         catch_up_norms(problem)
         if problem.likelihood == "gaussian":
+            # By default the merge takes one iteration then: strategies/fedfisher.py.
             metrics = {**metrics, REGRESSION: 1}
-        whole = self.fisher_options.examples is None
-        batches = problem.batches_trained_on(metrics) if whole else None
-        return metrics, self.curvature(problem, batches)
+        loader: Iterable[Any] = problem.train_batches
+        if self.fisher_options.examples is None:
+            loader = problem.batches_trained_on(metrics)
+        return metrics, self.curvature(problem, loader)
 
     def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:
         """Return a batch's cheap Fisher: K-FAC for E-KFAC, one pass an example."""
@@ -182,10 +182,8 @@ class TrainingJob:
         job = replace(self, structure=structure, fisher_options=cheap)
         return job.curvature(problem, [batch])
 
-    def curvature(
-        self, problem: LocalProblem, loader: Iterable[Any] | None = None
-    ) -> Curvature:
-        """Return the Fisher on the client's data, or other data, within its limits."""
+    def curvature(self, problem: LocalProblem, loader: Iterable[Any]) -> Curvature:
+        """Return the Fisher on some of the client's data, within its limits."""
         count = count_of(problem.trainloader)
         options = self.fisher_options.for_client(count)
         most = problem.limits.examples(options.pop("examples"))
@@ -195,7 +193,7 @@ class TrainingJob:
         with watching("curvature", None if total is None else readings * total):
             return fisher(
                 problem.model,
-                problem.train_batches if loader is None else loader,
+                loader,
                 structure=str(self.structure),
                 examples=most,
                 likelihood=problem.likelihood,

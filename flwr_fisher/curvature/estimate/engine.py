@@ -1,11 +1,11 @@
-"""The engine behind :func:`flwr_fisher.curvature.fisher`.
+"""The engine behind :func:`flwr_fisher.curvature.fisher`: the way of one batch.
 
-A Fisher is a sum of rank-one pieces, which the likelihood computes from a model's
-outputs. Each piece costs a backward pass. It goes only as far as the layers' outputs:
-gradients of weights are never formed for a whole batch. One pass serves all structures,
-and K-FAC's input factors are computed once for each example. ``add_within`` is the
-usual way in. It calls back for a batch's pieces, drops those that its tolerance allows,
-and runs examples with about equally many pieces together, across batches.
+A Fisher is a sum of rank-one pieces. ``add`` runs a batch forward, gets the pieces of
+its outputs, plans which of them count, and runs these backward. A backward pass goes
+only as far as the layers' outputs: gradients of weights are never formed for a whole
+batch. One pass serves all structures, and K-FAC's input factors are computed once for
+each example. Examples of a batch that need different numbers of passes wait for others
+like them, across batches.
 
 All other parameters get their exact diagonal from per-example gradients. For norms,
 embeddings and shared parameters these come from the same pass. Other parameters need
@@ -16,77 +16,88 @@ Long: the way of one batch, for whatever sums.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import Inputs, concatenated
-from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
-from flwr_fisher.curvature.estimate.direct_layers import SquaredGradients
-from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
-from flwr_fisher.curvature.estimate.pieces import Group, Pieces, backward_plan
+from flwr_fisher.curvature.batch import Batch, Inputs, concatenated
+from flwr_fisher.curvature.estimate.expectation import Expectation
+from flwr_fisher.curvature.estimate.model_sums import ModelSums, not_finite
+from flwr_fisher.curvature.estimate.pieces import Group, backward_plan
 from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
+from flwr_fisher.curvature.models import device_of
+from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.sums import widened
 from flwr_fisher.errors import DataError
 
-# Yields pieces, each of the outputs' shape, of outputs and their rows in the batch.
-PiecesOf = Callable[[Tensor, slice], Iterable[Tensor]]
-MakePieces = Callable[[Tensor, slice], Pieces]
-
 _SLOW = 3  # passes that a piece takes where each example's gradient is taken
 _QUEUE = 64  # examples that are run together, where memory allows
-_MOST_BUNDLED = 16  # pieces of an example whose gradients are summed at once, and how
-_MOST_ENTRIES = 2**20  # many entries these may have
+_MOST_BUNDLED = 16  # pieces of an example whose gradients are summed at once
+_MOST_ENTRIES = 2**20  # entries that the gradients of these pieces have
+
+
+class _Forward(NamedTuple):
+    """A forward pass of some examples, and the call of each layer in it."""
+
+    inputs: Inputs
+    outputs: Tensor
+    taps: dict[str, Tap]
+
+
+class _Later(NamedTuple):
+    """A group's examples, with each layer's share of positions that count."""
+
+    inputs: Inputs
+    group: Group
+    shares: Mapping[str, Tensor]
 
 
 class Engine:
-    """Runs batches through the model, and gives the accumulators what they sum.
+    """Runs batches through the model, and gives the sums what they add up.
 
     Parameters
     ----------
     model : nn.Module
         What to differentiate, in eval mode.
-    accumulators : Mapping[str, list[LayerAccumulator]]
-        The sums to take for each layer with a Kronecker form.
-    direct : Mapping[str, SquaredGradients]
-        The sums to take for each norm, embedding and shared parameter.
-    jacobians : list[JacobianAccumulator]
-        The sums to take for other parameters.
+    sums : ModelSums
+        The sums to take.
+    expectation : Expectation
+        Makes the pieces of a batch's outputs.
     positions : Positions
         Which positions of a layer count, if it has several.
     chunk : int
         The largest number of examples at once.
-    spread : bool, default False
+    spread : bool
         As for :func:`~flwr_fisher.curvature.estimate.taps.tapped_forward`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        accumulators: Mapping[str, list[LayerAccumulator]],
-        direct: Mapping[str, SquaredGradients],
-        jacobians: list[JacobianAccumulator],
+        sums: ModelSums,
+        expectation: Expectation,
         positions: Positions,
         chunk: int,
-        spread: bool = False,
+        spread: bool,
     ) -> None:
-        self.model, self.positions, self.chunk = model, positions, chunk
-        self.spread = spread
-        self.accumulators, self.jacobians = accumulators, jacobians
-        self.layers = {name: each[0].layer for name, each in accumulators.items()}
-        self.direct = direct
-        self._tapped = self.layers | {n: sums.layer for n, sums in direct.items()}
-        self.count = 0
-        self._passes = 0
-        # Of every example, whether its outputs and its inputs are finite.
+        self.model, self.sums, self.expectation = model, sums, expectation
+        self.positions, self.chunk, self.spread = positions, chunk, spread
+        self.accumulators = {n: [*x.values()] for n, x in sums.accumulators.items()}
+        self.layers = {name: each[0].layer for name, each in self.accumulators.items()}
+        self._tapped = self.layers | {n: x.layer for n, x in sums.direct.items()}
+        self._generator = torch.Generator(device_of(model, None))
+        self._generator.manual_seed(expectation.seed)
+        self.count, self._passes = 0, 0
+        # Of every example, whether its outputs and its inputs are finite. They are read
+        # late, so that no device is waited for.
         self._outputs: list[Tensor] = []
         self._inputs: list[Tensor] = []
         # By the number of pieces, and by what may stand in one batch.
-        self._waiting: dict[Any, list[tuple[Inputs, Group, Mapping[str, Tensor]]]] = {}
+        self._waiting: dict[Any, list[_Later]] = {}
 
     @property
     def passes(self) -> int:
@@ -99,124 +110,61 @@ class Engine:
     @property
     def cost(self) -> int:
         """How many passes a piece takes; more if it needs per-example gradients."""
-        return _SLOW if self.jacobians else 1
+        return _SLOW if self.sums.jacobians else 1
 
-    def add(
-        self, inputs: Inputs, pieces_of: PiecesOf, label_mask: Tensor | None = None
-    ) -> None:
-        """Run a batch forward, and back once for each of its pieces.
+    def add(self, batch: Batch) -> None:
+        """Run a batch forward, and back once for each of its pieces that count.
 
         Parameters
         ----------
-        inputs : Inputs
-            The examples.
-        pieces_of : PiecesOf
-            Yields the pieces of some examples' outputs, as tensors.
-        label_mask : Tensor, optional
-            Booleans ``[n, ...]``: which positions of the outputs have a label. Default:
-            all.
+        batch : Batch
+            On the model's device. Positions with the label -100 are left out. The
+            values of the other labels matter only for the empirical Fisher.
         """
-        for start in range(0, len(inputs), self.chunk):
+        label_mask = self.expectation.label_mask(batch)
+        for start in range(0, len(batch), self.chunk):
             rows = slice(start, start + self.chunk)
-            x = inputs[rows]
-            outputs, taps = self._forward(x)
-            self._note_finite(x, outputs)
-            columns = self._columns(taps)
-            reached = self._reached(x, outputs, taps, label_mask, rows)
-            self._observe(taps, columns, reached)
-            pieces = pieces_of(widened(outputs), rows)
-            self._backward(x, outputs, taps, columns, pieces, _shares(reached))
-            self.count += len(x)
+            some, mask = batch[rows], None if label_mask is None else label_mask[rows]
+            for later in self._run(some, mask):
+                self._queue(later)
+            self.count += len(some)
 
-    def add_within(
-        self,
-        inputs: Inputs,
-        make_pieces: MakePieces,
-        tolerance: float,
-        label_mask: Tensor | None = None,
-    ) -> None:
-        """Run a batch; drop pieces that are at most `tolerance` of its trace in all.
+    def _run(self, batch: Batch, label_mask: Tensor | None) -> list[_Later]:
+        """Run examples forward, and backward if they are a single group.
 
-        Parameters
-        ----------
-        inputs : Inputs
-            The examples.
-        make_pieces : MakePieces
-            Makes a :class:`Pieces` from outputs and their rows in the batch. Its
-            tensors are made when they are needed.
-        tolerance : float
-            In [0, 1].
-        label_mask : Tensor, optional
-            As for :meth:`add`.
+        Else return the groups to run later, from a forward pass of their own.
         """
-        for start in range(0, len(inputs), self.chunk):
-            rows = slice(start, start + self.chunk)
-            x = inputs[rows]
-            groups, shares = self._run_or_plan(
-                x, make_pieces, rows, tolerance, label_mask
-            )
-            for group in groups:
-                own = {name: each[group.rows] for name, each in shares.items()}
-                self._queue(x[group.rows], group, own)
-            self.count += len(x)
+        run = self._forward(batch.inputs)
+        self._outputs.append(_finite_rows([run.outputs.detach()], len(batch)))
+        self._inputs.append(_finite_rows(batch.inputs.tensors, len(batch)))
+        if self.expectation.kind == "sampled":
+            self.check_finite()  # a draw from what is not ends a process with a GPU
+        groups = backward_plan(
+            self.expectation.pieces(
+                widened(run.outputs), batch, label_mask, self._generator
+            ),
+            self.expectation.tolerance,
+        )
+        whole = [group for group in groups if len(group.rows) == len(batch)]
+        columns = self._columns(run) if whole else {}
+        reached = self._reached(run, label_mask)
+        self._observe(run, columns, reached)
+        shares = {name: _share(each) for name, each in reached.items()}
+        if whole:
+            self._backward(run, columns, whole[0].all(), shares)
+            return []
+        return [
+            _Later(run.inputs[g.rows], g, {n: x[g.rows] for n, x in shares.items()})
+            for g in groups
+        ]
 
-    def _run_or_plan(
-        self,
-        inputs: Inputs,
-        make_pieces: MakePieces,
-        rows: slice,
-        tolerance: float,
-        label_mask: Tensor | None,
-    ) -> tuple[list[Group], dict[str, Tensor]]:
-        """Run examples forward; return their groups, or run a single group backward.
-
-        Else return the groups to run later, from a forward pass of their own, with each
-        layer's :func:`_shares`.
-        """
-        outputs, taps = self._forward(inputs)
-        self._note_finite(inputs, outputs)
-        groups = backward_plan(make_pieces(widened(outputs), rows), tolerance)
-        whole = [group for group in groups if len(group.rows) == len(inputs)]
-        columns = self._columns(taps) if whole else {}
-        reached = self._reached(inputs, outputs, taps, label_mask, rows)
-        self._observe(taps, columns, reached)
-        shares = _shares(reached)
-        if not whole:
-            return groups, shares
-        self._backward(inputs, outputs, taps, columns, whole[0].all(), shares)
-        return [], {}
-
-    def _queue(
-        self, inputs: Inputs, group: Group, shares: Mapping[str, Tensor]
-    ) -> None:
+    def _queue(self, later: _Later) -> None:
         """Keep a group's examples until there are enough of its size to run."""
+        inputs, group, shares = later
         key = group.size, inputs.form, group.pieces.shape[1:], tuple(shares)
         waiting = self._waiting.setdefault(key, [])
-        waiting.append((inputs, group, shares))
+        waiting.append(later)
         if sum(len(x) for x, *_ in waiting) >= min(self.chunk, _QUEUE):
-            self._run_waiting(key)
-
-    def check_finite(self) -> None:
-        """Raise :class:`DataError` if an example's outputs were not finite."""
-        if (example := _first_not_finite(self._outputs)) is not None:
-            raise DataError(
-                f"the model's outputs of example {example} (counted from 0) hold NaN "
-                "or infinity, so the Fisher is not defined: check that example's "
-                "inputs and the model's parameters"
-            )
-
-    def not_finite(self, what: str) -> DataError:
-        """Return an error for a Fisher that is not finite although the outputs are."""
-        example = _first_not_finite(self._inputs)
-        where = "" if example is None else f"; so are the inputs of example {example}"
-        return DataError(
-            f"the Fisher of '{what}' is not finite{where}: check the inputs, their "
-            "scale, and the model's dtype"
-        )
-
-    def finish(self) -> None:
-        """Run the groups that still wait."""
-        for key in list(self._waiting):
             self._run_waiting(key)
 
     def _run_waiting(self, key: Any) -> None:
@@ -235,40 +183,55 @@ class Engine:
 
         for start in range(0, len(inputs), self.chunk):
             rows = slice(start, start + self.chunk)
-            x = inputs[rows]
-            outputs, taps = self._forward(x)
-            columns = self._columns(taps)
+            run = self._forward(inputs[rows])
             own = {name: each[rows] for name, each in shares.items()}
-            self._backward(x, outputs, taps, columns, pieces_of(rows), own)
+            self._backward(run, self._columns(run), pieces_of(rows), own)
 
-    def _forward(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tap]]:
+    def results(self, structures: Sequence[str]) -> dict[str, Curvature]:
+        """Run what still waits; return each structure's mean over all examples."""
+        for key in list(self._waiting):
+            self._run_waiting(key)
+        self.check_finite()
+        results = {name: self.sums.mean(name, self.count) for name in structures}
+        for curvature in results.values():
+            if (name := not_finite(curvature)) is not None:
+                raise self._not_finite(name)
+        return results
+
+    def check_finite(self) -> None:
+        """Raise :class:`DataError` if an example's outputs were not finite."""
+        if (example := _first_not_finite(self._outputs)) is not None:
+            raise DataError(
+                f"the model's outputs of example {example} (counted from 0) hold NaN "
+                "or infinity, so the Fisher is not defined: check that example's "
+                "inputs and the model's parameters"
+            )
+
+    def _not_finite(self, what: str) -> DataError:
+        """Return an error for a Fisher that is not finite although the outputs are."""
+        example = _first_not_finite(self._inputs)
+        where = "" if example is None else f"; so are the inputs of example {example}"
+        return DataError(
+            f"the Fisher of '{what}' is not finite{where}: check the inputs, their "
+            "scale, and the model's dtype"
+        )
+
+    def _forward(self, inputs: Inputs) -> _Forward:
         self._passes += len(inputs)
         outputs, taps = tapped_forward(
             self.model, inputs, self._tapped, spread=self.spread
         )
-        return outputs, single_calls(taps, len(inputs))
+        return _Forward(inputs, outputs, single_calls(taps, len(inputs)))
 
-    def _note_finite(self, inputs: Inputs, outputs: Tensor) -> None:
-        """Note which rows are finite, without waiting for the device."""
-        self._outputs.append(_finite_rows([outputs.detach()], len(inputs)))
-        self._inputs.append(_finite_rows(inputs.tensors, len(inputs)))
-
-    def _columns(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
+    def _columns(self, run: _Forward) -> dict[str, Tensor]:
         """Return the input columns that accumulators pair with gradients."""
         return {
-            name: layer.input_columns(taps[name].inputs)
+            name: layer.input_columns(run.taps[name].inputs)
             for name, layer in self.layers.items()
             if any(a.takes_inputs for a in self.accumulators[name])
         }
 
-    def _reached(
-        self,
-        inputs: Inputs,
-        outputs: Tensor,
-        taps: Mapping[str, Tap],
-        label_mask: Tensor | None,
-        rows: slice,
-    ) -> dict[str, Tensor]:
+    def _reached(self, run: _Forward, label_mask: Tensor | None) -> dict[str, Tensor]:
         """Return which positions of each layer have a gradient, ``[n, T]``.
 
         Positions that are padding, or that no output with a label depends on, have a
@@ -276,6 +239,7 @@ class Engine:
         It costs a backward pass, and is taken where labels, or a transformers model's
         mask, say that there may be such.
         """
+        inputs, outputs, taps = run
         layers = [
             name
             for name, layer in self.layers.items()
@@ -287,8 +251,8 @@ class Engine:
         generator = torch.Generator(outputs.device).manual_seed(0)
         size, device = outputs.shape, outputs.device
         direction = torch.randn(size, generator=generator, device=device).to(outputs)
-        if label_mask is not None and label_mask[rows].shape == outputs.shape[:-1]:
-            direction = direction * label_mask[rows].unsqueeze(-1)
+        if label_mask is not None and label_mask.shape == outputs.shape[:-1]:
+            direction = direction * label_mask.unsqueeze(-1)
         edges = [taps[name].edge() for name in layers]
         gradients = torch.autograd.grad(outputs, edges, direction, retain_graph=True)
         return {
@@ -298,7 +262,7 @@ class Engine:
 
     def _observe(
         self,
-        taps: Mapping[str, Tap],
+        run: _Forward,
         columns: Mapping[str, Tensor],
         reached: Mapping[str, Tensor],
     ) -> None:
@@ -310,13 +274,13 @@ class Engine:
             observers = [a for a in self.accumulators[name] if a.observes]
             if not observers:
                 continue
-            tap = taps[name]
-            sizes = layer.positions(tap.inputs.shape)
+            inputs = run.taps[name].inputs
+            sizes = layer.positions(inputs.shape)
             grid, weight = self.positions.of_inputs(sizes)
             if weight == 1 and name in columns:
                 shown = columns[name]
             else:
-                shown = layer.input_columns(tap.inputs, grid)
+                shown = layer.input_columns(inputs, grid)
             share = None
             if name in reached:
                 here = reached[name].reshape(-1, *sizes)[:, *grid].flatten(1)
@@ -328,19 +292,17 @@ class Engine:
 
     def _backward(
         self,
-        inputs: Inputs,
-        outputs: Tensor,
-        taps: Mapping[str, Tap],
+        run: _Forward,
         columns: Mapping[str, Tensor],
         pieces: Iterable[Tensor],
         shares: Mapping[str, Tensor],
     ) -> None:
         """Run pieces backward to every layer's output, and add up there."""
+        inputs, outputs, taps = run
         edges = [tap.edge() for tap in taps.values()]
         sizes = {n: x.positions(taps[n].inputs.shape) for n, x in self.layers.items()}
-        prepared = {
-            n: sums.layer.prepared(taps[n].inputs) for n, sums in self.direct.items()
-        }
+        direct = self.sums.direct
+        prepared = {n: x.layer.prepared(taps[n].inputs) for n, x in direct.items()}
         for some, last in _in_bundles(pieces, self._bundle_size(len(inputs), sizes)):
             self._passes += self.cost * len(some) * len(inputs)
             waiting: dict[str, list[Tensor]] = {}
@@ -351,7 +313,7 @@ class Engine:
                 for name, gradient in zip(taps, at_layers, strict=True):
                     if name in prepared:
                         with _full_precision(gradient):
-                            self.direct[name].add(prepared[name], gradient)
+                            direct[name].add(prepared[name], gradient)
                         continue
                     for taker in self.accumulators[name]:
                         if taker.takes_calls:
@@ -365,7 +327,7 @@ class Engine:
             for name, gradients in waiting.items():
                 self._add(name, columns, gradients, sizes[name])
             # In the end, for a forward that changes weights in place.
-            for jacobian in self.jacobians:
+            for jacobian in self.sums.jacobians.values():
                 jacobian.add(inputs, torch.stack(some))
 
     def _bundle_size(self, count: int, sizes: Mapping[str, list[int]]) -> int:
@@ -411,10 +373,6 @@ def _first_not_finite(finite: Sequence[Tensor]) -> int | None:
     """Return the first row that is not finite, among all noted rows."""
     wrong = ~torch.cat(list(finite))
     return int(wrong.nonzero()[0]) if wrong.any() else None
-
-
-def _shares(reached: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _share(each) for name, each in reached.items()}
 
 
 def _share(reached: Tensor) -> Tensor:

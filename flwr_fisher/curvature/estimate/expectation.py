@@ -2,23 +2,20 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batch import Batch
-from flwr_fisher.curvature.batches import reads_at_random
-from flwr_fisher.curvature.estimate.engine import Engine
-from flwr_fisher.curvature.estimate.likelihood import Likelihood, check_labels
-from flwr_fisher.curvature.estimate.pieces import Pieces
+from flwr_fisher.curvature.estimate.likelihood import Likelihood
+from flwr_fisher.curvature.estimate.pieces import Pieces, given_pieces
 from flwr_fisher.curvature.operators.plain import Diagonal
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import DataError
 from flwr_fisher.params import trainable
 
-_PASSES = 9  # of ten classes
+_PASSES = 9  # backward passes of an example: a guess, as if there were ten classes
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,10 @@ class Expectation:
     ----------
     likelihood : Likelihood
         What the model's outputs mean.
-    kind, tolerance, num_samples, max_passes, seed
+    kind, num_samples, max_passes, seed
         As for :func:`flwr_fisher.curvature.fisher`, `kind` as its `expectation`.
+    tolerance : float
+        As for ``fisher`` if `kind` is ``exact``; else 0, so that every piece counts.
     """
 
     likelihood: Likelihood
@@ -42,85 +41,64 @@ class Expectation:
 
     @property
     def passes(self) -> int:
-        """An estimate of how many backward passes an example takes at most.
+        """About how many backward passes an example takes.
 
-        With ``exact`` it is `max_passes`, or 9 without this limit.
+        With ``exact`` these are the most: `max_passes`, or without it a guess.
         """
         if self.kind == "exact":
-            return _PASSES if self.max_passes is None else self.max_passes
-        return self.num_samples if self.kind == "sampled" else 1
-
-    def examples_within(
-        self, total_passes: int, examples: int | None, loader: Iterable[Any]
-    ) -> int:
-        """Return how many examples a bound on passes allows, at most."""
-        each = 1 + self.passes
-        if self.kind == "exact" and reads_at_random(loader):
-            each = 1  # of many, it may be known that they need none
-        most = max(1, total_passes // each)
-        return most if examples is None else min(examples, most)
+            return self.max_passes or _PASSES
+        return self.num_samples  # one, where no labels are drawn
 
     def with_labels(self, batch: Batch) -> Batch:
         """Return a batch without the examples that have no label other than -100."""
-        label_mask = self._label_mask(batch)
+        label_mask = self.label_mask(batch)
         if label_mask is None or len(label_mask) != len(batch):
             return batch
         return batch[label_mask.reshape(len(batch), -1).any(1)]
 
-    def _label_mask(self, batch: Batch) -> Tensor | None:
+    def label_mask(self, batch: Batch) -> Tensor | None:
         """Return which labels are not -100, in their shape; None if none is -100."""
         ignored = self.likelihood.ignored(batch.labels)
         if ignored is None or batch.num_labels == ignored.numel():
             return None
         return ~ignored
 
-    def add(self, engine: Engine, batch: Batch, generator: torch.Generator) -> None:
-        """Add the pieces of a batch, by the engine.
+    def pieces(
+        self,
+        outputs: Tensor,
+        batch: Batch,
+        label_mask: Tensor | None,
+        generator: torch.Generator,
+    ) -> Pieces:
+        """Return the rank-one pieces of the Fisher with respect to a batch's outputs.
 
         Parameters
         ----------
-        engine : Engine
-            The engine, which has the sums.
+        outputs : Tensor
+            ``[n, ...]``.
         batch : Batch
-            Positions with the label -100 are left out. The values of the other labels
-            matter only for the empirical Fisher.
+            Has the labels.
+        label_mask : Tensor | None
+            From :meth:`label_mask`. Positions with the label -100 are left out.
         generator : torch.Generator
             Draws labels, and the random passes that replace those above `max_passes`.
         """
-        labels, label_mask = batch.labels, self._label_mask(batch)
-
-        def mask_of(outputs: Tensor, rows: slice) -> Tensor | None:
-            if label_mask is None or label_mask.shape[1:] != outputs.shape[1:-1]:
-                return None
-            return label_mask[rows]
-
-        def make_pieces(outputs: Tensor, rows: slice) -> Pieces:
-            self.likelihood.check_order(outputs, labels)
+        if self.kind == "empirical":
+            given = self.likelihood.score(outputs, batch.tensor_labels())
+            return given_pieces(given.unsqueeze(0))
+        self.likelihood.check_order(outputs, batch.labels)
+        mask = label_mask
+        if mask is not None and mask.shape[1:] != outputs.shape[1:-1]:
+            mask = None
+        if self.kind == "exact":
             pieces = self.likelihood.pieces(outputs, self.max_passes, generator)
-            mask = mask_of(outputs, rows)
-            return pieces if mask is None else pieces.masked(mask.flatten(1))
-
-        def pieces_of(outputs: Tensor, rows: slice) -> Iterable[Tensor]:
-            if self.kind == "empirical":
-                given = check_labels(labels)[rows]
-                return self.likelihood.score(outputs, given).unsqueeze(0)
-            if self.kind == "exact":
-                return make_pieces(outputs, rows).all()
-            self.likelihood.check_order(outputs, labels)
-            engine.check_finite()  # a draw from what is not ends a process with a GPU
-            mask = mask_of(outputs, rows)
-            drawn = self._sampled(outputs, generator)
-            return drawn if mask is None else drawn * mask.unsqueeze(-1)
-
-        if self.kind == "exact" and self.tolerance > 0:
-            engine.add_within(batch.inputs, make_pieces, self.tolerance, label_mask)
-        else:
-            engine.add(batch.inputs, pieces_of, label_mask)
-
-    def _sampled(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+            return pieces if mask is None else replace(pieces, mask=mask.flatten(1))
         score = self.likelihood.sample_score
         draws = [score(outputs, generator) for _ in range(self.num_samples)]
-        return torch.stack(draws) / math.sqrt(self.num_samples)
+        drawn = torch.stack(draws) / math.sqrt(self.num_samples)
+        if mask is not None:
+            drawn = drawn * mask.unsqueeze(-1)
+        return given_pieces(drawn)
 
 
 def squared_batch_gradients(
@@ -150,7 +128,7 @@ def squared_batch_gradients(
     parameters = trainable(model)
     leaves, sums, count = list(parameters.values()), Sums(parameters), 0
     for batch in batches:
-        given = check_labels(batch.labels)
+        given = batch.tensor_labels()
         outputs = batch.inputs(model)
         score = likelihood.score(widened(outputs), given)
         mean = (score / likelihood.num_labels(given)).to(outputs.dtype)

@@ -4,8 +4,8 @@ Long: most of it is one docstring, which says what every option does.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
@@ -14,11 +14,12 @@ from torch import nn
 from flwr_fisher.curvature.batches import (
     at_most,
     batches_of,
+    check_can_be_read_again,
     count_of,
     generators_kept,
-    unwrapped,
+    reads_at_random,
 )
-from flwr_fisher.curvature.estimate.accumulation import Accumulation
+from flwr_fisher.curvature.estimate.engine import Engine
 from flwr_fisher.curvature.estimate.expectation import (
     Expectation,
     squared_batch_gradients,
@@ -28,6 +29,8 @@ from flwr_fisher.curvature.estimate.likelihood import (
     Likelihood,
     likelihood_of,
 )
+from flwr_fisher.curvature.estimate.memory import examples_at_once
+from flwr_fisher.curvature.estimate.model_sums import make_sums
 from flwr_fisher.curvature.estimate.options import TOLERANCE, FisherOptions
 from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.estimate.taps import layer_by_layer
@@ -236,18 +239,20 @@ def fisher(
         check_whole("max_batch_bytes", max_batch_bytes, 1)
     device = device_of(model, device)
     check_float64(device, "move the model to the CPU, model.cpu()")
-    over_labels = Expectation(
-        likelihood_of(likelihood), expectation, tolerance, num_samples, max_passes, seed
-    )
     if total_passes is not None:
         check_whole("total_passes", total_passes, 1)
-        examples = over_labels.examples_within(total_passes, examples, loader)
+    over_labels = Expectation(
+        likelihood_of(likelihood),
+        expectation,
+        tolerance if expectation == "exact" else 0.0,
+        num_samples,
+        max_passes,
+        seed,
+    )
+    readings = 2 if "ekfac" in structures else 1  # K-FAC's eigenbasis comes first
+    budget = _Budget(examples, total_passes, over_labels, readings)
     with generators_kept(loader), evaluating(model), layer_by_layer(model):
-        if examples is not None:
-            # Where all fit, the same data are read in the same order, whatever the
-            # seed.
-            order = 0 if _fit(loader, over_labels, total_passes) else seed
-            loader = at_most(loader, model, examples, order, total_passes is not None)
+        loader = budget.chosen(loader, model, seed)
         if engine == "nngeometry":
             results = _by_nngeometry(model, loader, device, structures, over_labels)
         elif expectation == "empirical-batch":
@@ -258,78 +263,118 @@ def fisher(
             batches = batches_of(loader, model, device)
             results = [squared_batch_gradients(model, batches, over_labels.likelihood)]
         else:
-            accumulate = partial(
-                Accumulation,
-                model,
-                max_batch_bytes=max_batch_bytes,
-                positions=Positions(max_positions, seed),
-                weight_sharing=weight_sharing,
-            )
             results = _by_examples(
-                model, accumulate, loader, device, structures, over_labels, total_passes
+                model,
+                loader,
+                device,
+                structures,
+                over_labels,
+                budget,
+                Positions(max_positions, seed),
+                weight_sharing,
+                max_batch_bytes,
             )
     return results[0] if isinstance(structure, str) else tuple(results)
 
 
-def _fit(
-    loader: Iterable[Any], over_labels: Expectation, total_passes: int | None
-) -> bool:
-    """Return whether a bound on passes is enough for all examples of a loader."""
-    if total_passes is None or (count := count_of(loader)) is None:
-        return False
-    return count * (1 + over_labels.passes) <= total_passes
+@dataclass(frozen=True)
+class _Budget:
+    """How many examples are taken: a number, or a bound on all their passes.
+
+    Parameters
+    ----------
+    examples, total_passes : int | None
+        As for :func:`fisher`.
+    expectation : Expectation
+        Knows about how many passes an example takes.
+    readings : int
+        How often the loader is read, each time with its share of the passes.
+    """
+
+    examples: int | None
+    total_passes: int | None
+    expectation: Expectation
+    readings: int
+
+    def chosen(
+        self, loader: Iterable[Any], model: nn.Module, seed: int
+    ) -> Iterable[Any]:
+        """Return a loader of as many examples as the budget allows, at most."""
+        most = self.examples
+        if self.total_passes is not None:
+            each = 1 + self.expectation.passes
+            count = count_of(loader)
+            if count is not None and count * each <= self.total_passes:
+                seed = 0  # all fit, so that their order does not depend on the seed
+            if self.expectation.kind == "exact" and reads_at_random(loader):
+                each = 1  # a confident example needs no other; `room` ends the reading
+            bound = max(1, self.total_passes // each)
+            most = bound if most is None else min(most, bound)
+        if most is None:
+            return loader
+        return at_most(loader, model, most, seed, self.total_passes is not None)
+
+    def room(self, engine: Engine) -> float:
+        """Return how many more examples an engine may take in this reading."""
+        if self.total_passes is None:
+            return math.inf
+        each: float = 1 + engine.cost * self.expectation.passes
+        if engine.count:
+            each = engine.passes / engine.count
+        total = max(1, self.total_passes // self.readings)
+        return math.ceil((total - engine.passes) / each)
 
 
 def _by_examples(
     model: nn.Module,
-    accumulate: Callable[..., Accumulation],
     loader: Iterable[Any],
     device: torch.device,
     structures: list[str],
     expectation: Expectation,
-    total_passes: int | None,
+    budget: _Budget,
+    positions: Positions,
+    weight_sharing: str,
+    max_batch_bytes: int | None,
 ) -> list[Curvature]:
     """Read the loader once; twice for E-KFAC, which needs K-FAC's eigenbasis first."""
-    readings = 2 if "ekfac" in structures else 1
-    most_passes = None if total_passes is None else max(1, total_passes // readings)
 
-    def read(wanted: list[str], kfac: Curvature | None) -> dict[str, Curvature]:
-        accumulation: Accumulation | None = None
-        generator = torch.Generator(device).manual_seed(expectation.seed)
+    def read(wanted: list[str], kfac: Curvature | None = None) -> dict[str, Curvature]:
+        engine: Engine | None = None
         for whole in batches_of(loader, model, None):
-            # Where they come from, so that an accelerator is not waited for.
+            # Rows are chosen where the labels come from, mostly on the CPU: to count
+            # them on a GPU is to wait for it.
             labelled = expectation.with_labels(whole)
             if not len(batch := labelled.to(device)):
                 continue
-            if accumulation is None:
-                accumulation = accumulate(batch.inputs, wanted, kfac=kfac)
-            engine = accumulation.engine
-            if most_passes is not None:
-                each: float = 1 + engine.cost * expectation.passes
-                if engine.count:
-                    each = engine.passes / engine.count
-                room = math.ceil((most_passes - engine.passes) / each)
-                if room <= 0:
-                    break
-                if room < len(batch):
-                    batch = labelled[:room].to(device)
-            expectation.add(engine, batch, generator)
-        if accumulation is None:
+            if engine is None:
+                forms, sums = make_sums(
+                    model, batch.inputs, wanted, weight_sharing, kfac
+                )
+                chunk = examples_at_once(
+                    model, forms, sums, positions, len(batch), max_batch_bytes
+                )
+                engine = Engine(
+                    model, sums, expectation, positions, chunk, forms.spread
+                )
+            if (room := budget.room(engine)) <= 0:
+                break
+            if room < len(batch):
+                batch = labelled[: int(room)].to(device)
+            engine.add(batch)
+        if engine is None:
+            again = "" if kfac is None else "when it is read again, "
             raise DataError(
-                "the loader has no examples, or none with a label other than -100, so "
-                "it has no Fisher"
+                f"{again}the loader has no examples, or none with a label other than "
+                "-100, so it has no Fisher"
             )
-        return accumulation.results()
+        return engine.results(wanted)
 
     if "ekfac" not in structures:
-        results = read(structures, None)
-    elif isinstance(unwrapped(loader), Iterator):
-        raise DataError(
-            "structure='ekfac' reads the loader twice: pass one that can be read again"
-        )
+        results = read(structures)
     else:
+        check_can_be_read_again(loader, "structure='ekfac' reads the loader twice")
         first = [name for name in structures if name != "ekfac"]
-        results = read(first if "kfac" in first else [*first, "kfac"], None)
+        results = read(first if "kfac" in first else [*first, "kfac"])
         results |= read(["ekfac"], results["kfac"])
     return [results[name] for name in structures]
 

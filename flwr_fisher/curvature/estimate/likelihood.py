@@ -290,16 +290,6 @@ class Gaussian(Likelihood):
         return _same_shape(outputs, labels) - outputs
 
 
-def check_labels(labels: object) -> Tensor:
-    """Return a batch's labels; raise :class:`DataError` if it has none."""
-    if not isinstance(labels, Tensor):
-        raise DataError(
-            "a batch has no tensor of labels: batches must be (inputs, labels), or "
-            "mappings with the labels under a key such as 'label'"
-        )
-    return labels
-
-
 LIKELIHOODS: dict[str, Likelihood] = {
     "categorical": Categorical(),
     "bernoulli": Bernoulli(),

@@ -44,7 +44,7 @@ class OutputVectors(ABC):
         """
 
     @abstractmethod
-    def of(self, rows: Tensor) -> "OutputVectors":
+    def __getitem__(self, rows: Tensor) -> "OutputVectors":
         """Return the vectors of some examples alone."""
 
 
@@ -69,7 +69,7 @@ class GivenVectors(OutputVectors):
         """Return one vector at each position."""
         return self.values[index, torch.arange(len(index), device=index.device)]
 
-    def of(self, rows: Tensor) -> "GivenVectors":
+    def __getitem__(self, rows: Tensor) -> "GivenVectors":
         """Return the vectors of some examples alone."""
         return GivenVectors(self.values[:, rows])
 
@@ -160,7 +160,7 @@ class SoftmaxVectors(OutputVectors):
             column.scatter_add_(-1, self.drawn, is_draw)
         return column.mul_(self.pivots.gather(-1, index))
 
-    def of(self, rows: Tensor) -> "SoftmaxVectors":
+    def __getitem__(self, rows: Tensor) -> "SoftmaxVectors":
         """Return the columns of some examples alone."""
         part = copy.copy(self)
         for name, value in vars(self).items():
@@ -169,34 +169,7 @@ class SoftmaxVectors(OutputVectors):
         return part
 
 
-class MaskedVectors(OutputVectors):
-    """Other vectors, set to zero where a mask is False.
-
-    Parameters
-    ----------
-    vectors : OutputVectors
-        The other vectors.
-    mask : Tensor
-        Booleans ``[n, T]``.
-    """
-
-    def __init__(self, vectors: OutputVectors, mask: Tensor) -> None:
-        super().__init__(vectors.count, vectors.positions, vectors.device)
-        self.vectors, self.mask = vectors, mask
-
-    def squares(self) -> Tensor:
-        """Return the squared norms."""
-        return self.vectors.squares() * self.mask
-
-    def at(self, index: Tensor) -> Tensor:
-        """Return one vector at each position."""
-        return self.vectors.at(index) * self.mask.unsqueeze(-1)
-
-    def of(self, rows: Tensor) -> "MaskedVectors":
-        """Return the vectors of some examples alone."""
-        return MaskedVectors(self.vectors.of(rows), self.mask[rows])
-
-
+@dataclass(frozen=True)
 class Pieces:
     """The rank-one pieces of a batch; each costs a backward pass.
 
@@ -212,30 +185,26 @@ class Pieces:
         The outputs' shape, ``[n, ...]``.
     generator : torch.Generator, optional
         Draws the signs, on the outputs' device.
-
-    Attributes
-    ----------
-    count : int
-        The number of pieces of an example.
+    mask : Tensor, optional
+        Booleans ``[n, T]``: where the vectors are not zero. By default everywhere.
     """
 
-    def __init__(
-        self,
-        vectors: OutputVectors,
-        shape: torch.Size,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        self.vectors, self.shape, self.generator = vectors, shape, generator
-        self.count = vectors.count * (1 if generator is not None else vectors.positions)
+    vectors: OutputVectors
+    shape: torch.Size
+    generator: torch.Generator | None = None
+    mask: Tensor | None = None
 
-    def masked(self, mask: Tensor) -> "Pieces":
-        """Return the pieces where the mask, ``[n, T]``, is true, and zero elsewhere."""
-        vectors = MaskedVectors(self.vectors, mask)
-        return Pieces(vectors, self.shape, self.generator)
+    @property
+    def count(self) -> int:
+        """The number of pieces of an example."""
+        positions = 1 if self.generator is not None else self.vectors.positions
+        return self.vectors.count * positions
 
     def weights(self) -> Tensor:
         """Return each piece's share of the trace: squared norms ``[count, n]``."""
         squares = self.vectors.squares()
+        if self.mask is not None:
+            squares = squares * self.mask
         if self.generator is not None:
             return squares.sum(-1)
         return squares.permute(2, 0, 1).flatten(0, 1)
@@ -243,6 +212,8 @@ class Pieces:
     def pick(self, pieces: Tensor) -> Tensor:
         """Return one piece of each example, ``[n]``, in the outputs' shape."""
         values = self.vectors.at(pieces % self.vectors.count)
+        if self.mask is not None:
+            values = values * self.mask.unsqueeze(-1)
         n, positions, _ = values.shape
         if self.generator is not None:
             shape, device = (n, positions, 1), values.device
@@ -254,16 +225,17 @@ class Pieces:
             values = values * (every == chosen.unsqueeze(1)).unsqueeze(-1)
         return values.reshape(self.shape)
 
-    def of(self, rows: Tensor) -> "Pieces":
+    def __getitem__(self, rows: Tensor) -> "Pieces":
         """Return the pieces of some examples alone."""
         shape = torch.Size([len(rows), *self.shape[1:]])
-        return Pieces(self.vectors.of(rows), shape, self.generator)
+        mask = None if self.mask is None else self.mask[rows]
+        return Pieces(self.vectors[rows], shape, self.generator, mask)
 
-    def all(self) -> Iterator[Tensor]:
-        """Yield every piece of all examples."""
-        first = torch.zeros(self.shape[0], dtype=torch.long, device=self.vectors.device)
-        for piece in range(self.count):
-            yield self.pick(first + piece)
+
+def given_pieces(values: Tensor) -> Pieces:
+    """Return the pieces that are given as one tensor, ``[k, *outputs]``."""
+    k, n = values.shape[:2]
+    return Pieces(GivenVectors(values.reshape(k, n, 1, -1)), values.shape[1:])
 
 
 def _draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -361,8 +333,15 @@ def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
     pieces : Pieces
         The batch's.
     tolerance : float
-        As for :func:`worth_keeping`.
+        As for :func:`worth_keeping`. With 0 all pieces are taken, without a look at
+        their weights.
     """
+    (n, *_), device = pieces.shape, pieces.vectors.device
+    if tolerance == 0:
+        every = torch.arange(pieces.count, device=device)
+        counts = torch.full((n,), pieces.count, device=device)
+        rows = torch.arange(n, device=device)
+        return [Group(0, rows, pieces, every.unsqueeze(1).expand(-1, n), counts)]
     kept = worth_keeping(pieces.weights(), tolerance)
     # Each example's kept pieces first, in their order.
     order = (~kept).int().argsort(dim=0, stable=True)
@@ -374,7 +353,7 @@ def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
         own = counts[rows]
         needed, there = (x.to(order.device, non_blocking=True) for x in (own, rows))
         chosen = order[: int(own.max()), there]
-        return Group(size, there, pieces.of(there), chosen, needed)
+        return Group(size, there, pieces[there], chosen, needed)
 
     apart = [
         group(size, rows)

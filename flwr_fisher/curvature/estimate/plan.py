@@ -6,7 +6,8 @@ from typing import Any
 from torch import nn
 
 from flwr_fisher.curvature.batch import read
-from flwr_fisher.curvature.estimate.accumulation import Accumulation
+from flwr_fisher.curvature.estimate.memory import examples_at_once
+from flwr_fisher.curvature.estimate.model_sums import make_sums
 from flwr_fisher.curvature.estimate.options import STRUCTURES
 from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.estimate.taps import layer_by_layer
@@ -115,9 +116,12 @@ def fisher_plan(
     basis = structure == "ekfac"
     kind = "kfac" if basis else structure
     with evaluating(model), layer_by_layer(model):
-        taken = Accumulation(model, inputs, [kind], max_batch_bytes, Positions(None, 0))
+        forms, sums = make_sums(model, inputs, [kind])
+        chunk = examples_at_once(
+            model, forms, sums, Positions(None, 0), len(inputs), max_batch_bytes
+        )
     layers = []
-    for each in taken.accumulators.values():
+    for each in sums.accumulators.values():
         found, layer = each[kind], each[kind].layer
         names = tuple(layer.shapes())
         form, nbytes = found.form, found.nbytes
@@ -127,16 +131,16 @@ def fisher_plan(
         # Sums may be wider than the curvature.
         nbytes = nbytes * layer.kernel.element_size() // layer.dtype.itemsize
         layers.append(LayerPlan(names, form, nbytes))
-    for direct in taken.direct.values():
+    for direct in sums.direct.values():
         if not (own := direct.sums.parameters):  # a tied weight's, told with the other
             continue
         size = sum(parameter.nbytes for parameter in own.values())
         layers.append(LayerPlan(tuple(own), "diagonal", size))
-    for name, jacobian in taken.jacobians.items():
+    for name, jacobian in sums.jacobians.items():
         numel = sum(p.numel() for p in jacobian.params.values())
         entries = numel**2 if name == "dense" else numel
         size = entries * next(iter(jacobian.params.values())).element_size()
         form = "dense" if name == "dense" else "diagonal"
         form += ", by each example's gradient"
         layers.append(LayerPlan(tuple(jacobian.params), form, size, slow=True))
-    return FisherPlan(layers, min(taken.engine.chunk, len(inputs)))
+    return FisherPlan(layers, min(chunk, len(inputs)))

@@ -1,0 +1,168 @@
+"""All that is summed of a model: of each layer, and of its other parameters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flwr_fisher.curvature.batch import Inputs
+from flwr_fisher.curvature.estimate.accumulators import (
+    BlockAccumulator,
+    EigenAccumulator,
+    KroneckerAccumulator,
+    LayerAccumulator,
+    ReducedKroneckerAccumulator,
+    diagonal_of,
+)
+from flwr_fisher.curvature.estimate.direct_layers import SquaredGradients
+from flwr_fisher.curvature.estimate.forms import Forms
+from flwr_fisher.curvature.estimate.jacobians import (
+    DenseJacobian,
+    DiagonalJacobian,
+    JacobianAccumulator,
+)
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer
+from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
+from flwr_fisher.curvature.estimate.tied_layers import TiedSquares
+from flwr_fisher.curvature.models import check_examples_are_independent
+from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.kronecker import Kronecker
+from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal
+from flwr_fisher.errors import StructureError
+from flwr_fisher.params import all_finite, trainable
+
+_SHARINGS = {"expand": KroneckerAccumulator, "reduce": ReducedKroneckerAccumulator}
+_LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
+
+
+@dataclass(frozen=True)
+class ModelSums:
+    """The sums of some structures.
+
+    Parameters
+    ----------
+    names : list[str]
+        The trained parameters' names, in the model's order.
+    accumulators : dict[str, dict[str, LayerAccumulator]]
+        Of each layer with a Kronecker form, by structure.
+    direct : dict[str, SquaredGradients]
+        Of each norm, embedding and shared parameter.
+    jacobians : dict[str, JacobianAccumulator]
+        ``"others"``: of the diagonal of all other parameters; ``"dense"``.
+    """
+
+    names: list[str]
+    accumulators: dict[str, dict[str, LayerAccumulator]]
+    direct: dict[str, SquaredGradients]
+    jacobians: dict[str, JacobianAccumulator]
+
+    def mean(self, structure: str, count: int) -> Curvature:
+        """Return a structure's mean over so many examples; its sums are used up."""
+        if structure == "dense":
+            return self.jacobians["dense"].mean(count)
+        entries: dict[str, Tensor] = {}
+        for squares in self.direct.values():
+            entries |= squares.sums.mean(count)
+        if "others" in self.jacobians:
+            entries |= self.jacobians["others"].mean(count).diagonal()
+        parts: list[Curvature] = []
+        for each in self.accumulators.values():
+            part = each[structure].mean(count)
+            if isinstance(part, Diagonal):
+                entries |= part.diagonal()
+            else:
+                parts.append(part)
+        if entries:
+            ordered = {name: entries[name] for name in self.names if name in entries}
+            parts.append(Diagonal(ordered))
+        return parts[0] if structure == "diagonal" else BlockDiagonal(parts)
+
+
+def make_sums(
+    model: nn.Module,
+    inputs: Inputs,
+    structures: Sequence[str],
+    weight_sharing: str = "expand",
+    kfac: Curvature | None = None,
+) -> tuple[Forms, ModelSums]:
+    """Return the form of each parameter, found by a trial, and empty sums for them.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode.
+    inputs : Inputs
+        The first batch, which decides how each layer is computed.
+    structures : Sequence[str]
+        Some of :data:`STRUCTURES`.
+    weight_sharing : str
+        One of :data:`WEIGHT_SHARINGS`: what K-FAC does with several positions.
+    kfac : Curvature | None
+        The K-FAC of the same model; ``ekfac`` takes its eigenbasis.
+
+    Raises
+    ------
+    StructureError
+        If a dense matrix would be too large, or an example's outputs are not its own.
+    """
+    check_examples_are_independent(model, "an example has no Fisher of its own")
+    by_layer = [s for s in structures if s != "dense"]
+    forms = Forms.of(model, inputs, by_layer=bool(by_layer))
+    if "block" in structures:
+        _check_size([layer.matrices().numel() for layer in forms.layers.values()])
+    blocks = kfac.blocks() if kfac is not None else []
+    bases = {k.weight: k for k in blocks if isinstance(k, Kronecker)}
+    kinds: dict[str, Callable[[KroneckerLayer], LayerAccumulator]] = {
+        "kfac": _SHARINGS[weight_sharing],
+        "ekfac": lambda layer: EigenAccumulator(layer, bases[layer.weight]),
+        "diagonal": diagonal_of,
+        "block": BlockAccumulator,
+    }
+    accumulators = {
+        name: {s: kinds[_form(s, layer)](layer) for s in by_layer}
+        for name, layer in forms.layers.items()
+    }
+    direct = {name: SquaredGradients(each) for name, each in forms.direct.items()}
+    for names, pair in forms.tied.items():
+        direct |= zip(names, TiedSquares(pair).parts(), strict=True)
+    jacobians: dict[str, JacobianAccumulator] = {}
+    if forms.others:
+        jacobians["others"] = DiagonalJacobian(model, forms.others)
+    parameters = trainable(model)
+    if "dense" in structures:
+        _check_size([sum(p.numel() for p in parameters.values())])
+        jacobians["dense"] = DenseJacobian(model, list(parameters))
+    return forms, ModelSums(list(parameters), accumulators, direct, jacobians)
+
+
+def not_finite(curvature: Curvature) -> str | None:
+    """Return the first parameter with a curvature that is not finite, if any."""
+    names: list[str] = []
+    finite: list[Tensor] = []  # read in the end, at once
+    for block in curvature.blocks():
+        if block.kind == "Diagonal":
+            named = {name: [value] for name, value in block.diagonal().items()}
+        else:
+            named = {next(iter(block.shapes)): block.tensors()}
+        for name, tensors in named.items():
+            names += [name] * len(tensors)
+            finite += [all_finite(tensor) for tensor in tensors]
+    flags = torch.stack(finite).tolist() if finite else []
+    return next((n for n, fine in zip(names, flags, strict=True) if not fine), None)
+
+
+def _check_size(sizes: list[int]) -> None:
+    needed = 4 * sum(size**2 for size in sizes)
+    if needed > _LARGEST:
+        raise StructureError(
+            f"dense matrices over up to {max(sizes)} parameters need "
+            f"{needed / 1e9:.1f} GB in all: use structure='kfac', 'ekfac' or "
+            "'diagonal'"
+        )
+
+
+def _form(structure: str, layer: KroneckerLayer) -> str:
+    """Return a layer's structure: a diagonal if its factors would be too large."""
+    large = max(layer.matrices().shape[1:]) > LARGEST_FACTOR
+    return "diagonal" if large and structure in ("kfac", "ekfac") else structure
