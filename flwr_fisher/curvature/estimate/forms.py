@@ -3,7 +3,8 @@
 The trial runs the model on a few examples, and shows which layers' gradients follow
 from their inputs and output gradients.
 
-Long: the trial, what it explains, and the shared parameters are one decision.
+Long: the trial, its guard against lookups that end a process, what it explains, and the
+shared parameters are one decision.
 """
 
 import copy
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flwr_fisher.curvature.batch import Inputs, concatenated
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SharedParameter
@@ -25,7 +28,6 @@ from flwr_fisher.curvature.estimate.layers import (
     is_packed,
     is_transposed,
 )
-from flwr_fisher.curvature.estimate.lookups import LookupRefusedError, NoLookups
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.curvature.estimate.tied_layers import Pair, tied_pairs
 from flwr_fisher.curvature.models import (
@@ -42,6 +44,37 @@ _EVERY = 3  # of them has a gradient; not the first, which a kernel may read alo
 # Relative: above rounding, TF32's too; a wrong formula is off by far more.
 _TOLERANCE = 5e-3
 _ROUNDINGS = 4  # of float32, or float64, in sums
+
+
+class LookupRefusedError(Exception):
+    """An operation was about to index a tensor by integers."""
+
+
+class _NoLookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that refuses every operation with integers and floats as inputs.
+
+    All operations that look something up have such inputs. If they are out of range on
+    a GPU, they end the process.
+
+    Examples
+    --------
+    >>> with _NoLookups():
+    ...     torch.ones(3)[torch.tensor([4])]
+    Traceback (most recent call last):
+        ...
+    flwr_fisher.curvature.estimate.forms.LookupRefusedError: aten.index.Tensor
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation, or raise the error."""
+        leaves = tree_leaves((args, kwargs or {}))
+        dtypes = {x.dtype for x in leaves if isinstance(x, Tensor)} - {torch.bool}
+        others = {x for x in dtypes if x.is_floating_point or x.is_complex}
+        if others and dtypes - others:
+            raise LookupRefusedError(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class FormTrial:
@@ -127,7 +160,7 @@ class FormTrial:
         """Return a context that refuses lookups, if they could crash the process."""
         if not self.is_guarded:
             return nullcontext()
-        return NoLookups()  # type: ignore[no-untyped-call]
+        return _NoLookups()  # type: ignore[no-untyped-call]
 
     def on_cpu(self) -> "FormTrial":
         """Return the same trial of a copy of the model on the CPU."""
