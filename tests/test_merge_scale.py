@@ -79,7 +79,7 @@ def scaled(curvature, root):
             [scaled(t, root) for t in curvature.terms], curvature.weights
         )
     if isinstance(curvature, Kronecker):
-        A, G = (f.scaled(root) for f in (curvature.of_inputs, curvature.of_outputs))
+        A, G = (f.scaled(root) for f in (curvature.A_factor, curvature.G_factor))
         return Kronecker(curvature.weight, curvature.weight_shape, A, G, curvature.bias)
     return curvature.scaled(root**2)
 

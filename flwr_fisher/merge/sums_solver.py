@@ -228,7 +228,7 @@ def _layer_system(block: Curvature, anchor: float) -> _LayerSystem:
     names, wide = list(block.shapes), block.to(dtype=torch.float64)
     # Both partial traces have the sum's trace.
     traces = (
-        wide.of_inputs.trace() if isinstance(wide, Kronecker) else wide.queued_trace()
+        wide.A_factor.trace() if isinstance(wide, Kronecker) else wide.queued_trace()
     )
     unit = float(traces.sum()) / block.numel()
     if not (unit > 0 and math.isfinite(unit)):

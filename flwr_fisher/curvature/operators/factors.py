@@ -244,12 +244,13 @@ class LowRankFactor(SymmetricFactor):
         return vectors if self.rows is None else vectors.mul_(self.rows.unsqueeze(-1))
 
     def tensors(self) -> list[Tensor]:
-        """Return the directions, with the scale and the diagonal if they are given."""
+        """Return directions, lengths, the diagonal, and the rows' factors if given."""
         every = (self.directions, self.lengths, self.rest, self.rows)
         return [tensor for tensor in every if tensor is not None]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "LowRankFactor":
         """Return the factor with a function applied to each tensor."""
+        # `tensors` has them in this order.
         return LowRankFactor(*(function(tensor) for tensor in self.tensors()))
 
     def to_dense(self) -> Tensor:

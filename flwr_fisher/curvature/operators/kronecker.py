@@ -56,35 +56,35 @@ class Kronecker(LayerCurvature):
         bias: str | None = None,
     ) -> None:
         super().__init__(weight, weight_shape, bias, A.shape, G.shape)
-        self.of_inputs, self.of_outputs = SymmetricFactor.of(A), SymmetricFactor.of(G)
+        self.A_factor, self.G_factor = SymmetricFactor.of(A), SymmetricFactor.of(G)
 
     @property
     def A(self) -> Tensor:  # noqa: N802
         """The inputs' factor as a dense tensor ``[groups, n, n]``."""
-        return self.of_inputs.to_dense()
+        return self.A_factor.to_dense()
 
     @property
     def G(self) -> Tensor:  # noqa: N802
         """The factor of the output gradients as a dense tensor."""
-        return self.of_outputs.to_dense()
+        return self.G_factor.to_dense()
 
     def product(self, matrices: Tensor) -> Tensor:
         r"""Return :math:`G W A`."""
         # `tensor @ factor` would first try to convert the factor, which is slow.
-        return self.of_inputs.__rmatmul__(self.of_outputs @ matrices)
+        return self.A_factor.__rmatmul__(self.G_factor @ matrices)
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the outer products of the factors' diagonals."""
-        a, g = self.of_inputs.diagonal(), self.of_outputs.diagonal()
+        a, g = self.A_factor.diagonal(), self.G_factor.diagonal()
         return self.as_params(g.unsqueeze(-1) * a.unsqueeze(-2))
 
     def queued_trace(self) -> Tensor:
         """Return the sum over groups of the product of both factors' traces."""
-        return (self.of_inputs.trace().double() * self.of_outputs.trace()).sum()
+        return (self.A_factor.trace().double() * self.G_factor.trace()).sum()
 
     def scaled(self, factor: float) -> "Kronecker":
         """Return the curvature with `G` scaled."""
-        return self.with_factors(self.of_inputs, self.of_outputs.scaled(factor))
+        return self.with_factors(self.A_factor, self.G_factor.scaled(factor))
 
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Kronecker":
         r"""Return the layer with its factors shrunk towards simpler ones.
@@ -94,19 +94,19 @@ class Kronecker(LayerCurvature):
         (Ledoit & Wolf 2004), group by group. Traces stay as they are.
         """
         return self.with_factors(
-            self.of_inputs.towards_diagonal(shrink),
-            self.of_outputs.towards_identity(damping),
+            self.A_factor.towards_diagonal(shrink),
+            self.G_factor.towards_identity(damping),
         )
 
     def partial_traces(self) -> tuple[ScaledFactor, ScaledFactor]:
         """Return each factor times the other's trace."""
-        A, G = self.of_inputs, self.of_outputs
+        A, G = self.A_factor, self.G_factor
         return (A, G.trace()), (G, A.trace())
 
     def with_rows(self, outputs: Tensor, inputs: Tensor) -> "Kronecker":
         """Return the layer with both factors' rows and columns moved."""
         return self.with_factors(
-            self.of_inputs.with_rows(inputs), self.of_outputs.with_rows(outputs)
+            self.A_factor.with_rows(inputs), self.G_factor.with_rows(outputs)
         )
 
     def with_factors(
@@ -122,12 +122,12 @@ class Kronecker(LayerCurvature):
 
     def tensors(self) -> list[Tensor]:
         """Return both factors' tensors."""
-        return [*self.of_inputs.tensors(), *self.of_outputs.tensors()]
+        return [*self.A_factor.tensors(), *self.G_factor.tensors()]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Kronecker":
         """Return the curvature with a function applied to both factors' tensors."""
         return self.with_factors(
-            self.of_inputs.mapped(function), self.of_outputs.mapped(function)
+            self.A_factor.mapped(function), self.G_factor.mapped(function)
         )
 
     def solver(self, damping: float) -> Solver:
@@ -137,7 +137,7 @@ class Kronecker(LayerCurvature):
 
     def non_negative(self) -> list[Tensor]:
         """Return both factors' diagonals: in their products, two signs can cancel."""
-        return [self.of_inputs.diagonal(), self.of_outputs.diagonal()]
+        return [self.A_factor.diagonal(), self.G_factor.diagonal()]
 
 
 _BENT = 1e-4  # of a unit vector; float32's rounding is far less

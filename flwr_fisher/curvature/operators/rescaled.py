@@ -90,8 +90,8 @@ def _(curvature: Diagonal | Dense) -> tuple[Curvature, int]:
 
 @rescaled.register
 def _(curvature: Kronecker) -> tuple[Curvature, int]:
-    A, of_inputs = _rescaled_factor(curvature.of_inputs)
-    G, of_outputs = _rescaled_factor(curvature.of_outputs)
+    A, of_inputs = _rescaled_factor(curvature.A_factor)
+    G, of_outputs = _rescaled_factor(curvature.G_factor)
     if not of_inputs and not of_outputs:
         return curvature, 0
     return curvature.with_factors(A, G), of_inputs + of_outputs
