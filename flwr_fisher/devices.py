@@ -53,6 +53,17 @@ def defaults_kept() -> Iterator[None]:
             torch.set_default_device(device)
 
 
+def check_default_device() -> None:
+    """Raise :class:`ConfigurationError` if torch makes tensors elsewhere by default."""
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        raise ConfigurationError(
+            f"torch's default device is {device!s}, and this library's own tensors "
+            "would be there: leave torch.set_default_device(...) out, and move the "
+            "model and its batches, model.to(device)"
+        )
+
+
 def has_float64(device: torch.device) -> bool:
     """Return whether a device computes in float64. Apple's GPUs do not.
 

@@ -20,6 +20,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from flwr_fisher.callbacks import Callback
 from flwr_fisher.callbacks.base import check_callbacks
+from flwr_fisher.devices import check_default_device
 from flwr_fisher.errors import (
     ConfigurationError,
     RoundError,
@@ -364,6 +365,7 @@ class CurvatureStrategy(FedAvg):
             If a callback failed. Its round is finished then.
         """
         check_callbacks(callbacks)
+        check_default_device()
         if not hasattr(grid, "get_node_ids"):
             raise ConfigurationError(
                 "grid must be the Grid that the ServerApp's main gets, got "

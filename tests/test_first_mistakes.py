@@ -394,6 +394,12 @@ EACH = nn.CrossEntropyLoss(reduction="none")
 W, DATA = {"w": torch.ones(2)}, TensorDataset(torch.zeros(4, 3), torch.zeros(4).long())
 
 
+def on_a_default_device():
+    model = nn.Linear(3, 2)
+    with torch.device("meta"):
+        fisher(model, [X])
+
+
 def trained_by(train):
     app = ClientApp()
     app.train()(train)
@@ -434,7 +440,7 @@ MISTAKES = {
             LocalGrid(trained_by(fedavgs_reply), 2), tiny_arrays()
         ),
         RoundError,
-        r"'curvature': there is none.*fisher_arrays\(message",
+        r"'curvature/format': missing: .*fisher_arrays\(message",
     ),
     "no reply": (
         lambda: FedFisherOneShot().start(
@@ -559,6 +565,11 @@ MISTAKES = {
         lambda: FisherClient(nn.LazyLinear(2), []),
         ParamsError,
         "'weight' has no shape yet.*call the model once",
+    ),
+    "a default device": (
+        on_a_default_device,
+        ConfigurationError,
+        r"torch's default device is meta.*leave torch.set_default_device.*out",
     ),
     "examples for batches": (
         lambda: fisher(nn.Linear(3, 2), DataLoader(DATA, batch_size=None)),

@@ -5,6 +5,7 @@ The oracle takes each example by itself, in float64, through the raw model.
 
 import itertools
 from collections import UserDict, namedtuple
+from functools import partial
 
 import pytest
 import torch
@@ -245,7 +246,8 @@ REFUSED = {
     "too many": (lambda x, y: (x, x, x, y), "forward"),
     "unknown names": (lambda x, y: {"a": x, "b": x, "label": y}, "'b'"),
     "two labels": (lambda x, y: {"left": x, "label": y, "target": y}, "target"),
-    "nothing": (lambda x, y: {"label": y}, "no inputs"),
+    "nothing": (lambda x, y: {"label": y}, "no tensor of inputs"),
+    "sparse": (lambda x, y: (x.to_sparse(), y), r"sparse_coo.*to_dense\(\)"),
     "text": (lambda x, y: (["a"] * len(x), y), "batch_fn"),
     "an object": (lambda x, y: object(), "object"),
     "rows": (lambda x, y: (x, x[:-1], y), "first dimensions"),
@@ -441,6 +443,41 @@ def test_labels_that_the_loss_refuses_are_named(labels, culprit, function):
     with pytest.raises(DataError, match=culprit) as raised:
         call[function]()
     assert "batch_fn" in str(raised.value)
+
+
+@pytest.mark.parametrize("label", [-1, C, 255])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_what_a_loss_ignores_is_no_label_by_minus_100_alone(label, dtype, tokens):
+    """A loop of a user's own may ignore -1 or 255: they were examples to the Fisher."""
+    x, y = (X.expand(2, N, D), Y.expand(2, N)) if tokens else (X, Y)
+    odd = torch.where(torch.arange(y.shape[-1]) > 9, label, y).to(dtype)
+    ignoring = partial(F.cross_entropy, ignore_index=int(odd.flatten()[-1]))
+    text = rf"label {int(odd.flatten()[-1])} is outside \[0, 3\).*-100.*batch_fn"
+    for expectation in ("exact", "sampled", "empirical"):
+        with pytest.raises(DataError, match=text):
+            fisher(MODEL, [(x, y), (x, odd)], expectation=expectation)
+    flat = [(x.flatten(0, -2), y.flatten()), (x.flatten(0, -2), odd.flatten())]
+    with pytest.raises(DataError, match=text):
+        score(MODEL, flat, torch.device("cpu"), ignoring)
+    score(MODEL, flat, torch.device("cpu"), ignoring, classes=False)
+
+
+@pytest.mark.parametrize("label", [-1.0, float("nan"), 2.0])
+def test_labels_of_sigmoids_are_from_0_to_1(label):
+    labels = F.one_hot(Y, C).float()
+    client = FisherClient(MODEL, [(X, labels)], likelihood="bernoulli")
+
+    def loss(labels):
+        return score(MODEL, [(X, labels)], torch.device("cpu"), client.problem.loss)[0]
+
+    assert loss(labels > 0) == loss(labels)
+    odd = labels.index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(label))
+    text = rf"label {label:g} is outside \[0, 1\]"
+    with pytest.raises(DataError, match=text):
+        loss(odd)
+    with pytest.raises(DataError, match=text):
+        fisher(MODEL, [(X, odd)], likelihood="bernoulli", expectation="empirical")
 
 
 @pytest.mark.parametrize("function", [gradient, gradient_and_hvp])

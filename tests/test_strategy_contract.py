@@ -60,6 +60,7 @@ from flwr_fisher.params import trainable_names
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server import cohort, mailbox, round
 from flwr_fisher.server import identity as identity_module
+from flwr_fisher.server.door import comparable
 from flwr_fisher.strategies import (
     AFL,
     DONE,
@@ -1056,6 +1057,14 @@ BAD_EVALUATIONS = {
         "'metrics': 30003 metrics, but at most 1000 are allowed",
     ),
 }
+
+
+def test_what_is_nan_for_most_clients_costs_no_other_metric(caplog):
+    nan = {i: MetricRecord({"auc": NAN, "acc": 0.5}) for i in range(2)}
+    kept, others = comparable({**nan, 2: MetricRecord({"auc": 0.5, "acc": 0.5})})
+    assert [dict(own) for own in kept.values()] == 3 * [{"acc": 0.5}]
+    assert not others
+    assert "metrics without 'auc', which is NaN" in caplog.text
 
 
 @pytest.mark.parametrize("case", BAD_EVALUATIONS)

@@ -108,6 +108,11 @@ EMPIRICAL = {"expectation": "empirical"}
 PACKED = {"codec": "fedavg", "codec-version": FORMAT_VERSION}
 
 
+class Scaled(nn.Linear):
+    def forward(self, x, scale=None):
+        return super().forward(x if scale is None else x * scale.unsqueeze(1))
+
+
 def fails(error, text, **case):
     return case, error, text
 
@@ -152,6 +157,42 @@ FAILURES = {
         DataError,
         r"label 7 is outside \[0, 3\)",  # on a GPU, training would end the process
         loader=with_inputs(lambda x: x, torch.full((12,), 7)),
+    ),
+    "dtype": fails(
+        DataError,
+        r"model fails on .*, \(12, 3\) of torch.float64: .*Double.*own loop.*batch_fn",
+        loader=with_inputs(lambda x: x.double(), REAL.long()),
+        train_fn=lambda model, *own: model,
+    ),
+    "weights": fails(
+        DataError,
+        r"the last part of a batch is its labels: if the numbers are weights",
+        model=lambda: Scaled(3, 3),
+        loader=DataLoader(TensorDataset(*tiny_data(2).tensors, torch.rand(12)), 4),
+        train_fn=lambda model, *own: model,
+    ),
+    "softmax": fails(
+        StructureError,
+        "returns probabilities, after a softmax, and its loss takes their log",
+        model=lambda: nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1)),
+        loader=with_inputs(lambda x: x, torch.arange(12) % 3),
+        train_fn=LocalSGD(loss_fn=lambda p, y: nn.functional.nll_loss(p.log(), y)),
+    ),
+    "sigmoid": fails(
+        StructureError,
+        "returns probabilities, after a sigmoid, .*cross_entropy_with_logits",
+        model=lambda: nn.Sequential(nn.Linear(3, 1), nn.Sigmoid()),
+        loader=with_inputs(lambda x: x, (REAL > 0.5).float().unsqueeze(1)),
+        likelihood="bernoulli",
+        train_fn=LocalSGD(loss_fn=nn.BCELoss()),
+    ),
+    "broadcast-integers": fails(
+        StructureError,
+        r"labels, \[4\], may be broadcast against the outputs, \[4, 1\]",
+        model=lambda: nn.Linear(3, 1),
+        loader=with_inputs(lambda x: x, torch.arange(12)),
+        likelihood="gaussian",
+        train_fn=LocalSGD(loss_fn=broadcasting),
     ),
     "broadcast": fails(
         StructureError,
@@ -204,6 +245,18 @@ def test_what_would_fail_after_training_fails_before(case, error, text):
         case["loader"] = (batch for batch in DataLoader(tiny_data(2), 4))
     with pytest.raises(error, match=text):
         ask_untrained(**case)
+
+
+@pytest.mark.parametrize("train_fn", [LocalSGD(), lambda *own: LocalSGD()(*own)])
+def test_probabilities_may_be_logits_to_a_cross_entropy(train_fn, caplog):
+    """Torch's takes a second softmax of them, and so does the Fisher."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1))
+    loader = with_inputs(lambda x: x, torch.arange(12) % 3)
+    client = FisherClient(model, loader, train_fn=train_fn, device="cpu")
+    caplog.set_level("INFO")
+    ask(client, ArrayRecord(shared_state(model)), config={"structure": "kfac"})
+    own = not isinstance(train_fn, LocalSGD)
+    assert ("The model returns probabilities" in caplog.text) == own
 
 
 class Again:

@@ -36,9 +36,9 @@ def catch_up_norms(problem: LocalProblem) -> None:
         few = _first(problem)
         try:
             with evaluating(model):
-                in_eval, *_ = score_batches(model, few, problem.loss)
+                in_eval, *_ = score_batches(model, few, problem.loss, classes=False)
             with norms_training(model, norms):
-                in_train, *_ = score_batches(model, few, problem.loss)
+                in_train, *_ = score_batches(model, few, problem.loss, classes=False)
         except FlwrFisherError:  # the labels are for another loss, in the user's loop
             return
         if not in_eval > _FACTOR * in_train + _MARGIN:

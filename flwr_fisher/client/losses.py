@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from flwr_fisher.curvature.batch import check_from_0_to_1
 from flwr_fisher.errors import DataError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -51,16 +52,35 @@ def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
         If their shapes differ.
     """
     if outputs.shape != labels.shape:
-        raise DataError(
-            f"labels of shape {tuple(labels.shape)} do not fit outputs of shape "
-            f"{tuple(outputs.shape)}: give a number for each output, or pass a loss_fn"
-        )
+        raise _shapes_differ(outputs, labels)
     return F.mse_loss(outputs, labels)
+
+
+def sigmoid_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean binary cross-entropy of logits and labels from 0 to 1.
+
+    Raises
+    ------
+    DataError
+        If their shapes differ, or a label is out of range.
+    """
+    if outputs.shape != labels.shape:
+        raise _shapes_differ(outputs, labels)
+    labels = labels.to(outputs.dtype)
+    check_from_0_to_1(labels)
+    return F.binary_cross_entropy_with_logits(outputs, labels)
+
+
+def _shapes_differ(outputs: Tensor, labels: Tensor) -> DataError:
+    return DataError(
+        f"labels of shape {tuple(labels.shape)} do not fit outputs of shape "
+        f"{tuple(outputs.shape)}: give a number for each output, or pass a loss_fn"
+    )
 
 
 # The loss of a likelihood, if neither the client nor its loop names one.
 LOSSES: dict[str, Loss] = {
     "categorical": cross_entropy,
-    "bernoulli": F.binary_cross_entropy_with_logits,
+    "bernoulli": sigmoid_cross_entropy,
     "gaussian": squared_error,
 }

@@ -387,21 +387,31 @@ class _Proximal:
 
 
 def score(
-    model: nn.Module, loader: Loader, device: torch.device, loss_fn: Loss
+    model: nn.Module,
+    loader: Loader,
+    device: torch.device,
+    loss_fn: Loss,
+    *,
+    classes: bool = True,
 ) -> tuple[float, float, int]:
     """Return mean loss, accuracy and number of examples, without changing the model.
 
     The accuracy is a mean over labels; an example may have several, one for each
-    position. If the outputs have no classes, it is NaN.
+    position. If the outputs have no classes, or `classes` is False, it is NaN.
     """
     with evaluating(model), watching("scoring", count_of(loader)):
         batches = batches_of(loader, model, device, labelled=True)
-        return score_batches(model, batches, loss_fn, check=True)
+        return score_batches(model, batches, loss_fn, check=True, classes=classes)
 
 
 @torch.no_grad()
 def score_batches(
-    model: nn.Module, batches: Iterable[Batch], loss_fn: Loss, *, check: bool = False
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss_fn: Loss,
+    *,
+    check: bool = False,
+    classes: bool = True,
 ) -> tuple[float, float, int]:
     """Return the scores of :func:`score`, with the model in its current mode.
 
@@ -416,7 +426,7 @@ def score_batches(
         if check and not labelled:
             _warn_unless_mean(output, y, loss_fn)
         loss += float(loss_of(loss_fn, output, y)) * labels
-        correct += num_correct(output, y)
+        correct += num_correct(output, y) if classes else math.nan
         labelled += labels
     if not labelled:
         raise DataError("the evaluation loader has no examples with a label")

@@ -10,6 +10,7 @@ that it draws, or files that it opens, change nothing here.
 Long: reading the examples, all checks of them, and the lines for the log.
 """
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ from textwrap import wrap
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -30,6 +32,7 @@ from torch.utils.data import (
     default_convert,
 )
 
+from flwr_fisher.client.losses import LOSSES, Loss
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import Curvature
@@ -43,7 +46,12 @@ from flwr_fisher.curvature.batches import (
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.losses import check_mean_over_labels
 from flwr_fisher.curvature.models import copied, evaluating
-from flwr_fisher.errors import ClientError, DataError, FlwrFisherError
+from flwr_fisher.errors import (
+    ClientError,
+    DataError,
+    FlwrFisherError,
+    StructureError,
+)
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge.refresh import TOO_FEW
 from flwr_fisher.randomness import seeded
@@ -114,6 +122,10 @@ class _UntriedError(Exception):
     """The reason why a trial is not possible."""
 
 
+class _CallError(DataError):
+    """The model fails on what the loader gives; perhaps not on a whole batch."""
+
+
 def _attempted(
     problem: LocalProblem,
     attempt: Callable[[LocalProblem, Batch], Result],
@@ -133,6 +145,9 @@ def _attempted(
                 continue  # labels of -100 alone are not enough for a trial
             try:
                 return attempt(tried, batch)
+            except _CallError as error:
+                if count is None:
+                    raise DataError(*error.args) from error.__cause__
             except FlwrFisherError:
                 raise
             except Exception:
@@ -205,20 +220,23 @@ def check_outputs(problem: LocalProblem, batch: Batch) -> None:
     Raises
     ------
     DataError, ClientError
-        If the outputs are not finite, because of the inputs or of the parameters; if
-        batch norm cannot train on the loader's last batch; or if labels name classes
-        that the outputs do not have. On a GPU, such labels would end the process.
+        If the model fails on the inputs; if the outputs are not finite, because of the
+        inputs or of the parameters; if batch norm cannot train on the loader's last
+        batch; or if labels name classes that the outputs do not have. On a GPU, such
+        labels would end the process.
     StructureError
         If the outputs are no tensor, or if the labels have a shape for which the loop's
         loss is no mean.
     """
     model, inputs = problem.model, batch.inputs
-    _check_last_batch(problem, inputs)
     with evaluating(model), torch.no_grad():
-        outputs = inputs.to(problem.device)(model)
+        outputs = _called(model, inputs.to(problem.device))
+    _check_last_batch(problem, inputs)
     if outputs.isfinite().all():
         if isinstance(batch.labels, Tensor):
+            _check_are_no_weights(problem, batch)
             _check_labels(problem, outputs.cpu(), batch.labels.cpu())
+            _check_are_logits(problem, outputs.cpu(), batch.labels.cpu())
         return
     if not all(tensor.isfinite().all() for tensor in inputs.tensors):
         raise DataError(
@@ -229,6 +247,22 @@ def check_outputs(problem: LocalProblem, batch: Batch) -> None:
         "with the server's parameters, the model's outputs of the first training "
         "examples hold NaN or infinity: check these parameters, and the inputs' scale"
     )
+
+
+def _called(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return a model's outputs; an error names what the inputs are."""
+    try:
+        return inputs(model)
+    except (FlwrFisherError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        what = str(error).strip().partition("\n")[0].rstrip(".")
+        forms = [f"{tuple(t.shape)} of {t.dtype}" for t in inputs.tensors]
+        raise _CallError(
+            f"the model fails on the loader's first examples, {', '.join(forms)}: "
+            f"{type(error).__name__}: {what}. Change the data set; or, if your own "
+            "loop converts its batches first, do that in FisherClient(batch_fn=...)"
+        ) from error
 
 
 def _check_last_batch(problem: LocalProblem, inputs: Inputs) -> None:
@@ -256,11 +290,81 @@ def _check_last_batch(problem: LocalProblem, inputs: Inputs) -> None:
 
 def _check_labels(problem: LocalProblem, outputs: Tensor, labels: Tensor) -> None:
     loss_fn = getattr(problem.train_fn, "loss_fn", None)
-    if labels.dtype == torch.int64 and labels.shape == outputs.shape[:-1]:
-        if problem.has_classes:
+    of_classes = problem.has_classes and not labels.is_floating_point()
+    if of_classes:
+        if labels.dtype == torch.int64 and labels.shape == outputs.shape[:-1]:
             likelihood_of(problem.likelihood).score(outputs, labels)
-    elif labels.is_floating_point() and labels.shape != outputs.shape and loss_fn:
+    elif labels.shape != outputs.shape and loss_fn:
         check_mean_over_labels(outputs, labels, loss_fn)
+
+
+def _check_are_no_weights(problem: LocalProblem, batch: Batch) -> None:
+    """Raise :class:`DataError` if a batch ends with numbers behind its classes.
+
+    A model whose second argument is optional would take the classes for it.
+    """
+    if problem.batch_fn is not None or not problem.has_classes:
+        return
+    labels, inputs = batch.labels, batch.inputs.args
+    if labels.is_floating_point() and any(
+        isinstance(x, Tensor) and x.dtype == torch.int64 and x.shape == labels.shape
+        for x in inputs[1:]
+    ):
+        raise DataError(
+            "a batch ends with integers and numbers, and the last part of a batch is "
+            "its labels: if the numbers are weights, pass "
+            "FisherClient(batch_fn=lambda batch: (batch[0], batch[1]))"
+        )
+
+
+def _log_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    return F.nll_loss(outputs.log().flatten(0, -2), labels.flatten())
+
+
+def _binary_log_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    return F.binary_cross_entropy(outputs, labels.to(outputs.dtype))
+
+
+# What makes probabilities of logits, and the loss of those.
+_OF_PROBABILITIES: dict[str, tuple[str, Loss]] = {
+    "categorical": ("softmax", _log_loss),
+    "bernoulli": ("sigmoid", _binary_log_loss),
+}
+
+
+def _check_are_logits(problem: LocalProblem, outputs: Tensor, labels: Tensor) -> None:
+    """Raise :class:`StructureError` for probabilities, if the loss takes their log.
+
+    The Fisher would take another softmax, or sigmoid, of them. Without a known loss,
+    the log says so of what sums to 1.
+    """
+    name, one = str(problem.likelihood), torch.ones(())
+    is_softmax = name == "categorical" and torch.allclose(outputs.sum(-1), one)
+    in_range = bool(((outputs >= 0) & (outputs <= 1)).all())
+    if not in_range or not (is_softmax or name == "bernoulli"):
+        return
+    maker, log_loss = _OF_PROBABILITIES[name]
+    loss_fn = problem.loss_fn or getattr(problem.train_fn, "loss_fn", None)
+    if loss_fn is None:
+        if is_softmax:
+            text = "The model returns probabilities, but the Fisher is that of logits: "
+            text += "leave out the softmax, unless your loss is F.cross_entropy"
+            log_once([text])
+        return
+    try:
+        own, of_logs, of_logits = (
+            float(loss(outputs, labels)) for loss in (loss_fn, log_loss, LOSSES[name])
+        )
+    except Exception:  # it is for other labels
+        return
+    near = partial(math.isclose, of_logs, rel_tol=1e-3)
+    if near(own) and not near(of_logits):
+        raise StructureError(
+            f"the model returns probabilities, after a {maker}, and its loss takes "
+            f"their logarithm, but the Fisher is that of logits: leave the {maker} out "
+            "of the model, and train with the loss of logits, such as F.cross_entropy "
+            "or F.binary_cross_entropy_with_logits"
+        )
 
 
 # the log lines

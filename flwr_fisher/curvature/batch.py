@@ -3,7 +3,7 @@
 Long: this file alone reads every form that a batch and a model's output may have.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
 from typing import Any
@@ -70,6 +70,12 @@ class Inputs:
                 raise DataError(
                     f"input {name!r:.40} is a {type(value).__name__}, but each input "
                     f"must be a tensor with one row for each example: {_WAY_OUT}"
+                )
+            if isinstance(value, Tensor) and value.layout != torch.strided:
+                raise DataError(
+                    f"input {name!r:.40} is of layout {value.layout}, whose examples "
+                    "cannot be taken one by one: make it dense, by input.to_dense() in "
+                    "the loader's collate_fn or in FisherClient(batch_fn=...)"
                 )
         rows = {n: v.shape[:1] for n, v in self._named() if isinstance(v, Tensor)}
         if not rows or len(set(rows.values())) > 1 or torch.Size() in rows.values():
@@ -173,7 +179,9 @@ class Batch:
 
     inputs: Inputs
     labels: Any = None
-    _num_labels: int | None = None  # counted on the CPU: on a GPU one waits for it
+    # Looked at on the CPU: on a GPU one waits for them.
+    _num_labels: int | None = None
+    _extremes: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -181,18 +189,30 @@ class Batch:
     def __getitem__(self, rows: slice | Tensor) -> "Batch":
         labels = self.labels
         own = isinstance(labels, Tensor) and labels.shape[:1] == (len(self),)
-        return Batch(self.inputs[rows], labels[rows] if own else labels)
+        kept = labels[rows] if own else labels
+        return Batch(self.inputs[rows], kept, _extremes=self._extremes)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same on a device."""
-        labels, count = self.labels, self._num_labels
+        labels, count, extremes = self.labels, self._num_labels, self.extremes
         if isinstance(labels, Tensor) and labels.device.type == "cpu":
             count = self.num_labels
         if isinstance(labels, Tensor):
             labels = _moved(labels, device)
         elif hasattr(labels, "to"):
             labels = labels.to(device, non_blocking=True)
-        return Batch(self.inputs.to(device), labels, count)
+        return Batch(self.inputs.to(device), labels, count, extremes)
+
+    @property
+    def extremes(self) -> tuple[int, ...]:
+        """The least and the largest label, of integers that came from the CPU."""
+        labels = self.labels
+        if self._extremes or not isinstance(labels, Tensor):
+            return self._extremes
+        if labels.dtype != torch.int64 or labels.device.type != "cpu":
+            return ()
+        given = labels[labels != IGNORED]
+        return (int(given.min()), int(given.max())) if given.numel() else ()
 
     def tensor_labels(self, form: str = "") -> Tensor:
         """Return the labels; raise :class:`DataError` if they are no tensor.
@@ -226,12 +246,42 @@ def num_correct(outputs: Tensor, labels: Any) -> float:
     """Return how many labels are the most likely class; -100 is no label.
 
     NaN if the outputs have no classes: one logit has none.
+
+    Raises
+    ------
+    DataError
+        If a label is no class, such as -1 or 255 for a loss with that `ignore_index`.
     """
     guess = outputs.argmax(-1)
     fits = isinstance(labels, Tensor) and guess.shape == labels.shape
     if not fits or outputs.shape[-1] < 2:
         return float("nan")
-    return float(((guess == labels) & (labels != IGNORED)).sum())
+    given = labels != IGNORED
+    classes = outputs.shape[-1]
+    wrong = labels[given & ((labels < 0) | (labels >= classes))]
+    check_classes(map(int, wrong[:1]), classes)
+    return float(((guess == labels) & given).sum())
+
+
+def check_classes(labels: Iterable[int], classes: int) -> None:
+    """Raise :class:`DataError` if a label is no class; -100, no label, is left out."""
+    for label in labels:
+        if not 0 <= label < classes:
+            raise DataError(
+                f"label {label} is outside [0, {classes}): labels must be class "
+                f"indices, or {IGNORED} (PyTorch's ignore_index) for no label. Change "
+                "them in the data, or by FisherClient(batch_fn=...)"
+            )
+
+
+def check_from_0_to_1(labels: Tensor) -> None:
+    """Raise :class:`DataError` if a label of sigmoids is below 0, above 1, or NaN."""
+    if len(wrong := labels[~((labels >= 0) & (labels <= 1))]):
+        raise DataError(
+            f"label {float(wrong[0]):g} is outside [0, 1], where labels of sigmoids "
+            "are: there is none for a missing label, and -1 and 1 are not 0 and 1. "
+            "Change them by FisherClient(batch_fn=...)"
+        )
 
 
 def count_labels(labels: Any) -> int:
@@ -342,7 +392,8 @@ def _of_mapping(
     names, any_name = _arguments(model)
     known = {key: value for key, value in tensors.items() if key in names}
     if len(targets) > 1 or not tensors:
-        what = f"labels may be any of {', '.join(targets)}" if tensors else "no inputs"
+        what = f"labels may be any of {', '.join(targets)}"
+        what = what if tensors else "no tensor of inputs"
         raise DataError(f"a batch is a mapping of {entries}, with {what}: {_WAY_OUT}")
     labels = batch[targets[0]] if targets else None
     if not targets and len(known) < len(tensors):

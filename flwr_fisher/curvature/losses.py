@@ -192,7 +192,8 @@ def check_mean_over_labels(outputs: Tensor, labels: Any, loss_fn: Loss) -> bool:
     else:
         return tried
     way_out = _OF_CLASSES
-    if labels.is_floating_point() and labels.shape != outputs.shape:
+    of_numbers = labels.is_floating_point() or outputs.shape[-1:] == (1,)
+    if of_numbers and labels.shape != outputs.shape:
         way_out = (
             f"The labels, {list(labels.shape)}, may be broadcast against the outputs, "
             f"{list(outputs.shape)}: give both the same shape"

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.sums import within
+from flwr_fisher.devices import check_default_device
 from flwr_fisher.errors import ConfigurationError, StructureError
 from flwr_fisher.params import trainable
 from flwr_fisher.randomness import (
@@ -54,6 +55,7 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
     StructureError
         If it is or has a ``ScriptModule``, or a trainable complex parameter.
     """
+    check_default_device()
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise StructureError(

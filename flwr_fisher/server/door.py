@@ -106,9 +106,9 @@ def comparable(
     """Return the metrics that can be averaged, and why some clients' cannot.
 
     Flower refuses all metrics of a round whose clients do not report the same. Here an
-    entry counts if more than half of the clients report it; other entries are dropped.
-    A client that lacks an entry that counts, or reports NaN or infinity for it, is left
-    out of the metrics. Its upload still counts.
+    entry counts if more than half of the clients report it, and no NaN or infinity;
+    other entries are dropped. A client that lacks an entry that counts, or reports NaN
+    or infinity for it, is left out of the metrics. Its upload still counts.
 
     Examples
     --------
@@ -125,8 +125,24 @@ def comparable(
             for name, value in record.items()
         }
 
-    counts = Counter(entry for own in metrics.values() for entry in entries(own))
-    common = [entry for entry, n in counts.items() if 2 * n > len(metrics)]
+    def reported(finite: bool) -> list[tuple[str, int]]:
+        """Return what more than half report; on request, with finite numbers."""
+        counts = Counter(
+            (name, size)
+            for own in metrics.values()
+            for name, size in entries(own)
+            if _finite(own[name]) or not finite
+        )
+        return [entry for entry, n in counts.items() if 2 * n > len(metrics)]
+
+    common = reported(finite=True)
+    for name, size in reported(finite=False):
+        if (name, size) not in common:
+            logger.warning(
+                "metrics without '%s', which is NaN or infinite for so many clients "
+                "that it has no mean",
+                printable(name),
+            )
     kept: dict[Key, MetricRecord] = {}
     mismatched: dict[Key, str] = {}
     for client, record in metrics.items():

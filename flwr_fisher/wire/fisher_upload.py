@@ -165,11 +165,11 @@ class FisherUpload(Payload):
             or is not finite; it names the key. Also if the format or the codec is
             another one, or the record is larger than the codec's budget.
         """
-        if record.keys() <= like.keys():
+        if record.keys() == like.keys():
             raise WireError(
-                "there is none: a client's reply has fisher_arrays(message, context, "
-                "model, trainloader) in place of ArrayRecord(model.state_dict())",
-                field="curvature",
+                "missing: a client's reply has fisher_arrays(message, context, model, "
+                "trainloader) in place of ArrayRecord(model.state_dict())",
+                field=FORMAT,
             )
         plain = codec == LOSSLESS or _is_unpacked(record)
         read = _read_plain if plain else _read_packed

@@ -93,9 +93,15 @@ def evaluation(
 
 
 def _scores(problem: LocalProblem, loader: Loader) -> dict[str, float]:
-    loss, accuracy, n = score(problem.model, loader, problem.device, problem.loss)
+    loss, accuracy, n = score(
+        problem.model,
+        loader,
+        problem.device,
+        problem.loss,
+        classes=problem.has_classes,
+    )
     scores = {"num-examples": n, "loss": loss, "accuracy": accuracy}
-    if not problem.has_classes or math.isnan(accuracy):
+    if math.isnan(accuracy):
         del scores["accuracy"]
     return scores
 

@@ -254,7 +254,8 @@ def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> Non
         check_outputs(problem, batch)
         curvature = job.trial_curvature(problem, batch)
         if request.options.get("report-local"):
-            score(problem.model, [batch], problem.device, problem.loss)
+            classes = problem.has_classes
+            score(problem.model, [batch], problem.device, problem.loss, classes=classes)
         size = _size_in_words(problem, request, job, curvature)
         return upload_summary(problem.model, curvature, job.structure, size)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import Batch
+from flwr_fisher.curvature.batch import Batch, check_classes
 from flwr_fisher.curvature.estimate.likelihood import Likelihood
 from flwr_fisher.curvature.estimate.pieces import Pieces, given_pieces
 from flwr_fisher.curvature.operators.plain import Diagonal
@@ -87,6 +87,8 @@ class Expectation:
             given = self.likelihood.score(outputs, batch.tensor_labels())
             return given_pieces(given.unsqueeze(0))
         self.likelihood.check_order(outputs, batch.labels)
+        if self.likelihood.labels_are_classes:
+            self._check_classes(outputs, batch)
         mask = label_mask
         if mask is not None and mask.shape[1:] != outputs.shape[1:-1]:
             mask = None
@@ -99,6 +101,11 @@ class Expectation:
         if mask is not None:
             drawn = drawn * mask.unsqueeze(-1)
         return given_pieces(drawn)
+
+    def _check_classes(self, outputs: Tensor, batch: Batch) -> None:
+        labels = batch.labels
+        if isinstance(labels, Tensor) and labels.shape == outputs.shape[:-1]:
+            check_classes(batch.extremes, outputs.shape[-1])
 
 
 def squared_batch_gradients(

@@ -14,7 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.batch import IGNORED, count_labels
+from flwr_fisher.curvature.batch import (
+    IGNORED,
+    check_classes,
+    check_from_0_to_1,
+    count_labels,
+)
 from flwr_fisher.curvature.estimate.pieces import (
     GivenVectors,
     OutputVectors,
@@ -204,11 +209,8 @@ class Categorical(Likelihood):
             )
         labels, classes = labels.long(), p.shape[-1]
         ignored = labels == IGNORED
-        if len(wrong := labels[~ignored & ((labels < 0) | (labels >= classes))]):
-            raise DataError(
-                f"label {int(wrong[0])} is outside [0, {classes}): labels must be "
-                f"class indices, or {IGNORED} (PyTorch's ignore_index) for no label"
-            )
+        wrong = labels[~ignored & ((labels < 0) | (labels >= classes))]
+        check_classes(map(int, wrong[:1]), classes)
         scores = _from_probabilities(labels.clamp_min(0), p)
         return scores.masked_fill(ignored.unsqueeze(-1), 0)
 
@@ -271,7 +273,9 @@ class Bernoulli(Likelihood):
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return ``y - p``."""
-        return _same_shape(outputs, labels) - outputs.sigmoid()
+        labels = _same_shape(outputs, labels)
+        check_from_0_to_1(labels)
+        return labels - outputs.sigmoid()
 
 
 class Gaussian(Likelihood):
