@@ -214,7 +214,7 @@ def test_a_loader_that_can_be_read_once_is_refused_before_anything_trains(name, 
         raise AssertionError
 
     client = FisherClient(tiny_model(), ONCE[name](), train_fn=train_fn)
-    with pytest.raises(DataError, match=rf"trainloader is a {name}, .*DataLoader"):
+    with pytest.raises(DataError, match=rf"it is a {name}, .*DataLoader"):
         ask(client, config=config)
 
 
