@@ -2,8 +2,9 @@
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.errors import ClientError
+from flwr_fisher.log_lines import logger
 from flwr_fisher.merge.batch_norms import norms_of
-from flwr_fisher.merge.refresh import norm_shifts
+from flwr_fisher.merge.refresh import norm_shifts, norms_by_prefix
 from flwr_fisher.wire import Additive
 from flwr_fisher.wire.additive import NORMS
 
@@ -28,6 +29,13 @@ def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
         raise ClientError(
             f"the server requests statistics of {unknown}, but did not send these: "
             "install the same flwr-fisher on both sides"
+        )
+    known = norms_by_prefix(problem.model)
+    if others := [each[:-1] for each in prefixes if each not in known]:
+        logger.warning(
+            "The layers %s have running statistics, but are no nn.BatchNorm: theirs "
+            "stay the clients' mean, which may not fit the merged model",
+            others,
         )
     shifts = norm_shifts(problem.model, problem.train_batches, prefixes)
     own = {name: value.to(request.params[name].dtype) for name, value in shifts.items()}
