@@ -49,7 +49,7 @@ class _Forward(NamedTuple):
 
 
 class _Later(NamedTuple):
-    """A group's examples, with each layer's share of positions that count."""
+    """A group's examples, and the shares of each layer's positions that count."""
 
     inputs: Inputs
     group: Group
@@ -130,9 +130,10 @@ class Engine:
             self.count += len(some)
 
     def _run(self, batch: Batch, label_mask: Tensor | None) -> list[_Later]:
-        """Run examples forward, and backward if they are a single group.
+        """Run examples forward, plan which pieces count, and run these backward.
 
-        Else return the groups to run later, from a forward pass of their own.
+        If the examples need unlike numbers of passes, none runs backward here: return
+        the groups to run later, from a forward pass of their own.
         """
         run = self._forward(batch.inputs)
         self._outputs.append(_finite_rows([run.outputs.detach()], len(batch)))
