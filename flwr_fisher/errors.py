@@ -3,13 +3,16 @@
 Each message names the culprit (an argument, a layer, a node, a key, a file) and the
 way out. Most classes also derive from the built-in exception of the same meaning, so
 that code which catches ``ValueError`` keeps working.
+
+Long: all exceptions, and all checks of single arguments, with their docstrings.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
+Options = TypeVar("Options")
 _MOST, _NAMES = 80, 5  # characters of a text from outside, and names, that are shown
 
 
@@ -199,6 +202,15 @@ def check_range(
     if not low <= value <= high:
         span = f">= {low}" if high == float("inf") else f"in [{low}, {high}]"
         raise ConfigurationError(f"{name} must be {span}, got {value}")
+
+
+def given(name: str, options: Options | None, kind: type[Options]) -> Options:
+    """Return options unchanged, or the defaults; raise an error for other objects."""
+    if isinstance(options, kind | None):
+        return kind() if options is None else options
+    raise ConfigurationError(
+        f"{name} must be {kind.__name__}(...), got {options!r:.80}"
+    )
 
 
 @contextmanager

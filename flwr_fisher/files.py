@@ -137,9 +137,21 @@ def digest_of(record: object, tensors: Mapping[str, Tensor] | None = None) -> st
     digest = hashlib.blake2b(json.dumps(record, sort_keys=True).encode())
     for tensor in (tensors or {}).values():
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+        digest.update(to_bytes(tensor.cpu()).numpy().data)
     return digest.hexdigest()
+
+
+def to_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, as uint8 in one dimension, on its device.
+
+    Examples
+    --------
+    >>> to_bytes(torch.ones(1))
+    tensor([  0,   0, 128,  63], dtype=torch.uint8)
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    # NumPy's empty arrays have a stride of 0, and torch makes no bytes of that.
+    return flat.view(torch.uint8) if len(flat) else flat.new_empty(0).byte()
 
 
 def sync_folder(folder: Path) -> None:

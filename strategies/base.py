@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from inspect import signature
 from math import isfinite
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -27,6 +27,7 @@ from flwr_fisher.errors import (
     check_known,
     check_range,
     check_whole,
+    given,
 )
 from flwr_fisher.log_lines import logger, width
 from flwr_fisher.measures import EvaluateFn
@@ -63,14 +64,6 @@ OLDER_NAMES = {
     "min_evaluate_clients": "min_evaluate_nodes",
     "min_available_clients": "min_available_nodes",
 }
-Options = TypeVar("Options")
-
-
-def given(name: str, options: Options | None, kind: type[Options]) -> Options:
-    """Return options unchanged, or the defaults; raise an error for other objects."""
-    if isinstance(options, kind | None):
-        return kind() if options is None else options
-    raise ConfigurationError(f"{name} must be {kind.__name__}(...), got {options!r}")
 
 
 def _meant(

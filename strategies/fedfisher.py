@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import FisherOptions
 from flwr_fisher.devices import check_float64, default_device
-from flwr_fisher.errors import ConfigurationError, check_known
+from flwr_fisher.errors import ConfigurationError, check_known, given
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import (
     DiagonalSums,
@@ -39,7 +39,7 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
-from flwr_fisher.strategies.base import CurvatureStrategy, given
+from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (

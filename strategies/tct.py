@@ -11,6 +11,7 @@ from flwr_fisher.errors import (
     CheckpointError,
     ConfigurationError,
     check_whole,
+    given,
 )
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import derive_seed
@@ -23,7 +24,7 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.server.membership import Membership
-from flwr_fisher.strategies.base import CurvatureStrategy, given
+from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines.fedavg import mean_model
 from flwr_fisher.strategies.exchanges.tct_regression import (
     MEMBERSHIP,

@@ -5,6 +5,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from filelock import Timeout
@@ -47,6 +48,7 @@ def test_what_is_saved_is_read_again_whole(tmp_path):
         "labels": torch.arange(3),
         "yes": torch.tensor([True, False]),
         "none": torch.zeros(0, 4),
+        "none of NumPy's": torch.from_numpy(np.array([], np.float32)),
         "a scalar": torch.tensor(2.5, dtype=torch.bfloat16),
     }
     disk(tmp_path).save("features", tensors, note="said")

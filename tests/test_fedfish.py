@@ -52,6 +52,7 @@ from flwr_fisher.tasks import Transformer, load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
     PREFIX,
+    Additive,
     FisherUpload,
     arrays_to_tensors,
     named_options,
@@ -664,3 +665,17 @@ def test_of_an_endless_stream_nobody_takes_so_many(taken):
     )
     with pytest.raises(ClientError, match=f"train_fn returned 'num-examples': {taken}"):
         fisher_of(stream, reduction="mean")
+
+
+def test_half_precision_is_summed_in_single():
+    """The server refused each sum, when all had trained."""
+    x, y = torch.randn(8, 3).half(), torch.arange(8) % 2
+    model = nn.Linear(3, 2).half()
+    sent = ArrayRecord(model.state_dict())
+    reply = ask(
+        FisherClient(model, [(x, y)]), sent, {"job": "fedfish", "upload": "sums"}
+    )
+    (record,) = reply.content.array_records.values()
+    read = Additive.reader("product", "fisher", "params")
+    fisher = read(record, arrays_to_tensors(sent)).part("fisher")
+    assert {value.dtype for value in fisher.values()} == {torch.float32}

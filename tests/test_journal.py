@@ -28,8 +28,9 @@ from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.exchange import ServerState
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.journal import FolderLock, Journal
+from flwr_fisher.server.run import Run
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import arrays_to_tensors
+from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 CLIENTS = 3
 UPLOADS = "uploads-0002/exchange-1"
@@ -459,6 +460,14 @@ def test_what_is_told_is_on_the_disk_before(tmp_path, monkeypatch):
     order = [folder / "partition-0.safetensors", folder, line]
     order += [tmp_path / "round-0001.safetensors", tmp_path, line]
     assert synced == [path.stat().st_ino for path in order]
+
+
+def test_an_empty_array_is_kept(tmp_path):
+    arrays = tensors_to_arrays({"w": torch.empty(0)})
+    Run.begin(arrays, {}, tmp_path, resume=False).release()
+    run = Run.begin(arrays, {}, tmp_path, resume=True)
+    assert run.state.params["w"].shape == (0,)
+    run.release()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

@@ -42,6 +42,12 @@ def test_any_optimiser_is_the_loop_one_would_write(config, lr):
     assert same(trained(config, epochs=2, optimizer=own), model.state_dict())
 
 
+def test_a_large_batch_in_half_precision_has_a_finite_loss():
+    batch = torch.zeros(10**4, 1).half(), torch.zeros(10**4).long()
+    model, loss = nn.Linear(1, 2).half(), lambda outputs, labels: 0 * outputs.sum() + 10
+    assert LocalSGD(loss_fn=loss)(model, [batch], CPU, {}) == {"train_loss": 10}
+
+
 def test_a_schedule_takes_a_step_after_each_epoch():
     model = seeded(net)
     for lr in (0.4, 0.4, 0.2):

@@ -18,6 +18,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.files import to_bytes
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params
 from flwr_fisher.wire import curvature_to_tensors
@@ -33,7 +34,7 @@ from flwr_fisher.wire.layout import (
     keys_by_block,
     parse_key,
 )
-from flwr_fisher.wire.quantise import levels, pack, packed_size, to_bytes, unpack
+from flwr_fisher.wire.quantise import levels, pack, packed_size, unpack
 from flwr_fisher.wire.size import fedavg_bytes
 
 _HEAD = struct.Struct("<III")  # groups, n, rank

@@ -19,13 +19,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import Tensor
 
 from flwr_fisher.errors import ClientError, ConfigurationError, check_whole
-from flwr_fisher.files import aside_of, is_aside, load_record, save_record
+from flwr_fisher.files import (
+    aside_of,
+    is_aside,
+    load_record,
+    save_record,
+    to_bytes,
+)
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 
@@ -85,6 +90,7 @@ class ClientDisk:
     Examples
     --------
     >>> import tempfile
+    >>> import torch
     >>> disk = ClientDisk(Path(tempfile.mkdtemp()), "state", client=0, key="7")
     >>> disk.save("control", {"w": torch.ones(2)}, step=1)
     >>> disk.load("control", step=1).tensors
@@ -340,8 +346,7 @@ def _checksum(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     for key, value in tensors.items():
         layout = f"{key}/{value.dtype}/{tuple(value.shape)}"
         checksum = zlib.crc32(layout.encode(), checksum)
-        entries = value.reshape(-1).view(torch.uint8).numpy().data
-        checksum = zlib.crc32(entries, checksum)
+        checksum = zlib.crc32(to_bytes(value).numpy().data, checksum)
     return str(checksum)
 
 

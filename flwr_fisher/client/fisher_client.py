@@ -34,7 +34,7 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import ConfigurationError, given
 from flwr_fisher.progress import watching
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES
@@ -153,7 +153,7 @@ class FisherClient:
             likelihood,
             chosen_device(device, model, train_fn, evaluate_fn),
             Path(DEFAULT_STATE_DIR if state_dir is None else state_dir),
-            limits or ClientLimits(),
+            given("limits", limits, ClientLimits),
             state_bytes,
             batch_fn=batch_fn,
             output_fn=output_fn,

@@ -136,10 +136,6 @@ class LocalProblem:
             )
         trainable(self.model)  # which refuses lazy layers
         check_functions(self, _FUNCTIONS)
-        if not isinstance(self.limits, ClientLimits):
-            raise ConfigurationError(
-                f"limits must be ClientLimits(...), got {self.limits!r:.80}"
-            )
         for name in ("trainloader", "valloader"):
             loader = getattr(self, name)
             if loader is None and name == "trainloader":

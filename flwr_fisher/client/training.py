@@ -226,7 +226,7 @@ class LocalSGD:
                     return loss.detach()
 
                 loss = take_step(optimizer, scaler, closure)
-                total += loss * labels
+                total += loss.float() * labels  # half precision ends at 65504
                 count += labels
                 if progress.due:  # reading a loss makes a GPU wait
                     loss_so_far = f"loss {float(total) / count:.3g}{pace}"

@@ -418,10 +418,6 @@ class Door(Generic[P]):
         name = self.cohort.name(node)
         self.rejected.add(name, error, stage=stage or self.stage, node=node)
 
-    def reject_saved(self, client: Identity, error: Exception) -> None:
-        """Reject a client's saved reply; the client need not be connected."""
-        self.rejected.add(client.name, error, stage=self.stage, node=client.node)
-
     def withdraw(self, upload: Upload[P], error: Exception) -> None:
         """Reject an upload after its admission."""
         self.admitted = [u for u in self.admitted if u.client != upload.client]

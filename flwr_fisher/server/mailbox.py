@@ -9,6 +9,7 @@ Long: sending, receiving and waiting belong together.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf, isinf
 
 from flwr.app import Error, Message, MessageType, RecordDict
@@ -301,8 +302,12 @@ class Requested:
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self._sent = [message.metadata for message in messages]
 
+    @cached_property
+    def _nodes(self) -> dict[str, int]:
+        return {m.message_id: m.dst_node_id for m in self._sent}
+
     def reply(self, message: Message) -> NodeReply:
         """Return a reply with the node that was asked."""
-        request = message.metadata.reply_to_message_id
-        nodes = [m.dst_node_id for m in self._sent if m.message_id == request]
-        return NodeReply(next(iter(nodes), message.metadata.src_node_id), message)
+        own = message.metadata
+        node = self._nodes.get(own.reply_to_message_id, own.src_node_id)
+        return NodeReply(node, message)

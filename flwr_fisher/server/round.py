@@ -356,7 +356,7 @@ class ExchangeRun(Generic[P]):
             try:
                 door.admit(client, arrays, metrics)
             except Exception as error:  # admitted before, perhaps by another version
-                door.reject_saved(client, error)
+                door.rejected.add(client.name, error, stage=TRAIN, node=client.node)
                 self.journal.set_aside(client.name, door.rejected.reasons[client.name])
 
     def _window(self) -> float:

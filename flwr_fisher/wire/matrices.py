@@ -41,6 +41,7 @@ from flwr_fisher.curvature.operators.factors import (
 )
 from flwr_fisher.curvature.operators.solvers import eigh
 from flwr_fisher.errors import WireError
+from flwr_fisher.files import to_bytes
 from flwr_fisher.params import Params
 from flwr_fisher.wire.checks import sum64
 from flwr_fisher.wire.layout import Part, check_shape, parse_key
@@ -55,7 +56,6 @@ from flwr_fisher.wire.quantise import (
     pack,
     packed_size,
     read_head,
-    to_bytes,
     unpack,
 )
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flwr_fisher.errors import WireError
+from flwr_fisher.files import to_bytes
 from flwr_fisher.wire.checks import are_finite_and_not_negative
 
 ROW = 256  # values that share a scale: with one a tensor, its largest would decide all
@@ -105,11 +106,6 @@ def _integer(bits: int) -> torch.dtype:
 def levels(bits: int) -> int:
     """Return the largest code c; codes are the integers from -c to c."""
     return (1 << (bits - 1)) - 1
-
-
-def to_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, as uint8 in one dimension."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def as_scales(data: Tensor, field: str) -> Tensor:

@@ -23,7 +23,7 @@ from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.batches import length_of
 from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import check_known, check_range
-from flwr_fisher.params import select, subtract, trainable
+from flwr_fisher.params import select, subtract, sum_dtype, trainable
 from flwr_fisher.wire import Additive
 
 _SOURCES = ("extra-pass", "last-epoch")
@@ -137,7 +137,8 @@ class FedFishJob(TrainingJob):
         step = subtract(select(trained.start, names), select(params, names))
         product = curvature.matvec(step)
         if self.upload == "sums":
-            fisher = curvature.diagonal()
+            squares = curvature.diagonal().items()
+            fisher = {k: v.to(sum_dtype(v.dtype)) for k, v in squares}
             own = Additive({"product": product, "fisher": fisher, "params": params})
             return own.to_arrays()
         buffers = {k: v for k, v in params.items() if k not in product}
