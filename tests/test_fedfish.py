@@ -667,15 +667,15 @@ def test_of_an_endless_stream_nobody_takes_so_many(taken):
         fisher_of(stream, reduction="mean")
 
 
-def test_half_precision_is_summed_in_single():
-    """The server refused each sum, when all had trained."""
-    x, y = torch.randn(8, 3).half(), torch.arange(8) % 2
-    model = nn.Linear(3, 2).half()
-    sent = ArrayRecord(model.state_dict())
-    reply = ask(
-        FisherClient(model, [(x, y)]), sent, {"job": "fedfish", "upload": "sums"}
-    )
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_half_precision_is_summed_in_single_and_double_in_double(dtype):
+    """The server refused each sum in half precision, when all had trained."""
+    x, y = torch.randn(8, 3).to(dtype), torch.arange(8) % 2
+    model = nn.Linear(3, 2).to(dtype)
+    sent, config = ArrayRecord(model.state_dict()), {"job": "fedfish", "upload": "sums"}
+    reply = ask(FisherClient(model, [(x, y)]), sent, config)
     (record,) = reply.content.array_records.values()
     read = Additive.reader("product", "fisher", "params")
     fisher = read(record, arrays_to_tensors(sent)).part("fisher")
-    assert {value.dtype for value in fisher.values()} == {torch.float32}
+    wide = torch.promote_types(dtype, torch.float32)
+    assert {value.dtype for value in fisher.values()} == {wide}

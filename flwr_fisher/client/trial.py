@@ -338,7 +338,7 @@ def _check_are_logits(problem: LocalProblem, outputs: Tensor, labels: Tensor) ->
     The Fisher would take another softmax, or sigmoid, of them. Without a known loss,
     the log says so of what sums to 1.
     """
-    name, one = str(problem.likelihood), torch.ones(())
+    name, one = str(problem.likelihood), outputs.new_ones(())
     is_softmax = name == "categorical" and torch.allclose(outputs.sum(-1), one)
     in_range = bool(((outputs >= 0) & (outputs <= 1)).all())
     if not in_range or not (is_softmax or name == "bernoulli"):
