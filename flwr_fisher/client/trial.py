@@ -340,8 +340,8 @@ def _check_are_logits(problem: LocalProblem, outputs: Tensor, labels: Tensor) ->
     """
     name, one = str(problem.likelihood), outputs.new_ones(())
     is_softmax = name == "categorical" and torch.allclose(outputs.sum(-1), one)
-    in_range = bool(((outputs >= 0) & (outputs <= 1)).all())
-    if not in_range or not (is_softmax or name == "bernoulli"):
+    are_shares = bool(((outputs >= 0) & (outputs <= 1)).all())
+    if not are_shares or not (is_softmax or name == "bernoulli"):
         return
     maker, log_loss = _OF_PROBABILITIES[name]
     loss_fn = problem.loss_fn or getattr(problem.train_fn, "loss_fn", None)
