@@ -124,3 +124,23 @@ def test_positions_share_a_pass_with_random_signs():
 def test_factors_want_logits(shape):
     with pytest.raises(StructureError, match="with at least 2 classes"):
         LIKELIHOODS["categorical"].pieces(torch.zeros(shape))
+
+
+CERTAIN = {
+    "categorical": (torch.tensor([[25.0, 0.0, 1.0]]), torch.tensor([0])),
+    "bernoulli": (torch.tensor([[25.0, -25.0]]), torch.tensor([[1.0, 0.0]])),
+}
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_a_certain_score_keeps_its_digits(name):
+    likelihood, (outputs, labels) = LIKELIHOODS[name], CERTAIN[name]
+    want = outputs.double().requires_grad_()
+    loss = torch.nn.functional.softplus(-want * (2 * labels - 1)).sum()
+    if name == "categorical":
+        loss = (want[:, 1:] - want[:, :1]).exp().sum(1).log1p().sum()
+    loss.backward()
+    got = likelihood.score(outputs, labels)
+    torch.testing.assert_close(got.double(), -want.grad, rtol=1e-6, atol=0)
+    drawn = likelihood.sample_score(outputs, torch.Generator().manual_seed(0))
+    assert torch.equal(drawn, got)  # with a chance of 1e-11 of another

@@ -112,7 +112,7 @@ def fisher(
         the classes are the last dimension, not the second as in ``F.cross_entropy``.
     loader : Iterable
         Batches ``(inputs, labels)``, or only ``inputs`` if labels are not used (but a
-        label of -100 always means that there is no label); mappings with an entry
+        class of -100 always means that there is no label); mappings with an entry
         ``label``; or batches of any other form with
         :class:`~flwr_fisher.curvature.Pairs`. For ``ekfac`` it is read twice.
     structure : str | list[str] | tuple[str, ...], default "kfac"

@@ -268,14 +268,14 @@ class Bernoulli(Likelihood):
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``y - p`` for y drawn from p."""
-        p = outputs.sigmoid()
-        return torch.bernoulli(p, generator=generator) - p
+        drawn = torch.bernoulli(outputs.sigmoid(), generator=generator)
+        return _minus_sigmoid(drawn, outputs)
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return ``y - p``."""
         labels = _same_shape(outputs, labels)
         check_from_0_to_1(labels)
-        return labels - outputs.sigmoid()
+        return _minus_sigmoid(labels, outputs)
 
 
 class Gaussian(Likelihood):
@@ -334,6 +334,16 @@ def _same_shape(outputs: Tensor, labels: Tensor) -> Tensor:
     return labels.to(outputs.dtype)
 
 
+# Of a certain model, a difference of two numbers near 1 would have no digits.
+
+
+def _minus_sigmoid(labels: Tensor, outputs: Tensor) -> Tensor:
+    """Return ``labels - p``."""
+    return labels * (-outputs).sigmoid() - (1 - labels) * outputs.sigmoid()
+
+
 def _from_probabilities(labels: Tensor, p: Tensor) -> Tensor:
-    """Return ``onehot(labels) - p``, in one tensor like p."""
-    return p.neg().scatter_(-1, labels.unsqueeze(-1), 1, reduce="add")
+    """Return ``onehot(labels) - p``, with the sum of the other classes for 1 - p."""
+    index = labels.unsqueeze(-1)
+    others = p.neg().scatter_(-1, index, 0)
+    return others.scatter_(-1, index, -others.sum(-1, keepdim=True))
