@@ -142,9 +142,8 @@ def test_the_fisher_is_that_of_a_dense_oracle(likelihood, twin, outputs):
     assert 0.95 <= kept / float(want.trace()) <= 1 + 1e-5
     many = x.repeat(50, 1)  # as many draws of each
     check([many], want, 0.2, expectation="sampled", num_samples=40)
-    y = torch.randint(
-        outputs if likelihood == "categorical" else 4, (8, outputs), generator=rng(3)
-    )
+    most = {"categorical": outputs, "bernoulli": 2}.get(likelihood, 4)
+    y = torch.randint(most, (8, outputs), generator=rng(3))
     y = y[:, 0] if likelihood == "categorical" else y.float()
     g = torch.einsum("nc,ncd->nd", twin.score(z, y), J)
     batches = list(zip(x.split(3), y.split(3), strict=True))
