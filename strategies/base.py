@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
@@ -23,7 +23,6 @@ from flwr_fisher.callbacks.base import check_callbacks
 from flwr_fisher.devices import check_default_device
 from flwr_fisher.errors import (
     ConfigurationError,
-    RoundError,
     check_known,
     check_range,
     check_whole,
@@ -34,8 +33,8 @@ from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.merge.batch_norms import moved_norms
 from flwr_fisher.params import Params
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.door import EvaluationDoor
-from flwr_fisher.server.driver import TO_EVALUATE, Driver, exchanges_of
+from flwr_fisher.server.driver import Driver
+from flwr_fisher.server.evaluation import EvaluationDoor, requests_to_evaluate
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,
@@ -43,13 +42,11 @@ from flwr_fisher.server.exchange import (
     ServerState,
     check_groups,
 )
-from flwr_fisher.server.journal import Journal
 from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.policy import Policy
-from flwr_fisher.server.round import ExchangeRun, requests
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
-from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.strategies.hooks import HookedRounds
 
 _FUNCTIONS = ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
 _FRACTIONS = ("fraction_train", "fraction_evaluate")
@@ -184,9 +181,8 @@ class CurvatureStrategy(FedAvg):
             )
         self.seed, self.cohort = seed, Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # for waiting for nodes; `start` sets its own
-        self._state: ServerState | None = None  # between calls of Flower's hooks
-        self._under_way: ExchangeRun[Any] | None = None
-        self._requested = {"train": Requested(), "evaluate": Requested()}
+        self._hooked = HookedRounds(self, self._initial_groups)
+        self._to_evaluate = Requested()
 
     # --- what a subclass defines
 
@@ -395,7 +391,7 @@ class CurvatureStrategy(FedAvg):
         try:
             self.check(run.state)
             self.cohort.recall_absences(run.absences)
-            Driver(self, grid, run, timeout).rounds(
+            Driver(self, grid, run).rounds(
                 num_rounds,
                 own,
                 evaluate_config or ConfigRecord(),
@@ -425,75 +421,20 @@ class CurvatureStrategy(FedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Sample clients and return their messages, without changing `config`."""
-        if self.fraction_train == 0.0:
-            return []
-        exchange = self._only_exchange(server_round)
-        groups = self._initial_groups() if self._state is None else self._state.groups
-        state = ServerState(arrays_to_tensors(arrays), groups)
-        self.check(state)
-        where = grid, Journal(None).exchange(server_round, 1), self.timeout
-        self._under_way = ExchangeRun(
-            self, exchange, state, server_round, config, *where
-        )
-        _, messages = self._under_way.open()
-        self._requested["train"] = Requested(messages)
-        return messages
+        return self._hooked.configure(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check the replies to :meth:`configure_train`'s messages; take the step."""
-        if self.fraction_train == 0.0:
-            return None, None
-        self._only_exchange(server_round)
-        under_way, self._under_way = self._under_way, None
-        if under_way is None or under_way.server_round != server_round:
-            raise ConfigurationError(
-                f"call configure_train of round {server_round} before its "
-                "aggregate_train"
-            )
-        for message in replies:
-            under_way.door.take(self._requested["train"].reply(message))
-        outcome = under_way.step()
-        if norms := self.norms_to_refresh(
-            under_way.state.params, outcome.step.state.params
-        ):
-            logger.warning(
-                "norm statistics: %d batch norms keep the mean of the clients' "
-                "statistics, because Flower's own loop has one request a round. Use "
-                "this library's `start`, or merge.refresh_norms(model, loader)",
-                len(norms),
-            )
-        self._state = outcome.step.state
-        metrics = {**outcome.metrics, **outcome.step.metrics}
-        return tensors_to_arrays(self._state.params), MetricRecord(metrics)
+        return self._hooked.aggregate(server_round, replies)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Sample clients for evaluation, without changing `config`."""
-        if self.fraction_evaluate == 0.0:
-            return []
-        try:
-            nodes = self.cohort.sample(
-                grid,
-                fraction=self.fraction_evaluate,
-                minimum=self.min_evaluate_nodes,
-                available=self.min_available_nodes,
-                server_round=server_round,
-                purpose="evaluate",
-                timeout=min(self.timeout, TO_EVALUATE),
-                waiting=Waiting(),
-            ).nodes
-        except RoundError as error:  # the training does not depend on it
-            logger.warning("configure_evaluate: no client evaluates: %s", error)
-            return []
-        logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
-        kind = MessageType.EVALUATE
-        messages = requests(
-            self, server_round, lambda node: arrays, config, nodes, kind
-        )
-        self._requested["evaluate"] = Requested(messages)
+        messages = requests_to_evaluate(self, server_round, arrays, config, grid)
+        self._to_evaluate = Requested(messages)
         return messages
 
     def aggregate_evaluate(
@@ -505,7 +446,7 @@ class CurvatureStrategy(FedAvg):
         """
         door = EvaluationDoor(self.cohort, self.weighted_by_key, self.policy)
         for message in replies:
-            door.take(self._requested["evaluate"].reply(message))
+            door.take(self._to_evaluate.reply(message))
         return door.average(server_round, super().aggregate_evaluate)
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
@@ -529,16 +470,6 @@ class CurvatureStrategy(FedAvg):
         groups = self.initial_groups()
         check_groups(groups, f"{type(self).__name__}.initial_groups")
         return groups
-
-    def _only_exchange(self, server_round: int) -> Exchange[Any]:
-        exchange, *others = exchanges_of(self, server_round)
-        if others:
-            raise ConfigurationError(
-                f"a round of {type(self).__name__} has {1 + len(others)} exchanges, "
-                "but configure_train and aggregate_train can do only one: use this "
-                "library's `start`"
-            )
-        return exchange
 
 
 def _as_json(value: object) -> object:

@@ -168,7 +168,7 @@ class FedFish(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return one exchange: training, with the Fisher or its product."""
-        options = self._options()
+        options = self._requested()
         if self.upload == "product":
             step, read = self._step_of_products, Additive.reader("product", "buffers")
         elif self.secure is not None:
@@ -183,7 +183,7 @@ class FedFish(CurvatureStrategy):
             Exchange(options, read, step, require_same_parameters=True, additive=mean)
         ]
 
-    def _options(self) -> dict[str, str | int | float]:
+    def _requested(self) -> dict[str, str | int | float]:
         options: dict[str, str | int | float] = {
             "job": "fedfish",
             "source": self.fisher_source,
@@ -279,7 +279,7 @@ class FedFish(CurvatureStrategy):
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
-        wanted = {f"client-{name}": value for name, value in self._options().items()}
+        wanted = {f"client-{name}": n for name, n in self._requested().items()}
         optimizer = self._optimizer([nn.Parameter(torch.zeros(()))])
         defaults = {
             f"server-{key}": value

@@ -44,6 +44,7 @@ from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     LOSSLESS,
+    NUM_EXAMPLES,
     REGRESSION,
     Additive,
     Codec,
@@ -225,7 +226,7 @@ class FedFisherOneShot(CurvatureStrategy):
             raise ConfigurationError(
                 f"{needs} codec='lossless', since packed uploads cannot be summed"
             )
-        if self.weighted_by_key != "num-examples":
+        if self.weighted_by_key != NUM_EXAMPLES:
             raise ConfigurationError(
                 f"{needs} weighted_by_key='num-examples', because clients weight "
                 f"their contributions by it, not '{self.weighted_by_key}'"
@@ -248,19 +249,20 @@ class FedFisherOneShot(CurvatureStrategy):
 
     def _of_uploads(self, server_round: int) -> Exchange[Any]:
         step = partial(self._merge_uploads, self.merge.for_round(server_round))
-        return Exchange(self._options(), self._read, step, require_same_parameters=True)
+        own = self._requested()
+        return Exchange(own, self._read, step, require_same_parameters=True)
 
     def _of_kfac_sums(self) -> Sequence[Exchange[Any]]:
-        own = self._options()
+        own = self._requested()
         sums = KfacSums(self._merge_of_model, own, self.policy.limits, step_of)
         return sums.exchanges()
 
     def _of_private_sums(self, privacy: Privacy) -> Exchange[Any]:
-        own, secure = self._options(), self.secure is not None
+        own, secure = self._requested(), self.secure is not None
         return private_exchange(privacy, own, self._merge_sums, secure=secure)
 
     def _of_diagonal_sums(self) -> Exchange[Any]:
-        options = self._options() | {"job": "diagonal-sums"}
+        options = self._requested() | {"job": "diagonal-sums"}
         total = Additive.reader(*SUMS, of_one=False)
         mean = Summation[Additive](
             read=total, total=RunningMean(), keep_all=self.policy.limits
@@ -275,7 +277,7 @@ class FedFisherOneShot(CurvatureStrategy):
         kept = self.aggregate == "sums" and self.structure == "kfac"
         return run_group() if kept else {}
 
-    def _options(self) -> dict[str, str | int | float]:
+    def _requested(self) -> dict[str, str | int | float]:
         return {
             "structure": self.structure,
             **self.fisher.to_options(),
@@ -350,7 +352,7 @@ class FedFisherOneShot(CurvatureStrategy):
         return self._settings(self.merge.used())
 
     def _settings(self, merge: dict[str, Any]) -> dict[str, Any]:
-        wanted = {f"client-{name}": value for name, value in self._options().items()}
+        wanted = {f"client-{name}": n for name, n in self._requested().items()}
         own = {"aggregate": self.aggregate, **settings_of(self.privacy)}
         own |= {"matching": True} if self.matching else {}
         return wanted | merge | own

@@ -234,7 +234,8 @@ def test_an_upload_that_no_step_can_take_is_set_aside_and_never_met_again(
     assert "the third client's overflow" in caplog.text
     (aside,) = tmp_path.rglob("set-aside/*.safetensors")
     assert aside.stem == "partition-2"
-    assert "overflow" in opened(tmp_path).exchange(1, 1).all_set_aside["partition-2"]
+    journal = opened(tmp_path).exchange_journal(1, 1)
+    assert "overflow" in journal.all_set_aside["partition-2"]
 
 
 def test_a_step_that_fails_whatever_it_is_given_ends_the_round_and_keeps_all(tmp_path):

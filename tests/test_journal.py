@@ -434,8 +434,8 @@ def test_a_line_that_was_not_synced_leaves_nothing_behind_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(journal.os, "fsync", full)
         with pytest.raises(CheckpointError, match="cannot write"):
-            run.exchange(1, 1).set_aside("partition-0", "a long reason" * 50)
-    run.exchange(1, 1).set_aside("partition-0", "short")
+            run.exchange_journal(1, 1).set_aside("partition-0", "a long reason" * 50)
+    run.exchange_journal(1, 1).set_aside("partition-0", "short")
     run.release()
     opened(tmp_path)
     assert [line["event"] for line in lines_of(tmp_path)] == ["begun", "set aside"]
@@ -449,7 +449,7 @@ def test_what_is_told_is_on_the_disk_before(tmp_path, monkeypatch):
     )
     run = Journal(tmp_path)
     run.begin({})
-    exchange = run.exchange(1, 1)
+    exchange = run.exchange_journal(1, 1)
     exchange.open(["partition-0"], 1, 1)
     synced.clear()
     arrays, metrics = ArrayRecord({"w": torch.zeros(2)}), MetricRecord({"loss": 3})
@@ -490,14 +490,14 @@ def test_any_registered_name_is_a_files(tmp_path, name):
     for client in whose:
         arrays = ArrayRecord({"w": torch.full((2,), float(client.node))})
         metrics = MetricRecord({"num-examples": 3})
-        run.exchange(1, 1).save(client, arrays, metrics)
+        run.exchange_journal(1, 1).save(client, arrays, metrics)
     run.release()
-    exchange = opened(tmp_path).exchange(1, 1)
+    exchange = opened(tmp_path).exchange_journal(1, 1)
     for client, arrays, _ in exchange.uploads():
         assert arrays_to_tensors(arrays)["w"][0] == client.node
     assert all(exchange.has(client) for client in whose)
     exchange.set_aside(name, "out of cheese")
-    exchange = opened(tmp_path).exchange(1, 1)
+    exchange = opened(tmp_path).exchange_journal(1, 1)
     assert exchange.all_set_aside == {name: "out of cheese"}
     assert [exchange.has(client) for client in whose] == [False, True]
     assert all(tmp_path in path.parents for path in tmp_path.rglob("*.safetensors"))
@@ -613,7 +613,7 @@ def test_the_format_is_read_by_every_later_version(tmp_path):
         assert torch.equal(value, start_of_run[key])
     metrics = run.finished[1]["metrics"]["train_metrics_clientapp"]
     assert metrics["num-replies"] == CLIENTS
-    exchange = run.exchange(2, 1)
+    exchange = run.exchange_journal(2, 1)
     assert exchange.record is not None
     assert exchange.record.clients == [f"partition-{p}" for p in range(CLIENTS)]
     uploads = list(exchange.uploads())

@@ -419,11 +419,11 @@ def test_an_upload_that_does_not_fit_the_model_is_set_aside_and_never_met_again(
     path = next((tmp_path / "uploads-0001" / "exchange-1").glob("*.safetensors"))
     arrays = ArrayRecord({"w": torch.zeros(2)})
     whose, metrics = Identity(1, "", int(path.stem[-1])), {"num-examples": 3}
-    opened(tmp_path).exchange(1, 1).save(whose, arrays, MetricRecord(metrics))
+    opened(tmp_path).exchange_journal(1, 1).save(whose, arrays, MetricRecord(metrics))
     app = killing_app(3)
     with pytest.raises(KeyboardInterrupt):
         start(app, tmp_path, resume=True)
-    assert list(opened(tmp_path).exchange(1, 1).all_set_aside) == [path.stem]
+    assert list(opened(tmp_path).exchange_journal(1, 1).all_set_aside) == [path.stem]
     assert not path.exists()
     # Nor is its client asked again, who would send the same.
     app = Watched()

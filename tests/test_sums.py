@@ -633,10 +633,11 @@ def test_a_kept_upload_is_checked_again(tmp_path):
         start(app, tmp_path, **SUMS)
     arrays = ArrayRecord({"w": Array(np.zeros(2, np.float32))})
     whose, metrics = Identity(1, "", 0), MetricRecord({"num-examples": 8})
-    opened(tmp_path).exchange(1, 1).save(whose, arrays, metrics)
+    opened(tmp_path).exchange_journal(1, 1).save(whose, arrays, metrics)
     with pytest.raises(RoundError, match="'w': unexpected key"):
         start(app, tmp_path, resume=True, **SUMS)
-    assert list(opened(tmp_path).exchange(1, 1).all_set_aside) == ["partition-0"]
+    journal = opened(tmp_path).exchange_journal(1, 1)
+    assert list(journal.all_set_aside) == ["partition-0"]
 
 
 def test_a_run_with_parts_is_not_continued_with_sums(tmp_path):

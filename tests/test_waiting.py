@@ -13,10 +13,10 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from virtual import Watched, opened, quick_app, same_bits, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
-from flwr_fisher.server.door import Scores
+from flwr_fisher.server.evaluation import Scores
 from flwr_fisher.server.exchange import Step, Upload
+from flwr_fisher.server.late import LateReplies
 from flwr_fisher.server.mailbox import Mailbox
-from flwr_fisher.server.round import LateReplies
 from flwr_fisher.server.run import Run
 from flwr_fisher.strategies import (
     TCT,

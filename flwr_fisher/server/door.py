@@ -3,10 +3,9 @@
 Every reply passes the same checks: its sender, its size, its format, the plausibility
 of its numbers, and the policy. The log tells every result in the same form.
 
-Long: one class has all checks, for replies of training and of evaluation.
+Long: one class has all checks.
 """
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,24 +18,21 @@ from flwr_fisher.errors import FlwrFisherError, RoundError, WireError, listed, p
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.cohort import FREEZE_THE_SAME, Cohort, unlike_most
-from flwr_fisher.server.exchange import WEIGHT, Upload, metrics_from
+from flwr_fisher.server.exchange import WEIGHT, P, Upload, metrics_from
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes, remembered
-from flwr_fisher.wire import Payload, reply_bytes
+from flwr_fisher.wire import reply_bytes
 from flwr_fisher.wire.answer import split_frozen
 
-P = TypeVar("P", bound=Payload)
 Key = TypeVar("Key")
-Aggregate = Callable[[int, Iterable[Message]], MetricRecord | None]
 
 _ENTRIES, _NUMBERS, _NAME = 1000, 100_000, 200  # limits of a reply's metrics
 _REASON, _LONG_REASON, _LINES = 500, 800, 20
 _SLIGHT = 0.5  # a smaller cut is not logged
 _HEAVIEST = 1e15  # examples: above it, a weight is not plausible
 # the beginnings of a log line
-TRAIN, EVALUATE = "aggregate_train", "aggregate_evaluate"
-NORMS = "norm statistics"
+TRAIN, NORMS_STAGE = "aggregate_train", "norm statistics"
 
 
 # --- bounds
@@ -90,14 +86,6 @@ def weight_of(metrics: MetricRecord, key: str) -> float:
         reason = f"must be at most {_HEAVIEST:g} examples"
     reason += f", got {printable(repr(weight))}"
     raise WireError(reason, field=key)
-
-
-def abstains(message: Message) -> bool:
-    """Return whether a client says that it has no data for evaluation."""
-    if not message.has_content() or len(message.content) != 1:
-        return False
-    records = list(message.content.metric_records.values())
-    return len(records) == 1 and dict(records[0]) == {"num-examples": 0}
 
 
 def comparable(
@@ -244,18 +232,6 @@ def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
 # --- the door
 
 
-class Scores(Payload):
-    """The empty upload of an evaluate reply, which has only metrics."""
-
-    def layout(self) -> tuple[str, ...]:
-        """Return an empty layout, equal for all clients."""
-        return ()
-
-    def to_arrays(self) -> ArrayRecord:
-        """Return no arrays."""
-        return ArrayRecord()
-
-
 class Door(Generic[P]):
     """Checks the replies to one request, and admits, limits or rejects them.
 
@@ -275,9 +251,10 @@ class Door(Generic[P]):
     policy : Policy
         What limits a single client's influence.
     fold : Callable[[P, float], P], optional
-        Adds an upload to a sum, and returns the part of the upload that is kept.
+        Only with the exchange's `additive`: adds an upload to a sum, and returns the
+        part of the upload that is kept.
     kept : str, default ""
-        The part of an upload that clients also keep.
+        Only with the exchange's `kept`: the part of an upload that clients also keep.
     quiet : bool, default False
         Whether replies are not logged one by one.
 
@@ -571,71 +548,6 @@ class Door(Generic[P]):
                 "limited-parts": [min(_parts(own), default=1.0) for own in factors],
             }
         return MetricRecord({**averaged, **counts, **limited})
-
-
-class EvaluationDoor(Door[Scores]):
-    """Checks evaluate replies, which have only metrics.
-
-    Parameters
-    ----------
-    cohort, weighted_by_key, policy
-        As for :class:`Door`.
-    """
-
-    def __init__(self, cohort: Cohort, weighted_by_key: str, policy: Policy) -> None:
-        if not policy.limit_scores:
-            policy = replace(policy, max_weight=math.inf)
-        super().__init__(
-            cohort,
-            lambda arrays, like: Scores(),
-            {},
-            weighted_by_key,
-            policy,
-            quiet=True,
-        )
-        self.stage = EVALUATE
-        self._messages: dict[int, Message] = {}
-        self._scores: dict[str, MetricRecord] = {}  # the metrics that most report
-
-    def _arrays(self, message: Message) -> ArrayRecord:
-        return ArrayRecord()
-
-    def take(self, reply: NodeReply) -> tuple[ArrayRecord, MetricRecord] | None:
-        """Admit or reject a reply, and keep its message."""
-        self._messages[reply.node] = reply.message
-        return super().take(reply)
-
-    def _withdraw_mismatched(self) -> None:
-        """Reject the replies without the metrics that most clients report."""
-        own = {upload.client: upload.metrics for upload in self.admitted}
-        self._scores, mismatched = comparable(own)
-        for upload in [u for u in self.admitted if u.client in mismatched]:
-            error = WireError(f"it {mismatched[upload.client]}", field="metrics")
-            self.withdraw(upload, error)
-
-    def average(self, server_round: int, aggregate: Aggregate) -> MetricRecord | None:
-        """Let a strategy aggregate the fitting replies, in the clients' order.
-
-        Parameters
-        ----------
-        server_round : int
-            The round.
-        aggregate : Callable[[int, Iterable[Message]], MetricRecord | None]
-            The strategy's ``aggregate_evaluate``.
-
-        Returns
-        -------
-        MetricRecord | None
-            None if no reply is usable, or the strategy cannot aggregate them.
-        """
-        messages = []
-        for upload in self.uploads(needed=0):
-            message = copy.copy(self._messages[upload.node_id])
-            weight = {self.weighted_by_key: upload.num_examples}
-            record = MetricRecord({**self._scores[upload.client], **weight})
-            message.content = RecordDict({"metrics": record})
-            messages.append(message)
-        return aggregate(server_round, messages) if messages else None
 
 
 def _other_digest(own: str, other: str, whom: str) -> str:

@@ -114,13 +114,13 @@ class Upload(Generic[P]):
     number : int
         The number by which the client knows itself: its partition, or its node's id.
     members : Sequence[int], default ()
-        If this upload is the sum over several clients: their numbers.
+        If this upload is the sum over several clients, as `additive` and `secure` make
+        it: their numbers.
     limited : Mapping[str, float]
         What the policy has cut (``weight``, and parts of the payload), with the share
         that is left. Empty if it has cut nothing.
     taken : float, default 1
-        The share that is left of the part that the client also keeps, the exchange's
-        `kept`.
+        Only with the exchange's `kept`: the share that is left of that part.
     """
 
     node_id: int

@@ -263,7 +263,7 @@ class Journal:
             case kind:
                 if kind == "opened":  # perhaps again; the round has begun
                     self.finished.pop(event["round"], None)
-                self.exchange(event["round"], event["exchange"]).apply(event)
+                self.exchange_journal(event["round"], event["exchange"]).apply(event)
 
     # --- rounds
 
@@ -322,7 +322,7 @@ class Journal:
 
     # --- exchanges
 
-    def exchange(self, server_round: int, index: int) -> "ExchangeJournal":
+    def exchange_journal(self, server_round: int, index: int) -> "ExchangeJournal":
         """Return the record of a round's exchange, counted from 1."""
         key = (server_round, index)
         return self._exchanges.setdefault(key, ExchangeJournal(self, *key))
@@ -372,7 +372,8 @@ class Journal:
 
     def _warn_of_left_out(self, last: "ExchangeJournal") -> None:
         """Warn of clients that missed an exchange before the one to open again."""
-        earlier = (self.exchange(last.server_round, n) for n in range(1, last.index))
+        number = last.server_round
+        earlier = (self.exchange_journal(number, n) for n in range(1, last.index))
         missing = {name for e in earlier if e.record for name in e.record.missing}
         if missing:
             logger.warning(

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence, Set
 from functools import partial
 
 from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
 
-from flwr_fisher.errors import ParamsError, WireError
+from flwr_fisher.errors import ParamsError, WireError, listed
+from flwr_fisher.log_lines import logger
 from flwr_fisher.merge.batch_norms import (
     check_shifts,
     norms_of,
@@ -16,12 +18,43 @@ from flwr_fisher.merge.batch_norms import (
     zero_shifts,
 )
 from flwr_fisher.params import Params, double, weighted_mean
+from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Uploads
 from flwr_fisher.wire import Additive, ConfigValue
 from flwr_fisher.wire.additive import NORMS
 from flwr_fisher.wire.checks import check_same_keys
 
 _READ = Additive.reader(NORMS)
+_ONLY_TRAINS = (
+    "norm statistics: %s can only train. Use a FisherClient with model and loader "
+    "there, or call merge.refresh_norms(model, loader) afterwards"
+)
+
+
+def who_can_measure(
+    cohort: Cohort,
+    grid: Grid,
+    timeout: float,
+    clients: Mapping[str, tuple[int, float]],
+) -> dict[int, float]:
+    """Return the weights of the clients that can measure; log those that cannot.
+
+    Parameters
+    ----------
+    cohort, grid, timeout
+        The run's.
+    clients : Mapping[str, tuple[int, float]]
+        The clients of a round by name: their numbers and weights.
+    """
+    nodes = {cohort.identity(n).number: n for n in cohort.present(grid, timeout)}
+    if gone := [c for c, (number, _) in clients.items() if number not in nodes]:
+        logger.warning("norm statistics: disconnected: %s", listed(gone))
+    there = {c: own for c, own in clients.items() if own[0] in nodes}
+    able = cohort.do_any_job
+    asked = {c: own for c, own in there.items() if nodes[own[0]] in able}
+    if others := there.keys() - asked.keys():
+        logger.warning(_ONLY_TRAINS, listed(others))
+    return dict(asked.values())
 
 
 def norm_exchange(

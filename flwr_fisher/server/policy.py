@@ -4,14 +4,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
-from typing import TypeVar
 
 from flwr_fisher.errors import WireError, check_range
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import WEIGHT, Upload
+from flwr_fisher.server.exchange import WEIGHT, P, Upload
 from flwr_fisher.wire import Payload
-
-P = TypeVar("P", bound=Payload)
 
 _LARGEST = 1e18  # the largest plausible size; float32 holds its square
 _FEWEST = 3  # between two clients, nobody can say which one is wrong

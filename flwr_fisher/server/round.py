@@ -6,9 +6,9 @@ Long: one object has the whole exchange, because its phases share their state.
 
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Generic, Protocol
 
 import torch
 from flwr.app import (
@@ -32,17 +32,22 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.cohort import Cohort, Sample
-from flwr_fisher.server.door import NORMS, TRAIN, Door
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
+from flwr_fisher.server.door import NORMS_STAGE, TRAIN, Door
+from flwr_fisher.server.exchange import (
+    Exchange,
+    P,
+    Secure,
+    ServerState,
+    Step,
+    Upload,
+    Uploads,
+)
 from flwr_fisher.server.journal import ExchangeJournal, ExchangeRecord
-from flwr_fisher.server.mailbox import NodeReply, Receive, collect
+from flwr_fisher.server.mailbox import Receive, collect
 from flwr_fisher.server.policy import Policy
-from flwr_fisher.server.waiting import Waiting
-from flwr_fisher.wire import NUM_EXAMPLES, Payload, named_options
+from flwr_fisher.server.waiting import Asked, Waiting
+from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
-P = TypeVar("P", bound=Payload)
-
-_AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0  # seconds, at first
 _POLICY = "policy"  # the policy's group of the state's tensors
 _AT_ONCE = 4  # uploads held back, if they are added up as they arrive
 # The errors of a step that cannot use its uploads.
@@ -55,24 +60,58 @@ _STEP_ERRORS = (
 MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
 
 
-class StrategySettings(Protocol):
-    """A strategy's settings for its exchanges: FedAvg's, and this library's."""
+class Strategy(Protocol):
+    """The part of a strategy that the server uses."""
 
     seed: int
     cohort: Cohort
     policy: Policy
     waiting: Waiting
+    timeout: float
+    secure: Secure | None
     fraction_train: float
+    fraction_evaluate: float
     min_train_nodes: int
+    min_evaluate_nodes: int
     min_available_nodes: int
     weighted_by_key: str
     arrayrecord_key: str
     configrecord_key: str
     train_metrics_aggr_fn: MetricsAggregator
 
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
+        """Return the exchanges of a round, in their order."""
+
+    def check(self, state: ServerState) -> None:
+        """Raise an error, before any client trains, for a model that does not fit."""
+
+    def may_skip(self, server_round: int) -> bool:
+        """Return whether the run can continue after a failed round."""
+
+    def norms_to_refresh(self, before: Params, after: Params) -> Sequence[str]:
+        """Return the norms that the round's clients must measure."""
+
+    def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
+        """Return the caller's config for clients that train."""
+
+    def evaluation_config(
+        self, server_round: int, config: ConfigRecord
+    ) -> ConfigRecord:
+        """Return the caller's config for clients that evaluate."""
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the requests to evaluate."""
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Aggregate the replies to the evaluation."""
+
 
 def requests(
-    strategy: StrategySettings,
+    strategy: Strategy,
     server_round: int,
     arrays_for: Callable[[int], ArrayRecord],
     config: ConfigRecord,
@@ -91,8 +130,33 @@ def requests(
     return messages
 
 
+def secured(
+    strategy: Strategy,
+    exchanges: Sequence[Exchange[Any]],
+    label: str,
+    weighted_by: str | None = None,
+) -> Sequence[Exchange[Any]]:
+    """Return exchanges, as secure sums if the strategy has `secure=`.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The strategy of the exchanges.
+    exchanges : Sequence[Exchange]
+        A round's, or others.
+    label : str
+        What makes their seed another than that of a run's other exchanges.
+    weighted_by : str, optional
+        The metric that weights clients. Default: the strategy's.
+    """
+    if strategy.secure is None:
+        return exchanges
+    seed, weight = f"{strategy.seed}/{label}", weighted_by or strategy.weighted_by_key
+    return strategy.secure.secured(exchanges, seed=seed, weighted_by=weight)
+
+
 def door_of(
-    strategy: StrategySettings,
+    strategy: Strategy,
     exchange: Exchange[P],
     state: ServerState,
     weighted_by: str | None = None,
@@ -101,7 +165,7 @@ def door_of(
 
     Parameters
     ----------
-    strategy : StrategySettings
+    strategy : Strategy
         The strategy of the exchange.
     exchange : Exchange
         The request, and the step from its replies.
@@ -134,30 +198,12 @@ def door_of(
     )
 
 
-@dataclass(frozen=True)
-class Outcome(Generic[P]):
-    """The outcome of an exchange: the step, its uploads, the clients' metrics."""
-
-    step: Step
-    uploads: Uploads[P]
-    metrics: MetricRecord
-
-
-@dataclass
-class _Asked:
-    """A node that was asked: how often, when last, and since when it is gone."""
-
-    times: int
-    since: float
-    died: float | None = None
-
-
 class ExchangeRun(Generic[P]):
     """A running exchange of a round: open, gather, step and close.
 
     Parameters
     ----------
-    strategy : StrategySettings
+    strategy : Strategy
         The strategy of the exchange.
     exchange : Exchange
         The request, and the step from its replies.
@@ -171,9 +217,6 @@ class ExchangeRun(Generic[P]):
         The grid of clients.
     journal : ExchangeJournal
         The record of the exchange, also from before a restart.
-    timeout : float
-        Seconds to wait for nodes to connect, and for replies if there is no collection
-        window.
     optional : bool, default False
         Whether the round can go on without this exchange: all of its clients that are
         connected now are asked, and one reply is enough.
@@ -181,20 +224,19 @@ class ExchangeRun(Generic[P]):
 
     def __init__(
         self,
-        strategy: StrategySettings,
+        strategy: Strategy,
         exchange: Exchange[P],
         state: ServerState,
         server_round: int,
         config: ConfigRecord,
         grid: Grid,
         journal: ExchangeJournal,
-        timeout: float,
         *,
         optional: bool = False,
     ) -> None:
         self.strategy, self.exchange, self.state = strategy, exchange, state
         self.server_round, self.config = server_round, exchange.configure(config)
-        self.grid, self.journal, self.timeout = grid, journal, timeout
+        self.grid, self.journal, self.timeout = grid, journal, strategy.timeout
         self.cohort, self.waiting = strategy.cohort, strategy.waiting
         self.needed, self.optional = strategy.min_train_nodes, optional
         weighted_by = strategy.weighted_by_key
@@ -207,9 +249,9 @@ class ExchangeRun(Generic[P]):
             self.config = ConfigRecord({**self.config, **own})
         self.door = door_of(strategy, exchange, state, weighted_by)
         if optional:
-            self.door.stage = NORMS  # nobody trains
+            self.door.stage = NORMS_STAGE  # nobody trains
         self._sampled: set[str] | None = None  # names, or None for all that connect
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, Asked] = {}
         self._due: set[int] = set()  # nodes without a reply
 
     # --- ask
@@ -239,14 +281,13 @@ class ExchangeRun(Generic[P]):
             numbers = self.exchange.clients(self.state)
             minimum = min(self.needed, len(numbers))
             if self.optional:
-                ready = sorted(
-                    self.cohort.present(self.grid, self.timeout), key=cohort.order
-                )
+                ready = cohort.present(self.grid, self.timeout)
+                ready = sorted(ready, key=cohort.order)
             else:
                 ready = cohort.ready(self.grid, minimum, minimum, self.timeout)
             nodes = [node for node in ready if cohort.identity(node).number in numbers]
             part = self.exchange.log_name and f"{self.exchange.log_name}: "
-            begin = NORMS if self.optional else "configure_train"
+            begin = NORMS_STAGE if self.optional else "configure_train"
             if part or not self.optional:  # else the driver has logged it
                 logger.info("%s: %sasking %s nodes", begin, part, len(nodes))
             return Sample(nodes, len(nodes))
@@ -276,19 +317,19 @@ class ExchangeRun(Generic[P]):
     def _ask(self, nodes: list[int]) -> list[Message]:
         for node in nodes:
             times = self._asked[node].times if node in self._asked else 0
-            self._asked[node] = _Asked(times + 1, time.monotonic())
+            self._asked[node] = Asked(times + 1, time.monotonic())
         self._due |= set(nodes)
         return self.messages(nodes) if nodes else []
 
     def messages(self, nodes: Iterable[int]) -> list[Message]:
         """Return the requests to some of the nodes."""
         by_number, identity = self.exchange.records(self.state), self.cohort.identity
-
-        def arrays_for(node: int) -> ArrayRecord:
-            return by_number(identity(node).number)
-
         return requests(
-            self.strategy, self.server_round, arrays_for, self.config, nodes
+            self.strategy,
+            self.server_round,
+            lambda node: by_number(identity(node).number),
+            self.config,
+            nodes,
         )
 
     # --- wait and admit
@@ -427,20 +468,11 @@ class ExchangeRun(Generic[P]):
         return self._ask(new)
 
     def _may_be_asked(self, node: int) -> bool:
-        """Return whether to ask a node in a window, for the first time or again.
-
-        A node that died is asked when it is back, later each time. A node that was
-        restarted may have lost the request, and nobody would know: so who is silent is
-        asked again, too, where clients hand over what they have finished.
-        """
+        """Return whether to ask a node in a window, for the first time or again."""
         if (asked := self._asked.get(node)) is None:
             return True
-        now, factor = time.monotonic(), 1 << (asked.times - 1)
-        if node in self._due:
-            on_disk = self.journal.on_disk
-            return on_disk and now > asked.since + factor * _AGAIN_IF_SILENT
-        asked.died = now if asked.died is None else asked.died
-        return now > asked.died + factor * _AGAIN_IF_DEAD
+        due, kept = node in self._due, self.journal.on_disk
+        return asked.again(time.monotonic(), due=due, kept=kept)
 
     def _unasked(self) -> set[str]:
         """Return the names of sampled clients that have not been asked yet."""
@@ -477,8 +509,8 @@ class ExchangeRun(Generic[P]):
 
     # --- step
 
-    def step(self) -> Outcome[P]:
-        """Take the step, and check its result.
+    def step(self) -> tuple[Step, Uploads[P], MetricRecord]:
+        """Take the step, and check its result; return it, its uploads and metrics.
 
         An upload with which no step can be taken, not even by itself, is withdrawn.
 
@@ -503,11 +535,8 @@ class ExchangeRun(Generic[P]):
         finally:
             for client, reason in self.door.withdrawn.items():
                 self.journal.set_aside(client, reason)
-        return Outcome(
-            self._with_remembered(step),
-            uploads,
-            self.door.metrics(self.strategy.train_metrics_aggr_fn),
-        )
+        metrics = self.door.metrics(self.strategy.train_metrics_aggr_fn)
+        return self._with_remembered(step), uploads, metrics
 
     def _remembered(self) -> dict[str, float]:
         """Return the policy's knowledge of the rounds before."""
@@ -555,56 +584,3 @@ class ExchangeRun(Generic[P]):
             self.door.rejected.reasons,
             self.cohort.absences(),
         )
-
-
-@dataclass
-class LateReplies:
-    """Handles replies that come after the end of their exchange.
-
-    They are counted. If the run is kept, and the round is still the last one, the
-    journal admits them, so that they count if the round is opened again.
-
-    Parameters
-    ----------
-    cohort : Cohort
-        The run's clients.
-    door : Callable[[], Door], optional
-        Makes a door that admits them. It has the round's parameters, but not its
-        uploads.
-    journal : ExchangeJournal
-        The journal that keeps them.
-    server_round : int
-        Their round.
-    count : Callable[[], int]
-        Counts a late reply, and returns the number of the current round.
-    """
-
-    cohort: Cohort
-    door: Callable[[], Door[Any]] | None
-    journal: ExchangeJournal
-    server_round: int
-    count: Callable[[], int]
-
-    def __call__(self, reply: NodeReply) -> None:
-        """Handle a late reply."""
-        if reply.from_superlink:
-            return
-        self.cohort.replied(reply.node)
-        client = self.cohort.identity(reply.node)
-        current = self.count() == self.server_round
-        new_door = self.door if current and self.journal.on_disk else None
-        logger.warning(
-            "%s: the reply of %s to round %s came after the round's end%s",
-            TRAIN,
-            self.cohort.name(reply.node),
-            self.server_round,
-            "; keeping it, for reopen=True" if new_door else "",
-        )
-        if new_door is None or self.journal.has(client):
-            return  # an admitted reply is not replaced
-        if (records := new_door().take(reply)) is not None:
-            self.journal.save(client, *records)
-
-    def forget(self) -> None:
-        """Only count late replies from now on: another exchange has begun."""
-        self.door = None

@@ -147,9 +147,9 @@ class Run:
         """Return the global parameters and buffers."""
         return tensors_to_arrays(self.state.params)
 
-    def exchange(self, server_round: int, exchange: int) -> ExchangeJournal:
+    def exchange_journal(self, server_round: int, exchange: int) -> ExchangeJournal:
         """Return the record of a round's exchange, counted from 1."""
-        return self._journal.exchange(server_round, exchange)
+        return self._journal.exchange_journal(server_round, exchange)
 
     def take_step(
         self,

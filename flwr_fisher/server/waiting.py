@@ -12,6 +12,7 @@ from flwr_fisher.errors import (
 )
 
 _ON_FAILED_ROUND = ("raise", "skip")
+_AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0  # seconds, at first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,3 +99,34 @@ class Waiting:
     def enough_in_window(self) -> float:
         """The number of usable replies that closes the window."""
         return inf if self.enough_replies is None else self.enough_replies
+
+
+@dataclass
+class Asked:
+    """A node that was asked: how often, when last, and since when it is gone."""
+
+    times: int
+    since: float
+    died: float | None = None
+
+    def again(self, now: float, *, due: bool, kept: bool) -> bool:
+        """Return whether to ask the node again in a collection window.
+
+        A node that died is asked when it is back, later each time. A node that was
+        restarted may have lost the request, and nobody would know: so who is silent is
+        asked again, too, where clients hand over what they have finished.
+
+        Parameters
+        ----------
+        now : float
+            The time, in seconds, as in `since`.
+        due : bool
+            Whether it is connected, and has not replied.
+        kept : bool
+            Whether clients keep their uploads.
+        """
+        factor = 1 << (self.times - 1)
+        if due:
+            return kept and now > self.since + factor * _AGAIN_IF_SILENT
+        self.died = now if self.died is None else self.died
+        return now > self.died + factor * _AGAIN_IF_DEAD

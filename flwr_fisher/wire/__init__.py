@@ -16,12 +16,14 @@ from flwr_fisher.wire.options import (
     LIBRARY,
     NUM_EXAMPLES,
     REGRESSION,
+    SERVER,
     ConfigValue,
+    join_groups,
     named_options,
     split_config,
+    split_groups,
 )
 from flwr_fisher.wire.payload import Payload
-from flwr_fisher.wire.request_groups import SERVER, join_groups, split_groups
 from flwr_fisher.wire.roster import Roster
 from flwr_fisher.wire.size import fedavg_bytes, reply_bytes, serialized_bytes
 

@@ -38,8 +38,7 @@ from flwr_fisher.errors import ParamsError, WireError
 from flwr_fisher.params import Params, sum_dtype
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import SLACK, check_layout, check_same_keys
-from flwr_fisher.wire.displacement import displacements, drawn_back, norm64
-from flwr_fisher.wire.payload import Payload
+from flwr_fisher.wire.payload import Payload, displacements, drawn_back, norm64
 
 PARAMS, BUFFERS, FISHER, POINT = "params", "buffers", "fisher", "fisher-params"
 PRODUCT, NORMS = "product", "norms"

@@ -88,7 +88,7 @@ class Answer:
 
 
 def frozen_name(described: str) -> str:
-    """Return a frozen parameter's name with its digest."""
+    """Return the name in a frozen parameter's name with its digest."""
     return described.rpartition(" ")[0]
 
 
@@ -102,7 +102,7 @@ def with_frozen(record: ArrayRecord, digest: str) -> ArrayRecord:
 
 
 def split_frozen(record: ArrayRecord) -> tuple[ArrayRecord, str]:
-    """Return an upload's arrays, and the digest beside them or None.
+    """Return an upload's arrays, and the digest beside them or ``""``.
 
     Raises
     ------

@@ -29,9 +29,8 @@ from flwr_fisher.wire.checks import (
     check_same_keys,
     check_second_moment,
 )
-from flwr_fisher.wire.displacement import displacements, drawn_back
 from flwr_fisher.wire.layout import PREFIX, Part, check_shape, parse_key
-from flwr_fisher.wire.payload import Payload
+from flwr_fisher.wire.payload import Payload, displacements, drawn_back
 
 _START, _END = f"{PREFIX}kfac/", "/A"
 

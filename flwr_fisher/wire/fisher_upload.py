@@ -29,7 +29,6 @@ from flwr_fisher.wire.codec import (
     read_description,
 )
 from flwr_fisher.wire.container import FORMAT, from_container, to_container
-from flwr_fisher.wire.displacement import displacements, drawn_back
 from flwr_fisher.wire.layout import (
     PREFIX,
     block_of,
@@ -42,7 +41,7 @@ from flwr_fisher.wire.layout import (
     trace_name,
 )
 from flwr_fisher.wire.matrices import CheckedPart, check_part
-from flwr_fisher.wire.payload import Payload
+from flwr_fisher.wire.payload import Payload, displacements, drawn_back
 from flwr_fisher.wire.quantise import decode_param
 from flwr_fisher.wire.size import fedavg_bytes, reply_bytes
 
@@ -57,8 +56,9 @@ class FisherUpload(Payload):
     bytes.
 
     A packed upload stays packed on the server, and each layer is unpacked when it is
-    used: the parameters are :class:`~flwr_fisher.params.DeferredParams`, and the
-    curvature's blocks are :class:`~flwr_fisher.curvature.Deferred`.
+    used: the parameters once at the door and once in the merge, as
+    :class:`~flwr_fisher.params.DeferredParams`, and the curvature's blocks in the merge
+    only, as :class:`~flwr_fisher.curvature.Deferred`.
 
     Parameters
     ----------
@@ -126,6 +126,7 @@ class FisherUpload(Payload):
             return tensors_to_arrays({**self.params, **parts, **about})
         check_finite({**self.params, **parts}, "the upload")
         try:
+            # As many columns of each factor as the codec's budget has room for.
             entries = pack_upload(self.params, parts, codec, self.curvature.shapes)
             return to_container({**about, **entries})
         except ConfigurationError:

@@ -16,13 +16,13 @@ from torch import Tensor
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import bytes_of, read_named, tensors_to_arrays, text_from
-from flwr_fisher.wire.displacement import (
+from flwr_fisher.wire.payload import (
     PARAMETERS,
+    Payload,
     displacements,
     drawn_back,
     norm64,
 )
-from flwr_fisher.wire.payload import Payload
 
 KEYS = "tct/"  # the prefix of all keys but the network's
 _DIGEST, _HEAD, COUNT = "digest", "head", "count"

@@ -1,0 +1,64 @@
+"""Replies that come after the end of their exchange."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flwr_fisher.log_lines import logger
+from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.door import TRAIN, Door
+from flwr_fisher.server.journal import ExchangeJournal
+from flwr_fisher.server.mailbox import NodeReply
+
+
+@dataclass
+class LateReplies:
+    """Handles replies that come after the end of their exchange.
+
+    They are counted. If the run is kept, and the round is still the last one, the
+    journal admits them, so that they count if the round is opened again.
+
+    Parameters
+    ----------
+    cohort : Cohort
+        The run's clients.
+    door : Callable[[], Door], optional
+        Makes a door that admits them. It has the round's parameters, but not its
+        uploads.
+    journal : ExchangeJournal
+        The journal that keeps them.
+    server_round : int
+        Their round.
+    count : Callable[[], int]
+        Counts a late reply, and returns the number of the current round.
+    """
+
+    cohort: Cohort
+    door: Callable[[], Door[Any]] | None
+    journal: ExchangeJournal
+    server_round: int
+    count: Callable[[], int]
+
+    def __call__(self, reply: NodeReply) -> None:
+        """Handle a late reply."""
+        if reply.from_superlink:
+            return
+        self.cohort.replied(reply.node)
+        client = self.cohort.identity(reply.node)
+        current = self.count() == self.server_round
+        new_door = self.door if current and self.journal.on_disk else None
+        logger.warning(
+            "%s: the reply of %s to round %s came after the round's end%s",
+            TRAIN,
+            self.cohort.name(reply.node),
+            self.server_round,
+            "; keeping it, for reopen=True" if new_door else "",
+        )
+        if new_door is None or self.journal.has(client):
+            return  # an admitted reply is not replaced
+        if (records := new_door().take(reply)) is not None:
+            self.journal.save(client, *records)
+
+    def forget(self) -> None:
+        """Only count late replies from now on: another exchange has begun."""
+        self.door = None

@@ -1,0 +1,89 @@
+"""A training round in Flower's own loop, which calls two hooks of a strategy."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.log_lines import logger
+from flwr_fisher.server.exchange import Groups, ServerState
+from flwr_fisher.server.journal import Journal
+from flwr_fisher.server.mailbox import Requested
+from flwr_fisher.server.round import ExchangeRun, Strategy, secured
+from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+
+
+class HookedRounds:
+    """The rounds of other loops than a strategy's ``start``, with one exchange each.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The strategy whose hooks are called.
+    initial_groups : Callable[[], Groups]
+        Makes the groups of the first round's state.
+    """
+
+    def __init__(
+        self, strategy: Strategy, initial_groups: Callable[[], Groups]
+    ) -> None:
+        self.strategy, self.initial_groups = strategy, initial_groups
+        self._state: ServerState | None = None  # after the last round
+        self._under_way: ExchangeRun[Any] | None = None
+        self._requested = Requested()
+
+    def configure(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Sample clients and return their messages, without changing `config`."""
+        strategy, last = self.strategy, self._state
+        if strategy.fraction_train == 0.0:
+            return []
+        every = strategy.exchanges(server_round)
+        exchange, *others = secured(strategy, every, f"{server_round}")
+        if others:
+            raise ConfigurationError(
+                f"a round of {type(strategy).__name__} has {1 + len(others)} "
+                "exchanges, but configure_train and aggregate_train can do only one: "
+                "use this library's `start`"
+            )
+        groups = self.initial_groups() if last is None else last.groups
+        state = ServerState(arrays_to_tensors(arrays), groups)
+        strategy.check(state)
+        journal = Journal(None).exchange_journal(server_round, 1)
+        self._under_way = ExchangeRun(
+            strategy, exchange, state, server_round, config, grid, journal
+        )
+        _, messages = self._under_way.open()
+        self._requested = Requested(messages)
+        return messages
+
+    def aggregate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check the replies to :meth:`configure`'s messages; take the step."""
+        if self.strategy.fraction_train == 0.0:
+            return None, None
+        under_way, self._under_way = self._under_way, None
+        if under_way is None or under_way.server_round != server_round:
+            raise ConfigurationError(
+                f"call configure_train of round {server_round} before its "
+                "aggregate_train"
+            )
+        for message in replies:
+            under_way.door.take(self._requested.reply(message))
+        step, _, metrics = under_way.step()
+        state = self._state = step.state
+        if norms := self.strategy.norms_to_refresh(
+            under_way.state.params, state.params
+        ):
+            logger.warning(
+                "norm statistics: %d batch norms keep the mean of the clients' "
+                "statistics, because Flower's own loop has one request a round. Use "
+                "this library's `start`, or merge.refresh_norms(model, loader)",
+                len(norms),
+            )
+        every = MetricRecord({**metrics, **step.metrics})
+        return tensors_to_arrays(state.params), every
