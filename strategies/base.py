@@ -40,13 +40,12 @@ from flwr_fisher.server.exchange import (
     Groups,
     Secure,
     ServerState,
-    check_groups,
 )
 from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
-from flwr_fisher.strategies.hooks import HookedRounds
+from flwr_fisher.strategies.hooks import HookedRounds, initial_groups_of
 
 _FUNCTIONS = ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
 _FRACTIONS = ("fraction_train", "fraction_evaluate")
@@ -181,7 +180,7 @@ class CurvatureStrategy(FedAvg):
             )
         self.seed, self.cohort = seed, Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # for waiting for nodes; `start` sets its own
-        self._hooked = HookedRounds(self, self._initial_groups)
+        self._hooked = HookedRounds(self)
         self._to_evaluate = Requested()
 
     # --- what a subclass defines
@@ -385,7 +384,7 @@ class CurvatureStrategy(FedAvg):
             {**self.options(), **config},
             checkpoint_dir,
             resume,
-            self._initial_groups(),
+            initial_groups_of(self),
             reopen=reopen,
         )
         try:
@@ -465,11 +464,6 @@ class CurvatureStrategy(FedAvg):
             'it in an @app.main(). The documentation\'s "Change a NumPyClient app" and '
             '"Change a FedAvg app" show how'
         )
-
-    def _initial_groups(self) -> Groups:
-        groups = self.initial_groups()
-        check_groups(groups, f"{type(self).__name__}.initial_groups")
-        return groups
 
 
 def _as_json(value: object) -> object:

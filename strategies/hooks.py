@@ -1,6 +1,6 @@
 """A training round in Flower's own loop, which calls two hooks of a strategy."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -8,11 +8,18 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.server.exchange import Groups, ServerState
+from flwr_fisher.server.exchange import Groups, ServerState, check_groups
 from flwr_fisher.server.journal import Journal
 from flwr_fisher.server.mailbox import Requested
-from flwr_fisher.server.round import ExchangeRun, Strategy, secured
+from flwr_fisher.server.round import ExchangeRun, Strategy, with_secure_sums
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+
+
+def initial_groups_of(strategy: Strategy) -> Groups:
+    """Return the groups of a new run's state, after a check."""
+    groups = strategy.initial_groups()
+    check_groups(groups, f"{type(strategy).__name__}.initial_groups")
+    return groups
 
 
 class HookedRounds:
@@ -22,14 +29,10 @@ class HookedRounds:
     ----------
     strategy : Strategy
         The strategy whose hooks are called.
-    initial_groups : Callable[[], Groups]
-        Makes the groups of the first round's state.
     """
 
-    def __init__(
-        self, strategy: Strategy, initial_groups: Callable[[], Groups]
-    ) -> None:
-        self.strategy, self.initial_groups = strategy, initial_groups
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
         self._state: ServerState | None = None  # after the last round
         self._under_way: ExchangeRun[Any] | None = None
         self._requested = Requested()
@@ -42,14 +45,14 @@ class HookedRounds:
         if strategy.fraction_train == 0.0:
             return []
         every = strategy.exchanges(server_round)
-        exchange, *others = secured(strategy, every, f"{server_round}")
+        exchange, *others = with_secure_sums(strategy, every, f"{server_round}")
         if others:
             raise ConfigurationError(
                 f"a round of {type(strategy).__name__} has {1 + len(others)} "
                 "exchanges, but configure_train and aggregate_train can do only one: "
                 "use this library's `start`"
             )
-        groups = self.initial_groups() if last is None else last.groups
+        groups = initial_groups_of(strategy) if last is None else last.groups
         state = ServerState(arrays_to_tensors(arrays), groups)
         strategy.check(state)
         journal = Journal(None).exchange_journal(server_round, 1)

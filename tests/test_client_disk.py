@@ -98,7 +98,7 @@ def test_a_model_whose_weight_is_under_another_key_is_named(tmp_path):
     kept = kfac_sums._disk(problem, request)
     kept.save("kfac-sums", {}, step=1, note='{"count": 3}')
     with pytest.raises(ClientError, match="not in this version's format"):
-        kfac_sums._Kept.load(problem, request)
+        kfac_sums._load(problem, request)
 
 
 def test_a_step_replaces_all_but_those_that_are_to_stay(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles import dense_fisher, relative
 from torch import nn
 
-from flwr_fisher.client.jobs.fedfish import SquaredGradients
+from flwr_fisher.client.jobs.fedfish import LastEpochSquares
 from flwr_fisher.curvature import fisher
 from flwr_fisher.curvature.estimate.pieces import worth_keeping
 from flwr_fisher.errors import DataError, StructureError
@@ -336,7 +336,7 @@ def test_many_squared_gradients_in_half_precision(dtype):
     batches = [(x, torch.tensor([i % 3])) for i, x in enumerate(inputs)]
     how = {"structure": "diagonal", "expectation": "empirical-batch"}
     found = [fisher(model, batches, **how)]
-    squares = SquaredGradients(model, epochs=1)
+    squares = LastEpochSquares(model, epochs=1)
     for x, y in batches:
         model.zero_grad()
         nn.functional.cross_entropy(model(x).float(), y).backward()

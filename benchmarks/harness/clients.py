@@ -10,8 +10,8 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.client.losses import cross_entropy
 from flwr_fisher.client.training import Loader, score
+from flwr_fisher.curvature.losses import cross_entropy
 from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.testing import LocalGrid
 from harness.networks import NETWORKS

@@ -10,7 +10,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.merge.refresh import norms_by_prefix, norms_training, refresh_norms
 from flwr_fisher.randomness import seeded
 
-_EXAMPLES = 256  # batches that are checked
+_EXAMPLES = 256  # at least, in the batches that are checked
 _FACTOR, _MARGIN = 1.5, 0.5  # of losses, in nats if they are of classes
 
 

@@ -6,7 +6,6 @@ Long: half of it is the documentation of what a client takes.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,23 +16,25 @@ from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES
 from flwr_fisher.client.jobs import Job, Reply, Request, get_job
 from flwr_fisher.client.jobs.train import training_job_of
 from flwr_fisher.client.limits import ClientLimits
-from flwr_fisher.client.losses import Loss
 from flwr_fisher.client.messages import (
     ClientApp,
     Mod,
-    addressed,
-    answered,
     asks_for_parameters,
+    errors_as_replies,
+    errors_to_the_server,
     identify,
     name_of,
     with_digest_of_frozen,
 )
 from flwr_fisher.client.outbox import Outbox
-from flwr_fisher.client.placement import chosen_device
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
+from flwr_fisher.client.trial import log_once
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
+from flwr_fisher.curvature.losses import Loss
+from flwr_fisher.curvature.models import place_of
+from flwr_fisher.devices import CPU, check_float64, default_device, has_float64
 from flwr_fisher.errors import ConfigurationError, given
 from flwr_fisher.progress import watching
 from flwr_fisher.randomness import seeded
@@ -148,16 +149,16 @@ class FisherClient:
             model,
             trainloader,
             valloader,
-            LocalSGD() if train_fn is None else train_fn,
-            loss_fn,
-            likelihood,
-            chosen_device(device, model, train_fn, evaluate_fn),
-            Path(DEFAULT_STATE_DIR if state_dir is None else state_dir),
-            given("limits", limits, ClientLimits),
-            state_bytes,
+            train_fn=LocalSGD() if train_fn is None else train_fn,
+            evaluate_fn=evaluate_fn,
+            loss_fn=loss_fn,
+            likelihood=likelihood,
+            device=_chosen_device(device, model, train_fn, evaluate_fn),
+            state_dir=Path(DEFAULT_STATE_DIR if state_dir is None else state_dir),
+            limits=given("limits", limits, ClientLimits),
+            state_bytes=state_bytes,
             batch_fn=batch_fn,
             output_fn=output_fn,
-            evaluate_fn=evaluate_fn,
         )
 
     def fit(self, message: Message, context: Context) -> Message:
@@ -175,16 +176,14 @@ class FisherClient:
             the server requests more than the client's `limits` or `state_bytes` allow.
         """
         request = self._read(message, context)
-        name = str(request.options.get("job", "train"))
-        count = partial(self.problem.count_examples, request.client)
-        if self.problem.may_count_late and training_job_of(name) is not None:
-            request = replace(request, count_examples=count)
-        else:
-            request = replace(request, num_examples=count())
-        names = [request.options.get("check"), name]
+        # TCT names a job to check first, before hours of training.
+        names = [request.options.get("check"), request.options.get("job", "train")]
         jobs = [get_job(str(name)) for name in names if name is not None]
+        if not (self.problem.may_count_late and training_job_of(jobs[-1])):
+            count = self.problem.count_examples(request.client)
+            request = replace(request, num_examples=count)
         self.problem.load(request.params)
-        if request.options.keys() & {"structure", "job"}:  # this library's server
+        if request.from_library:
             self.problem.check_dtypes(request.params)
         outbox = Outbox.of(self.problem, request)
         with outbox.locked(_time_left(message)), watching(name_of(context), unit=None):
@@ -258,17 +257,17 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
     """
     app, own = ClientApp(), mods or []
 
-    @app.train(mods=[answered, addressed, *own])
+    @app.train(mods=[errors_as_replies, errors_to_the_server, *own])
     def train(message: Message, context: Context) -> Message:
         return _client_of(client_fn, context).fit(message, context)
 
-    @app.evaluate(mods=[answered])
+    @app.evaluate(mods=[errors_as_replies])
     def evaluate(message: Message, context: Context) -> Message:
         return _client_of(client_fn, context).evaluate(message, context)
 
     # A strategy knows a node by its partition, because node ids are random. It asks
     # each node once, before training, which parameters it trains.
-    @app.query(mods=[answered])
+    @app.query(mods=[errors_as_replies])
     def query(message: Message, context: Context) -> Message:
         asks = asks_for_parameters(message)
         model = _client_of(client_fn, context).problem.model if asks else None
@@ -288,6 +287,45 @@ def _client_of(client_fn: ClientFn, context: Context) -> FisherClient:
             "flwr_fisher.legacy.from_numpy_client(client, model, trainloader)"
         )
     return client
+
+
+def _chosen_device(
+    device: torch.device | str | None,
+    model: nn.Module,
+    train_fn: TrainFn | None,
+    evaluate_fn: EvaluateFn | None,
+) -> torch.device:
+    """Return the given device, or the default one for this client.
+
+    ``LocalSGD`` moves batches to the model's device, so the model goes to the
+    accelerator. The user's own loop may not move batches, so its model stays where it
+    was, and the log says so.
+
+    Raises
+    ------
+    ConfigurationError
+        If the given device has no float64.
+    """
+    if device is not None:
+        chosen = torch.device(device)
+        check_float64(
+            chosen,
+            "train on the CPU, FisherClient(device='cpu'). Your own train_fn may move "
+            "the model to that device, and leave it there",
+        )
+        return chosen
+    found = default_device()
+    plain = train_fn is None or isinstance(train_fn, LocalSGD)
+    if (plain and evaluate_fn is None) or not isinstance(model, nn.Module):
+        return found
+    here = place_of(model)
+    if here is None or not has_float64(here):
+        return CPU
+    if here.type != found.type:
+        hint = f"the model stays on {here}, for your own loop; for {found}, pass "
+        hint += f"FisherClient(device='{found}'), and move batches to the `device` that"
+        log_once([f"{hint} the loop is called with"])
+    return here
 
 
 def _run_jobs(jobs: Sequence[Job], problem: LocalProblem, request: Request) -> Reply:

@@ -213,7 +213,7 @@ def name_of(context: Context) -> str:
     return f"node-{context.node_id}" if partition is None else f"partition-{partition}"
 
 
-def answered(
+def errors_as_replies(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
     """Turn an exception into an error reply.
@@ -228,7 +228,7 @@ def answered(
         return Message(Error(code=code, reason=reason), reply_to=message)
 
 
-def addressed(
+def errors_to_the_server(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
     """Turn a mod's exception into an error reply to the request.

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Context, Message, MetricRecord
 from torch import nn
 
+from flwr_fisher.client.jobs import get_job
 from flwr_fisher.client.jobs.train import (
     TrainingJob,
-    tell_upload,
+    amount,
     training_job_of,
     try_upload,
 )
@@ -17,7 +18,7 @@ from flwr_fisher.client.messages import with_digest_of_frozen
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request, partition_of
 from flwr_fisher.client.training import Loader
-from flwr_fisher.client.trial import log_once
+from flwr_fisher.client.trial import log_once, upload_summary
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
 from flwr_fisher.curvature.batches import count_of
@@ -26,6 +27,7 @@ from flwr_fisher.devices import CPU, has_float64
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import trainable_names
 from flwr_fisher.randomness import seeded
+from flwr_fisher.wire import NUM_EXAMPLES, fedavg_bytes, reply_bytes
 from flwr_fisher.wire.answer import of_products
 
 
@@ -99,19 +101,20 @@ def fisher_arrays(
     problem = _problem(
         model, trainloader, max_examples, likelihood, batch_fn, output_fn
     )
-    request, job = _read(message, context, problem, num_examples or 1)
+    request, job = _read(message, context, problem)
     if num_examples is None and job.structure is not None:
         with seeded(0):  # a stream is read, which may draw random numbers
             num_examples = problem.count_examples(partition_of(context))
     num_examples = num_examples or 1  # Flower's own strategies do not need it
-    request = replace(request, num_examples=num_examples)
     problem.train_fn = _OwnTraining(num_examples)
     with seeded(request.seed):
         _, curvature = job.train(problem, request.config)
     arrays = job.packed(problem, request, curvature, num_examples)
     if curvature is None:  # the request may come from a strategy of Flower
         return arrays
-    tell_upload(problem, request, job, curvature, arrays)
+    size, plain = reply_bytes(arrays, MetricRecord()), fedavg_bytes(request.params)
+    words = f"upload {amount(size, plain)}"
+    log_once(upload_summary(model, curvature, job.structure, words))
     return with_digest_of_frozen(arrays, model, request.params)
 
 
@@ -157,7 +160,7 @@ def check_fisher(
     problem = _problem(
         model, trainloader, max_examples, likelihood, batch_fn, output_fn
     )
-    request, job = _read(message, context, problem, num_examples or 1)
+    request, job = _read(message, context, problem)
     if job.structure is not None and count_of(trainloader) is not None:
         problem.count_examples(partition_of(context))
     replace(problem, model=model).load(request.params)
@@ -171,7 +174,7 @@ class _OwnTraining:
     num_examples: int | None = None
 
     def __call__(self, *arguments: Any) -> dict[str, float]:
-        return {} if self.num_examples is None else {"num-examples": self.num_examples}
+        return {} if self.num_examples is None else {NUM_EXAMPLES: self.num_examples}
 
     def __repr__(self) -> str:
         return "your own training, before fisher_arrays"
@@ -201,13 +204,13 @@ def _problem(
 
 
 def _read(
-    message: Message, context: Context, problem: LocalProblem, num_examples: int
+    message: Message, context: Context, problem: LocalProblem
 ) -> tuple[Request, TrainingJob]:
     """Read the request and its job; the app itself trains."""
-    request = Request.of(message, context, problem.device, num_examples)
+    request = Request.of(message, context, problem.device)
     job: type[TrainingJob] | None = None
     for name in (request.options.get("check", "train"), request.options.get("job")):
-        if (job := training_job_of(str(name or "train"))) is None:
+        if (job := training_job_of(get_job(str(name or "train")))) is None:
             raise ClientError(
                 f"the strategy requests the job {name!r:.80}, but fisher_arrays "
                 "supports only jobs that train: pass your model, loader and training "
@@ -215,7 +218,7 @@ def _read(
             )
     assert job is not None
     problem.check_layout(request.params)
-    if request.options.keys() & {"structure", "job"}:  # this library's server
+    if request.from_library:
         problem.check_dtypes(request.params)
         log_once(of_products(trainable_names(problem.model)).splitlines())
     return request, job.of(problem, request)

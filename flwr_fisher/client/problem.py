@@ -18,7 +18,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.limits import ClientLimits
-from flwr_fisher.client.losses import LOSSES, Loss, cross_entropy
 from flwr_fisher.client.training import (
     EvaluateFn,
     Loader,
@@ -35,17 +34,20 @@ from flwr_fisher.curvature.batches import (
     at_most,
     batches_of,
     check_can_be_read_again,
+    checking_first_batch,
     count_of,
     default_reading,
     length_of,
 )
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
+from flwr_fisher.curvature.losses import LOSSES, Loss, cross_entropy
 from flwr_fisher.curvature.models import copies_of, hooks_of, place_of, restore
 from flwr_fisher.devices import defaults_kept, has_float64
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, select, trainable, trainable_names
 from flwr_fisher.progress import watching
+from flwr_fisher.wire.options import NUM_EXAMPLES
 
 _FUNCTIONS = "train_fn", "evaluate_fn", "loss_fn", "batch_fn", "output_fn"
 # Prefixes of DataParallel, of torch.compile and of opacus's GradSampleModule.
@@ -59,45 +61,25 @@ class LocalProblem:
 
     Parameters
     ----------
-    model : nn.Module
-        Maps a batch to outputs. When a job runs, it holds the server's parameters.
-    trainloader : Iterable
-        Batches of any form that :class:`~flwr_fisher.curvature.Pairs` reads.
-    valloader : Iterable, optional
-        Held-out batches.
-    train_fn : Callable
-        Trains in place.
-    loss_fn : Callable, optional
-        The mean loss of a batch. Default: the `train_fn`'s own ``loss_fn``, or else the
-        likelihood's: cross-entropy, binary or of classes, or the mean squared error.
-    likelihood : str | Likelihood
-        What the outputs mean to the Fisher.
+    model, trainloader, valloader, train_fn, loss_fn, likelihood, limits, \
+    state_bytes, batch_fn, output_fn, evaluate_fn
+        As for :class:`~flwr_fisher.client.FisherClient`. When a job runs, `model` holds
+        the server's parameters.
     device : torch.device
         Where the model is.
     state_dir : Path
         The folder for what is kept from one round to the next.
-    limits : ClientLimits
-        How much work the server may request.
-    state_bytes : int
-        How much space each kind of data may take there, over all runs. The kinds are
-        states of methods, features, and uploads that the server may not have yet.
     checkpoint : TrainingCheckpoint
         Where an unfinished training is kept, for loops with a keyword of this name.
         Each call of :meth:`train` has its own.
-    batch_fn : Callable, optional
-        Makes ``(inputs, labels)`` of a batch of any other form.
-    output_fn : Callable, optional
-        Returns the one tensor of outputs from what the model returns, if this is no
-        tensor and has no ``logits``.
-    evaluate_fn : Callable, optional
-        Scores in place of the built-in loop.
 
     Attributes
     ----------
     on_first_batch : list[Callable[[Batch], object]]
-        Checks that could not be made before the training. The next loop calls them
-        once, before its first step, with the first batch that it reads through this
-        library.
+        Checks that could not be made before the training. The next loop makes them
+        once, before its first step, on the first batch that it reads through this
+        library (``curvature.batches.checking_first_batch``). A loop that reads in
+        another way makes none.
 
     Raises
     ------
@@ -266,7 +248,7 @@ class LocalProblem:
         assert self.evaluate_fn is not None
         returned = self.run(self.evaluate_fn, self.valloader, config)
         metrics = checked_metrics(returned, "evaluate_fn")
-        if "num-examples" not in metrics:
+        if NUM_EXAMPLES not in metrics:
             raise ClientError(
                 "evaluate_fn returned no 'num-examples', and the server needs it to "
                 f"weight the metrics: add it to {sorted(metrics)}"
@@ -291,7 +273,6 @@ class LocalProblem:
         ClientError
             If the model has other parameters than before.
         """
-        on_first_batch, self.on_first_batch = self.on_first_batch, []
         before = {
             name: (tensor.dtype, tensor.requires_grad)
             for name, tensor in _tensors(self.model).items()
@@ -299,7 +280,8 @@ class LocalProblem:
         shapes = _shapes(self.model)
         hooks = copies_of(hooks_of(self.model))
         with (
-            default_reading(self.batch_fn, self.output_fn, on_first_batch),
+            default_reading(self.batch_fn, self.output_fn),
+            checking_first_batch(self.on_first_batch),
             defaults_kept(),
         ):
             returned = loop(self.model, loader, self.device, config, **options)
@@ -350,7 +332,7 @@ class LocalProblem:
         """
         n = count_of(self.trainloader)
         if n is None:
-            n = self.read_to_count()
+            n = self._read_to_count()
         if n == 0:
             raise DataError(
                 f"partition {partition} has no training examples: leave this client "
@@ -382,15 +364,15 @@ class LocalProblem:
         Raises
         ------
         DataError
-            As raised by :meth:`read_to_count`.
+            As raised by :meth:`count_examples`.
         """
         batches = self.train_batches
         if isinstance(self.train_fn, LocalSGD) or length_of(batches) is not None:
             return batches
-        most = metrics.get("num-examples") or count_of(batches) or self.read_to_count()
+        most = metrics.get(NUM_EXAMPLES) or count_of(batches) or self._read_to_count()
         return at_most(batches, self.model, math.ceil(most), seed=0)
 
-    def read_to_count(self) -> int:
+    def _read_to_count(self) -> int:
         """Read the training loader to its end, and return the number of its examples.
 
         Raises
@@ -535,7 +517,7 @@ def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
             number = [_plain(each) for each in number]
         if isinstance(number, list) and all(map(_is_number, number)):
             metrics[str(key)] = _of_one_kind(number)
-        elif key == "num-examples" and not (
+        elif key == NUM_EXAMPLES and not (
             _is_number(number) and 0 <= number < math.inf
         ):
             raise ClientError(

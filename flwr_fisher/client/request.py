@@ -1,6 +1,6 @@
 """``Request``, a server's message to a job, and ``Reply``, the job's answer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor
 
 from flwr_fisher.client.limits import whole_number
+from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.errors import ClientError, ParamsError
 from flwr_fisher.params import Params, check_same_layout
 from flwr_fisher.randomness import derive_seed
@@ -36,13 +37,11 @@ class Request:
     client : int
         The client's number: its partition, which is the same in every run, or its
         node's id.
-    num_examples : int
-        The number of the client's training examples, if the request is to train.
     server_round : int
         The round.
-    count_examples : Callable[[], int]
-        Counts the examples by reading; called after training, and only if the loop did
-        not return ``num-examples``.
+    num_examples : int
+        The number of the client's training examples, if the request is to train; 0 if
+        they are counted after it.
     """
 
     params: dict[str, Tensor]
@@ -51,9 +50,8 @@ class Request:
     config: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     client: int = 0
-    num_examples: int = 0
     server_round: int = 0
-    count_examples: Callable[[], int] = lambda: 0
+    num_examples: int = 0
 
     @classmethod
     def of(
@@ -61,7 +59,6 @@ class Request:
         message: Message,
         context: Context,
         device: torch.device,
-        num_examples: int = 0,
         *,
         most_arrays: int | None = None,
     ) -> "Request":
@@ -86,11 +83,14 @@ class Request:
         params, groups = split_groups({k: v.to(device) for k, v in tensors.items()})
         server_round = whole_number(config, "server-round", 0)
         seed = derive_seed(whole_number(options, "seed", 0), server_round, client)
-        return cls(
-            params, groups, options, config, seed, client, num_examples, server_round
-        )
+        return cls(params, groups, options, config, seed, client, server_round)
 
-    def weight(self, metrics: Mapping[str, Any]) -> float:
+    @property
+    def from_library(self) -> bool:
+        """Whether this library's server sent it, and not Flower's FedAvg."""
+        return bool(self.options.keys() & {"structure", "job"})
+
+    def weight(self, metrics: Mapping[str, Any], problem: LocalProblem) -> float:
         """Return the client's weight: its loop's, or its number of examples.
 
         Raises
@@ -100,7 +100,7 @@ class Request:
         """
         weight = metrics.get(NUM_EXAMPLES)
         if weight is None:
-            weight = self.num_examples or self.count_examples()
+            weight = self.num_examples or problem.count_examples(self.client)
         if isinstance(weight, int | float) and 0 < weight < float("inf"):
             return weight
         raise ClientError(

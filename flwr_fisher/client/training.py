@@ -4,7 +4,7 @@ Long: the documentation of all of LocalSGD's options, and its loop.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import (
@@ -22,13 +22,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from flwr_fisher.client.losses import Loss, cross_entropy
 from flwr_fisher.client.training_checkpoint import KeptTraining, TrainingCheckpoint
 from flwr_fisher.curvature.batch import Batch, Inputs, num_correct
 from flwr_fisher.curvature.batches import batches_of, count_of
 from flwr_fisher.curvature.losses import (
+    Loss,
     check_mean_over_labels,
     checked_loss,
+    cross_entropy,
     loss_of,
 )
 from flwr_fisher.curvature.models import copied, evaluating
@@ -162,81 +163,26 @@ class LocalSGD:
         it remembers must be in its ``state_dict``: a training that `checkpoint` has
         goes on after its last finished epoch.
         """
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if not trained:
-            raise ConfigurationError(
-                "the model has no trainable parameter: set requires_grad on some"
-            )
-        half = self.autocast is torch.float16
-        if half and on_gradients is not None:
-            raise ConfigurationError(
-                "this method reads every gradient, and with autocast=torch.float16 "
-                "some gradients are infinite: use autocast=torch.bfloat16"
-            )
-        optimizer = self._optimizer(trained, config)
-        needs_closure = _needs_closure(optimizer)
-        if needs_closure and (half or on_gradients is not None):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} computes gradients several times a step, "
-                "and neither autocast=torch.float16 nor a method that reads every "
-                "gradient supports that: use another optimizer"
-            )
-        schedule = None if self.scheduler is None else self.scheduler(optimizer)
-        scaler = torch.amp.GradScaler(device.type, enabled=half)
-        take_step = _step_with_closure if needs_closure else _step_once
-        dtype, mixes = self.autocast, self.autocast is not None
-        mixed = partial(torch.autocast, device.type, dtype, enabled=mixes)
-        loss_fn = self.loss_fn
-        if self.label_smoothing:
-            loss_fn = partial(cross_entropy, label_smoothing=self.label_smoothing)
-        proximal = _Proximal(trained, _not_negative(config, "proximal-mu", 0.0))
+        steps = _Steps(self, model, device, config, on_gradients)
+        schedule = None if self.scheduler is None else self.scheduler(steps.optimizer)
         average = AveragedModel(copied(model)) if self.swa_epochs > 1 else None
         model.train()
         parts = {
             "model": model,
-            "optimizer": optimizer,
-            "scaler": scaler,
+            "optimizer": steps.optimizer,
+            "scaler": steps.scaler,
             "schedule": schedule,
             "average": average,
             "gradients": on_gradients,
         }
         kept = KeptTraining(checkpoint or TrainingCheckpoint(), parts, loader)
         progress, pace = Progress("training"), ""
-        begin, step, mean = kept.load()
+        begin, steps.taken, mean = kept.load()
         for epoch in range(begin + 1, self.epochs + 1):
-            total, count = torch.zeros((), device=device), 0
-            batches = batches_of(loader, model, device, labelled=True, report=False)
-            for batch in batches:
-                if not (labels := batch.num_labels):
-                    continue  # their mean loss would be 0 / 0
-                step += 1
-
-                def closure(
-                    batch: Batch = batch, epoch: int = epoch, step: int = step
-                ) -> Tensor:
-                    optimizer.zero_grad()
-                    with mixed():
-                        loss = loss_of(loss_fn, batch.inputs(model), batch.labels)
-                        loss = checked_loss(loss)
-                    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-                    scaler.unscale_(optimizer)
-                    if on_gradients is not None:
-                        on_gradients(epoch, step)
-                    proximal.add_gradient()
-                    return loss.detach()
-
-                loss = take_step(optimizer, scaler, closure)
-                total += loss.float() * labels  # half precision ends at 65504
-                count += labels
+            for total, count in steps.epoch(loader, epoch):
                 if progress.due:  # reading a loss makes a GPU wait
                     loss_so_far = f"loss {float(total) / count:.3g}{pace}"
                     progress.tell(f"epoch {epoch} of {self.epochs}, {loss_so_far}")
-            if not count:
-                raise DataError(
-                    "the training loader has no examples, or none with a label other "
-                    "than -100. A client reads its loader several times: if it can "
-                    "be read only once, it is empty now, so pass a DataLoader"
-                )
             mean = float(total) / count
             if not math.isfinite(mean):
                 check_trained(model)
@@ -244,7 +190,7 @@ class LocalSGD:
                 _step_schedule(schedule, mean)
             if average is not None and epoch > self.epochs - self.swa_epochs:
                 average.update_parameters(model)
-            kept.save(epoch, step, mean)
+            kept.save(epoch, steps.taken, mean)
             pace = f", {progress.seconds / (epoch - begin):.2g} s an epoch"
             if self.on_epoch is not None:
                 self.on_epoch(epoch, mean)
@@ -261,6 +207,7 @@ class LocalSGD:
     def _optimizer(
         self, trained: list[nn.Parameter], config: Mapping[str, Any]
     ) -> Optimizer:
+        """Return the optimiser of a training, with the config's learning rate."""
         own: dict[str, Any] = {name: getattr(self, name) for name in _OF_SGD}
         make: Callable[..., Optimizer] = self.optimizer or partial(
             torch.optim.SGD, **own
@@ -270,6 +217,100 @@ class LocalSGD:
             for group in optimizer.param_groups:
                 group["lr"] = _not_negative(config, "lr", self.lr)
         return optimizer
+
+
+class _Steps:
+    """The steps of one training: a model with its loss, optimiser and precision.
+
+    Parameters
+    ----------
+    loop : LocalSGD
+        Its options.
+    model, device, config, on_gradients
+        As for the loop.
+
+    Attributes
+    ----------
+    taken : int
+        How many steps have been taken.
+    """
+
+    def __init__(
+        self,
+        loop: LocalSGD,
+        model: nn.Module,
+        device: torch.device,
+        config: Mapping[str, Any],
+        on_gradients: Callable[[int, int], object] | None,
+    ) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise ConfigurationError(
+                "the model has no trainable parameter: set requires_grad on some"
+            )
+        half = loop.autocast is torch.float16
+        if half and on_gradients is not None:
+            raise ConfigurationError(
+                "this method reads every gradient, and with autocast=torch.float16 "
+                "some gradients are infinite: use autocast=torch.bfloat16"
+            )
+        self.model, self.device, self.on_gradients = model, device, on_gradients
+        self.optimizer, self.taken = loop._optimizer(trained, config), 0
+        self.needs_closure = _needs_closure(self.optimizer)
+        if self.needs_closure and (half or on_gradients is not None):
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__} computes gradients several times a "
+                "step, and neither autocast=torch.float16 nor a method that reads "
+                "every gradient supports that: use another optimizer"
+            )
+        self.scaler = torch.amp.GradScaler(device.type, enabled=half)
+        dtype, mixes = loop.autocast, loop.autocast is not None
+        self.mixed = partial(torch.autocast, device.type, dtype, enabled=mixes)
+        self.loss_fn = loop.loss_fn
+        if loop.label_smoothing:
+            self.loss_fn = partial(cross_entropy, label_smoothing=loop.label_smoothing)
+        self.proximal = _Proximal(trained, _not_negative(config, "proximal-mu", 0.0))
+
+    def epoch(self, loader: Loader, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        """Take an epoch's steps; yield after each the sum of losses, over labels."""
+        total, count = torch.zeros((), device=self.device), 0
+        model, device = self.model, self.device
+        for batch in batches_of(loader, model, device, labelled=True, report=False):
+            if not (labels := batch.num_labels):
+                continue  # their mean loss would be 0 / 0
+            self.taken += 1
+            loss = self._take(partial(self._gradients, batch, epoch))
+            total += loss.float() * labels  # half precision ends at 65504
+            count += labels
+            yield total, count
+        if not count:
+            raise DataError(
+                "the training loader has no examples, or none with a label other "
+                "than -100. A client reads its loader several times: if it can "
+                "be read only once, it is empty now, so pass a DataLoader"
+            )
+
+    def _take(self, closure: Callable[[], Tensor]) -> Tensor:
+        """Take a step; return the loss before it."""
+        if self.needs_closure:
+            return torch.as_tensor(self.optimizer.step(closure))  # type: ignore[arg-type]
+        loss = closure()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+    def _gradients(self, batch: Batch, epoch: int) -> Tensor:
+        """Compute a batch's gradients; return its loss."""
+        self.optimizer.zero_grad()
+        with self.mixed():
+            loss = loss_of(self.loss_fn, batch.inputs(self.model), batch.labels)
+            loss = checked_loss(loss)
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.unscale_(self.optimizer)
+        if self.on_gradients is not None:
+            self.on_gradients(epoch, self.taken)
+        self.proximal.add_gradient()
+        return loss.detach()
 
 
 def local_sgd(train_fn: TrainFn, why: str) -> LocalSGD:
@@ -338,23 +379,6 @@ class _OfInputs(nn.Module):
 
     def forward(self, inputs: Inputs) -> Tensor:
         return inputs(self.model)
-
-
-def _step_with_closure(
-    optimizer: Optimizer, scaler: torch.amp.GradScaler, closure: Callable[[], Tensor]
-) -> Tensor:
-    """Take a step of an optimiser with a closure; return the first loss."""
-    return torch.as_tensor(optimizer.step(closure))  # type: ignore[arg-type]
-
-
-def _step_once(
-    optimizer: Optimizer, scaler: torch.amp.GradScaler, closure: Callable[[], Tensor]
-) -> Tensor:
-    """Take a step by one computation of gradients; return the loss before it."""
-    loss = closure()
-    scaler.step(optimizer)
-    scaler.update()
-    return loss
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

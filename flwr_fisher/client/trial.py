@@ -32,7 +32,6 @@ from torch.utils.data import (
     default_convert,
 )
 
-from flwr_fisher.client.losses import LOSSES, Loss
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import Curvature
@@ -44,7 +43,7 @@ from flwr_fisher.curvature.batches import (
     with_positions,
 )
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
-from flwr_fisher.curvature.losses import check_mean_over_labels
+from flwr_fisher.curvature.losses import LOSSES, Loss, check_mean_over_labels
 from flwr_fisher.curvature.models import copied, evaluating
 from flwr_fisher.errors import (
     ClientError,

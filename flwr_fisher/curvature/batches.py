@@ -31,8 +31,8 @@ from flwr_fisher.randomness import random_stream, seeded
 _defaults: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
     "defaults", default=(None, None)
 )
-_on_first_batch: ContextVar[list[Callable[[Batch], object]]] = ContextVar(
-    "on_first_batch"
+_first_batch_checks: ContextVar[list[Callable[[Batch], object]]] = ContextVar(
+    "first_batch_checks"
 )
 
 # Modules of iterators that cannot be read again.
@@ -114,9 +114,7 @@ def unwrapped(loader: Iterable[Any]) -> Iterable[Any]:
 
 @contextmanager
 def default_reading(
-    batch_fn: BatchFn | None,
-    output_fn: OutputFn | None,
-    on_first_batch: Sequence[Callable[[Batch], object]] = (),
+    batch_fn: BatchFn | None, output_fn: OutputFn | None
 ) -> Iterator[None]:
     """Set, within a ``with`` block, how loaders that are no :class:`Pairs` are read.
 
@@ -126,17 +124,29 @@ def default_reading(
     ----------
     batch_fn, output_fn : Callable, optional
         As for :class:`Pairs`.
-    on_first_batch : Sequence[Callable[[Batch], object]], default ()
-        Called once, with the first batch that :func:`batches_of` reads, before it
-        yields the batch.
     """
     token = _defaults.set((batch_fn, output_fn))
-    own = _on_first_batch.set(list(on_first_batch))
     try:
         yield
     finally:
         _defaults.reset(token)
-        _on_first_batch.reset(own)
+
+
+@contextmanager
+def checking_first_batch(checks: list[Callable[[Batch], object]]) -> Iterator[None]:
+    """Make checks of the first batch that :func:`batches_of` reads in a ``with`` block.
+
+    Parameters
+    ----------
+    checks : list[Callable[[Batch], object]]
+        Called with the batch, before it is yielded; afterwards the list is empty.
+    """
+    token = _first_batch_checks.set(checks)
+    try:
+        yield
+    finally:
+        _first_batch_checks.reset(token)
+        checks.clear()
 
 
 def batches_of(
@@ -168,14 +178,14 @@ def batches_of(
         If the loader is one tensor, a batch's form is not clear, or a batch lacks
         labels.
     """
-    own, on_first_batch = pairs_of(loader), _on_first_batch.get([])
+    own, first_batch_checks = pairs_of(loader), _first_batch_checks.get([])
     for batch in own.loader:
         made = own.read(batch, model)
         if labelled and not hasattr(made.labels, "to"):
             made.tensor_labels(f"is {form_of(batch)}")  # raises an error
         if len(made):
-            while on_first_batch:
-                on_first_batch.pop(0)(made)
+            while first_batch_checks:
+                first_batch_checks.pop(0)(made)
             yield made if device is None else made.to(device)
             if report:
                 advance(len(made))

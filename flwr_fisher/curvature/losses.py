@@ -1,12 +1,18 @@
-"""The loss of a batch: checks that it is a scalar, and a mean over labels."""
+"""The loss of a batch: the default ones, and checks of a scalar and of a mean."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from flwr_fisher.curvature.batch import IGNORED, count_labels, is_whole
+from flwr_fisher.curvature.batch import (
+    IGNORED,
+    check_from_0_to_1,
+    count_labels,
+    is_whole,
+)
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
@@ -17,6 +23,80 @@ from flwr_fisher.errors import (
 Loss = Callable[[Tensor, Any], Tensor]
 _MEAN = 1e-5  # relative and absolute: above rounding in float32
 _FEW = 64  # examples of the first batch, with which later ones are compared
+
+
+def cross_entropy(
+    outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
+    """Return the mean cross-entropy over the labels of examples or positions.
+
+    Classes are the last dimension of the outputs, as for the Fisher's "categorical"
+    likelihood. For outputs ``[n, C]`` this is ``F.cross_entropy``, which expects the
+    classes as the second dimension. Outputs ``[n, C, T]`` can be trained as in
+    ``F.cross_entropy`` if labels ``[n, T]`` fit no other order. They have no accuracy,
+    and the Fisher refuses them. A label of -100 does not count.
+
+    Parameters
+    ----------
+    outputs : Tensor
+        Logits ``[n, C]``, or ``[n, T, C]`` for tokens.
+    labels : Tensor
+        Class indices ``[n]`` or ``[n, T]``.
+    label_smoothing : float, default 0
+        As in ``F.cross_entropy``: the share of a label that is spread equally over all
+        classes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64))
+    tensor(1.3863)
+    """
+    if labels.dim() > 1 and labels.shape == outputs.shape[:-1]:
+        outputs, labels = outputs.flatten(0, -2), labels.flatten()
+    return F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
+
+
+def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean squared error, without broadcasting.
+
+    Raises
+    ------
+    DataError
+        If their shapes differ.
+    """
+    _check_shapes(outputs, labels)
+    return F.mse_loss(outputs, labels)
+
+
+def sigmoid_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean binary cross-entropy of logits and labels from 0 to 1.
+
+    Raises
+    ------
+    DataError
+        If their shapes differ, or a label is out of range.
+    """
+    _check_shapes(outputs, labels)
+    labels = labels.to(outputs.dtype)
+    check_from_0_to_1(labels)
+    return F.binary_cross_entropy_with_logits(outputs, labels)
+
+
+def _check_shapes(outputs: Tensor, labels: Tensor) -> None:
+    if outputs.shape != labels.shape:
+        raise DataError(
+            f"labels of shape {tuple(labels.shape)} do not fit outputs of shape "
+            f"{tuple(outputs.shape)}: give a number for each output, or pass a loss_fn"
+        )
+
+
+# The loss of a likelihood, if neither the client nor its loop names one.
+LOSSES: dict[str, Loss] = {
+    "categorical": cross_entropy,
+    "bernoulli": sigmoid_cross_entropy,
+    "gaussian": squared_error,
+}
 
 
 def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:

@@ -310,8 +310,8 @@ class Door(Generic[P]):
 
         A client that replies twice, from two nodes, counts once.
         """
-        client = self.cohort.identity(reply.node)
-        if self.has(client):
+        identity = self.cohort.identity(reply.node)
+        if self.has(identity):
             return None
         if reply.from_superlink or reply.nothing_will_come:
             self.mark_missing([reply.node], printable(reply.message.error.reason))
@@ -319,7 +319,7 @@ class Door(Generic[P]):
         try:
             metrics = read_metrics(reply.message, self.weighted_by_key)
             arrays = self._arrays(reply.message)
-            self.admit(client, arrays, metrics)
+            self.admit(identity, arrays, metrics)
             return arrays, metrics
         except Exception as error:  # untrusted replies can fail in any way
             self.reject(reply.node, error)
@@ -333,7 +333,7 @@ class Door(Generic[P]):
         return records[0]
 
     def admit(
-        self, client: Identity, arrays: ArrayRecord, metrics: MetricRecord
+        self, identity: Identity, arrays: ArrayRecord, metrics: MetricRecord
     ) -> None:
         """Decode, check and keep a client's records.
 
@@ -343,7 +343,7 @@ class Door(Generic[P]):
             It names the wrong key. Other exceptions of a payload's reader are not
             caught.
         """
-        self._check_claim(client)
+        self._check_claim(identity)
         own, digest = split_frozen(arrays)
         payload = self.read(own, self.like)
         weight = weight_of(metrics, self.weighted_by_key)
@@ -353,9 +353,9 @@ class Door(Generic[P]):
         size = reply_bytes(arrays, metrics)
         if self.fold is not None and not digest:
             payload = self.fold(payload, weight)
-        node, name, number = client.node, client.name, client.number
+        node, name, number = identity.node, identity.name, identity.number
         self.admitted.append(Upload(node, name, weight, payload, metrics, size, number))
-        self._clients[name], self._sizes[name] = client, sizes
+        self._clients[name], self._sizes[name] = identity, sizes
         if digest:
             self._digests[name] = digest
         self.missing.pop(name, None)
@@ -369,22 +369,22 @@ class Door(Generic[P]):
                 weight,
             )
 
-    def _check_claim(self, client: Identity) -> None:
+    def _check_claim(self, identity: Identity) -> None:
         """Check that no partition counts twice; a registered node keeps its own.
 
         Two nodes can be here with one partition if the second one connected after the
         first was asked, or if the SuperLink has registered one of them since.
         """
-        if client.partition is None:
+        if (partition := identity.partition) is None:
             return
         for other in list(self._clients.values()):
-            if other.partition != client.partition:
+            if other.partition != partition:
                 continue
-            reason = f"partition {client.partition} is also {{}}'s, which is registered"
-            if other.registered and not client.registered:
+            reason = f"partition {partition} is also {{}}'s, which is registered"
+            if other.registered and not identity.registered:
                 raise WireError(reason.format(other.name), field="partition-id")
-            if client.registered and not other.registered:
-                error = WireError(reason.format(client.name), field="partition-id")
+            if identity.registered and not other.registered:
+                error = WireError(reason.format(identity.name), field="partition-id")
                 if self.fold is not None:  # a summand cannot be removed from a sum
                     raise error
                 for upload in [u for u in self.admitted if u.client == other.name]:
@@ -407,13 +407,13 @@ class Door(Generic[P]):
 
     # --- clients that have replied
 
-    def has(self, client: Identity) -> bool:
+    def has(self, identity: Identity) -> bool:
         """Return whether a client's reply was admitted."""
-        return client.name in self._clients
+        return identity.name in self._clients
 
     def done(self) -> set[str]:
         """Return the names of all clients with an admitted or rejected reply."""
-        names = {name for client in self._clients.values() for name in client.names}
+        names = {name for known in self._clients.values() for name in known.names}
         return names | self.rejected.reasons.keys()
 
     def without_done(self, nodes: Iterable[int]) -> list[int]:
@@ -424,8 +424,8 @@ class Door(Generic[P]):
         """
         done, left = self.done(), []
         for node in nodes:
-            client = self.cohort.identity(node)
-            names = {client.name, f"node-{node}"} if client.registered else client.names
+            known = self.cohort.identity(node)
+            names = {known.name, f"node-{node}"} if known.registered else known.names
             if not names & done:
                 left.append(node)
         return left

@@ -17,7 +17,7 @@ from flwr_fisher.server.exchange import Uploads, metrics_from
 from flwr_fisher.server.journal import Journal
 from flwr_fisher.server.late import LateReplies
 from flwr_fisher.server.norms import norm_exchange, who_can_measure
-from flwr_fisher.server.round import ExchangeRun, Strategy, door_of, secured
+from flwr_fisher.server.round import ExchangeRun, Strategy, door_of, with_secure_sums
 from flwr_fisher.server.run import Run
 from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
@@ -126,7 +126,7 @@ class Driver:
         uploads: Uploads[Any] = []
         before = run.state.params
         exchanges = strategy.exchanges(server_round)
-        exchanges = secured(strategy, exchanges, f"{server_round}")
+        exchanges = with_secure_sums(strategy, exchanges, f"{server_round}")
         for index, exchange in enumerate(exchanges, start=1):
             # Free the uploads of the last exchange before this one's arrive.
             uploads = []
@@ -175,7 +175,8 @@ class Driver:
         prefixes = strategy.norms_to_refresh(before, merged.params)
         if not prefixes:
             return
-        weights = who_can_measure(self.cohort, self.grid, self.timeout, clients)
+        present = self.cohort.present(self.grid, self.timeout)
+        weights = who_can_measure(self.cohort, present, clients)
         exchange = norm_exchange(prefixes, weights)
         try:
             if not weights:
@@ -184,7 +185,7 @@ class Driver:
                 "norm statistics: asking %d clients for the new model's", len(weights)
             )
             label = f"{server_round}/norms"
-            for one in secured(strategy, [exchange], label, NUM_EXAMPLES):
+            for one in with_secure_sums(strategy, [exchange], label, NUM_EXAMPLES):
                 journal = Journal(None).exchange_journal(server_round, 1)
                 under_way = ExchangeRun(
                     strategy,

@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.errors import RoundError, WireError, listed
 from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import Door, comparable
 from flwr_fisher.server.exchange import metrics_from
@@ -128,6 +129,10 @@ class Scores(Payload):
         return ArrayRecord()
 
 
+def _no_arrays(record: ArrayRecord, like: Params) -> Scores:
+    return Scores()
+
+
 class EvaluationDoor(Door[Scores]):
     """Checks evaluate replies, which have only metrics.
 
@@ -140,14 +145,7 @@ class EvaluationDoor(Door[Scores]):
     def __init__(self, cohort: Cohort, weighted_by_key: str, policy: Policy) -> None:
         if not policy.limit_scores:
             policy = replace(policy, max_weight=math.inf)
-        super().__init__(
-            cohort,
-            lambda arrays, like: Scores(),
-            {},
-            weighted_by_key,
-            policy,
-            quiet=True,
-        )
+        super().__init__(cohort, _no_arrays, {}, weighted_by_key, policy, quiet=True)
         self.stage = "aggregate_evaluate"
         self._messages: dict[int, Message] = {}
         self._scores: dict[str, MetricRecord] = {}  # the metrics that most report

@@ -44,7 +44,7 @@ class LateReplies:
         if reply.from_superlink:
             return
         self.cohort.replied(reply.node)
-        client = self.cohort.identity(reply.node)
+        identity = self.cohort.identity(reply.node)
         current = self.count() == self.server_round
         new_door = self.door if current and self.journal.on_disk else None
         logger.warning(
@@ -54,10 +54,10 @@ class LateReplies:
             self.server_round,
             "; keeping it, for reopen=True" if new_door else "",
         )
-        if new_door is None or self.journal.has(client):
+        if new_door is None or self.journal.has(identity):
             return  # an admitted reply is not replaced
         if (records := new_door().take(reply)) is not None:
-            self.journal.save(client, *records)
+            self.journal.save(identity, *records)
 
     def forget(self) -> None:
         """Only count late replies from now on: another exchange has begun."""

@@ -3,11 +3,10 @@
 The clients' own statistics do not fit the merged model, so clients measure it.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 
 from flwr.app import ArrayRecord
-from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ParamsError, WireError, listed
 from flwr_fisher.log_lines import logger
@@ -32,21 +31,20 @@ _ONLY_TRAINS = (
 
 
 def who_can_measure(
-    cohort: Cohort,
-    grid: Grid,
-    timeout: float,
-    clients: Mapping[str, tuple[int, float]],
+    cohort: Cohort, present: Iterable[int], clients: Mapping[str, tuple[int, float]]
 ) -> dict[int, float]:
     """Return the weights of the clients that can measure; log those that cannot.
 
     Parameters
     ----------
-    cohort, grid, timeout
+    cohort : Cohort
         The run's.
+    present : Iterable[int]
+        The nodes that are connected.
     clients : Mapping[str, tuple[int, float]]
         The clients of a round by name: their numbers and weights.
     """
-    nodes = {cohort.identity(n).number: n for n in cohort.present(grid, timeout)}
+    nodes = {cohort.identity(node).number: node for node in present}
     if gone := [c for c, (number, _) in clients.items() if number not in nodes]:
         logger.warning("norm statistics: disconnected: %s", listed(gone))
     there = {c: own for c, own in clients.items() if own[0] in nodes}

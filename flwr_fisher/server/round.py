@@ -35,6 +35,7 @@ from flwr_fisher.server.cohort import Cohort, Sample
 from flwr_fisher.server.door import NORMS_STAGE, TRAIN, Door
 from flwr_fisher.server.exchange import (
     Exchange,
+    Groups,
     P,
     Secure,
     ServerState,
@@ -85,6 +86,9 @@ class Strategy(Protocol):
     def check(self, state: ServerState) -> None:
         """Raise an error, before any client trains, for a model that does not fit."""
 
+    def initial_groups(self) -> Groups:
+        """Return the groups of a new run's state beside parameters."""
+
     def may_skip(self, server_round: int) -> bool:
         """Return whether the run can continue after a failed round."""
 
@@ -130,7 +134,7 @@ def requests(
     return messages
 
 
-def secured(
+def with_secure_sums(
     strategy: Strategy,
     exchanges: Sequence[Exchange[Any]],
     label: str,
@@ -390,15 +394,16 @@ class ExchangeRun(Generic[P]):
             door.missing |= record.missing
         for name, reason in rejected.items():
             door.rejected.add(name, reason, stage=TRAIN)
-        for client, arrays, metrics in self.journal.uploads():
-            if closed is not None and client.name not in closed:
+        for identity, arrays, metrics in self.journal.uploads():
+            name = identity.name
+            if closed is not None and name not in closed:
                 continue
-            self.cohort.recall(client)
+            self.cohort.recall(identity)
             try:
-                door.admit(client, arrays, metrics)
+                door.admit(identity, arrays, metrics)
             except Exception as error:  # admitted before, perhaps by another version
-                door.rejected.add(client.name, error, stage=TRAIN, node=client.node)
-                self.journal.set_aside(client.name, door.rejected.reasons[client.name])
+                door.rejected.add(name, error, stage=TRAIN, node=identity.node)
+                self.journal.set_aside(name, door.rejected.reasons[name])
 
     def _window(self) -> float:
         """Return how long the collection window is still open."""
@@ -429,15 +434,15 @@ class ExchangeRun(Generic[P]):
             at_once=_AT_ONCE if door.fold is not None else None,
         ):
             self._due.discard(reply.node)
-            client = cohort.identity(reply.node)
-            if door.has(client):
+            identity = cohort.identity(reply.node)
+            if door.has(identity):
                 continue  # it has reconnected under another node id
             if not reply.from_superlink:
                 cohort.replied(reply.node)
             elif not reply.nothing_will_come:
                 silent.append(reply.node)
             if (records := door.take(reply)) is not None:
-                self.journal.save(client, *records)
+                self.journal.save(identity, *records)
         if are_enough():
             door.mark_missing(self._due, "not waited for, since enough have replied")
             cohort.passed_over(self._due, self.server_round)
@@ -520,9 +525,11 @@ class ExchangeRun(Generic[P]):
             If there are too few uploads, or if a parameter is not finite after the step
             although no single upload is the cause.
         """
+        # What the policy knows of the rounds before.
+        known = {n: float(v) for n, v in self.state.group(_POLICY).items()}
         try:
             while True:
-                uploads = self.door.uploads(self.needed, self._remembered())
+                uploads = self.door.uploads(self.needed, known)
                 try:
                     step = self._try_step(uploads)
                     break
@@ -537,10 +544,6 @@ class ExchangeRun(Generic[P]):
                 self.journal.set_aside(client, reason)
         metrics = self.door.metrics(self.strategy.train_metrics_aggr_fn)
         return self._with_remembered(step), uploads, metrics
-
-    def _remembered(self) -> dict[str, float]:
-        """Return the policy's knowledge of the rounds before."""
-        return {n: float(v) for n, v in self.state.group(_POLICY).items()}
 
     def _with_remembered(self, step: Step) -> Step:
         """Return the step with the policy's knowledge for the next round."""

@@ -21,7 +21,7 @@ from flwr_fisher.wire.layout import PREFIX
 from flwr_fisher.wire.size import bytes_in_one_array
 
 PACKED = "packed"
-FORMAT = f"{PREFIX}format"
+FORMAT = f"{PREFIX}format"  # the description of the others; no curvature
 _ENTRY = 64  # bytes of JSON around an entry's name and three numbers
 _DESCRIPTION = 256
 _FRAME = 16  # the header's length, and padding

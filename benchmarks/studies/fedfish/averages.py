@@ -7,8 +7,8 @@ import torch
 from harness.clients import CPU, World, scores
 from torch import Tensor, nn
 
-from flwr_fisher.client.losses import cross_entropy
 from flwr_fisher.client.training import score
+from flwr_fisher.curvature.losses import cross_entropy
 from flwr_fisher.merge import fedavg
 from flwr_fisher.params import Params, flatten, scale
 from flwr_fisher.rounds import fedfish_average

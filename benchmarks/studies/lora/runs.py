@@ -12,8 +12,8 @@ from harness.size import sized
 from torch import Tensor
 
 from flwr_fisher.client import LocalSGD
-from flwr_fisher.client.losses import cross_entropy
 from flwr_fisher.client.training import score
+from flwr_fisher.curvature.losses import cross_entropy
 from flwr_fisher.params import Params
 from flwr_fisher.tasks import Splits, load_dataset, partition_indices
 from studies.lora.merges import Client, added, merged, with_added

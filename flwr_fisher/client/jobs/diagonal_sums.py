@@ -1,14 +1,15 @@
 """FedFisher's job for sums of diagonals: training, and a client's contribution."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flwr.app import ArrayRecord
 
 from flwr_fisher.client.jobs import LocalProblem, Request
-from flwr_fisher.client.jobs.train import Trained, TrainingJob, training_job
+from flwr_fisher.client.jobs.train import TrainingJob, training_job
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.errors import ClientError, check_positive
 from flwr_fisher.merge import DiagonalSums, LocalPosterior, contribution
+from flwr_fisher.params import Params
 from flwr_fisher.wire import Additive
 from flwr_fisher.wire.additive import SUMS
 
@@ -43,11 +44,11 @@ class DiagonalSumsJob(TrainingJob):
             check_positive("clipping-norm", norm)
         return cls(**vars(own), clipping_norm=norm)
 
-    def arrays(self, trained: Trained) -> ArrayRecord:
+    def arrays(self, posterior: LocalPosterior, start: Params) -> ArrayRecord:
         """Return this client's contribution."""
-        start, params, curvature = trained.start, trained.params, trained.curvature
+        params, curvature = posterior.params, posterior.curvature
         if self.clipping_norm is None:
-            sums = DiagonalSums.of([LocalPosterior(params, curvature, 1)])
+            sums = DiagonalSums.of([replace(posterior, num_examples=1)])
             parts = params, sums.fisher, sums.fisher_params
             return Additive(dict(zip(SUMS, parts, strict=True))).to_arrays()
         diagonal = curvature.diagonal()

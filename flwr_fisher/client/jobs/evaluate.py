@@ -21,6 +21,7 @@ from flwr_fisher.curvature.batches import positions_of, sampler_of, with_positio
 from flwr_fisher.errors import ClientError, DataError, check_known, check_positive
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import derive_seed, seeded
+from flwr_fisher.wire import NUM_EXAMPLES
 
 _SETS = ("validation", "train")
 _FEWEST = 4  # examples, so that a client can fine-tune on a quarter of them
@@ -29,7 +30,7 @@ _FEWEST = 4  # examples, so that a client can fine-tune on a quarter of them
 def local_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
     """Return ``local-loss`` and ``local-accuracy`` on the client's training data."""
     scores = _training_scores(problem, partition)
-    return {f"local-{key}": scores[key] for key in scores if key != "num-examples"}
+    return {f"local-{key}": scores[key] for key in scores if key != NUM_EXAMPLES}
 
 
 @register_job("evaluate", kind="evaluate")
@@ -79,7 +80,7 @@ def evaluation(
     nothing = problem.valloader is None and problem.evaluate_fn is None
     if where == "validation" and nothing:
         if options.get("may-abstain") is True:
-            return Reply({"num-examples": 0})
+            return Reply({NUM_EXAMPLES: 0})
         raise ClientError(
             "this client has no valloader to evaluate on: pass one to FisherClient,"
             " or pass fraction_evaluate=0.0 to the strategy"
@@ -100,7 +101,7 @@ def _scores(problem: LocalProblem, loader: Loader) -> dict[str, float]:
         problem.loss,
         classes=problem.has_classes,
     )
-    scores = {"num-examples": n, "loss": loss, "accuracy": accuracy}
+    scores = {NUM_EXAMPLES: n, "loss": loss, "accuracy": accuracy}
     if math.isnan(accuracy):
         del scores["accuracy"]
     return scores
@@ -146,9 +147,9 @@ def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     finally:
         model.load_state_dict(start)
         model.train(training)
-    count = before.pop("num-examples")
+    count = before.pop(NUM_EXAMPLES)
     return {
-        "num-examples": count,
+        NUM_EXAMPLES: count,
         **{f"zero-shot-{key}": value for key, value in before.items()},
         **{f"personalised-{key}": after[key] for key in before},
     }

@@ -10,12 +10,7 @@ from torch import nn
 
 from flwr_fisher.client.batch_norms import catch_up_norms
 from flwr_fisher.client.jobs import LocalProblem, Request
-from flwr_fisher.client.jobs.train import (
-    Trained,
-    TrainingJob,
-    codec_of,
-    training_job,
-)
+from flwr_fisher.client.jobs.train import TrainingJob, codec_of, training_job
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
@@ -23,7 +18,8 @@ from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.batches import length_of
 from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import check_known, check_range
-from flwr_fisher.params import select, subtract, sum_dtype, trainable
+from flwr_fisher.merge import LocalPosterior
+from flwr_fisher.params import Params, select, subtract, sum_dtype, trainable
 from flwr_fisher.wire import Additive
 
 _SOURCES = ("extra-pass", "last-epoch")
@@ -103,7 +99,7 @@ class FedFishJob(TrainingJob):
             curvature = self.curvature(problem, batches)
             return metrics, self._reduced(curvature, batches)
         epochs = local_sgd(problem.train_fn, _SQUARES).epochs
-        squares = SquaredGradients(problem.model, epochs)
+        squares = LastEpochSquares(problem.model, epochs)
         metrics = problem.train(config, on_gradients=squares)
         return metrics, self._reduced(squares.curvature(), problem.trainloader)
 
@@ -128,13 +124,13 @@ class FedFishJob(TrainingJob):
             curvature = curvature.scaled(trace**-self.balance)
         return curvature
 
-    def arrays(self, trained: Trained) -> ArrayRecord:
+    def arrays(self, posterior: LocalPosterior, start: Params) -> ArrayRecord:
         """Return the model with its Fisher, or the Fisher times the step."""
-        params, curvature = trained.params, trained.curvature
+        params, curvature = posterior.params, posterior.curvature
         if self.upload == "fisher":
-            return super().arrays(trained)
+            return super().arrays(posterior, start)
         names = curvature.shapes
-        step = subtract(select(trained.start, names), select(params, names))
+        step = subtract(select(start, names), select(params, names))
         product = curvature.matvec(step)
         if self.upload == "sums":
             squares = curvature.diagonal().items()
@@ -145,7 +141,7 @@ class FedFishJob(TrainingJob):
         return Additive({"product": product, "buffers": buffers}).to_arrays()
 
 
-class SquaredGradients:
+class LastEpochSquares:
     r"""The mean of squared batch gradients, collected during training.
 
     FedFish, Appendix A.5.1: it uses the gradients of the last local epoch, in which the

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
-from flwr_fisher.client.jobs.train import Trained, TrainingJob, try_upload
+from flwr_fisher.client.jobs.train import TrainingJob, try_upload
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.state import STATE
-from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import ClientError
-from flwr_fisher.merge import balanced, partial_traces
+from flwr_fisher.merge import LocalPosterior, balanced, partial_traces
 from flwr_fisher.params import Params, select, subtract
 from flwr_fisher.wire import (
+    NUM_EXAMPLES,
     PREFIX,
     Additive,
     curvature_to_tensors,
@@ -27,59 +27,50 @@ from flwr_fisher.wire import (
 )
 from flwr_fisher.wire.layer_traces import LayerTraces
 
-_NAME, _PARAMS, _COUNT = "kfac-sums", "params/", "num-examples"
+_NAME, _PARAMS = "kfac-sums", "params/"
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A client's files of a round: its model, its Fisher and its weight."""
+def _tensors(posterior: LocalPosterior) -> dict[str, Tensor]:
+    """Return a client's model and its Fisher, as they are kept in a round."""
+    params = {f"{_PARAMS}{name}": value for name, value in posterior.params.items()}
+    return {**params, **curvature_to_tensors(posterior.curvature)}
 
-    params: dict[str, Tensor]
-    curvature: Curvature
-    num_examples: float
 
-    def tensors(self) -> dict[str, Tensor]:
-        params = {f"{_PARAMS}{name}": value for name, value in self.params.items()}
-        return {**params, **curvature_to_tensors(self.curvature)}
+def _check_room(disk: ClientDisk, posterior: LocalPosterior) -> None:
+    num_bytes = sum(value.nbytes for value in _tensors(posterior).values())
+    disk.check_room(num_bytes, f"the model and Fisher of run {disk.key}")
 
-    def check_room(self, disk: ClientDisk) -> None:
-        num_bytes = sum(value.nbytes for value in self.tensors().values())
-        disk.check_room(num_bytes, f"the model and Fisher of run {disk.key}")
 
-    def save(self, problem: LocalProblem, request: Request) -> None:
-        disk = _disk(problem, request)
-        self.check_room(disk)
-        note = json.dumps({_COUNT: self.num_examples})
-        disk.save(_NAME, self.tensors(), step=request.server_round, note=note)
+def _save(problem: LocalProblem, request: Request, posterior: LocalPosterior) -> None:
+    disk, step = _disk(problem, request), request.server_round
+    _check_room(disk, posterior)
+    note = json.dumps({NUM_EXAMPLES: posterior.num_examples})
+    disk.save(_NAME, _tensors(posterior), step=step, note=note)
 
-    @classmethod
-    def load(cls, problem: LocalProblem, request: Request) -> "_Kept":
-        disk = _disk(problem, request)
-        kept = disk.load(_NAME, request.server_round)
-        if kept is None:
-            raise ClientError(
-                f"round {request.server_round}'s model and Fisher are not in "
-                f"{disk.path}: this client did not train in that round, or lost them"
-            )
-        try:
-            count: float = json.loads(kept.note)[_COUNT]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ClientError(
-                f"round {request.server_round}'s model and Fisher in {disk.path} are "
-                f"not in this version's format: no {_COUNT} ({error})"
-            ) from error
-        tensors = {k: v.to(problem.device) for k, v in kept.tensors.items()}
-        params = {
-            key.removeprefix(_PARAMS): value
-            for key, value in tensors.items()
-            if key.startswith(_PARAMS)
-        }
-        parts = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
-        curvature = tensors_to_curvature(parts, params)
-        return cls(params, curvature, count)
 
-    def reply(self, upload: Additive) -> Reply:
-        return Reply({_COUNT: self.num_examples}, upload.to_arrays())
+def _load(problem: LocalProblem, request: Request) -> LocalPosterior:
+    disk = _disk(problem, request)
+    kept = disk.load(_NAME, request.server_round)
+    if kept is None:
+        raise ClientError(
+            f"round {request.server_round}'s model and Fisher are not in "
+            f"{disk.path}: this client did not train in that round, or lost them"
+        )
+    try:
+        count: float = json.loads(kept.note)[NUM_EXAMPLES]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ClientError(
+            f"round {request.server_round}'s model and Fisher in {disk.path} are "
+            f"not in this version's format: no {NUM_EXAMPLES} ({error})"
+        ) from error
+    tensors = {k: v.to(problem.device) for k, v in kept.tensors.items()}
+    params = {
+        key.removeprefix(_PARAMS): value
+        for key, value in tensors.items()
+        if key.startswith(_PARAMS)
+    }
+    parts = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
+    return LocalPosterior(params, tensors_to_curvature(parts, params), count)
 
 
 @dataclass(frozen=True)
@@ -88,10 +79,10 @@ class _LargestUpload(TrainingJob):
 
     disk: ClientDisk
 
-    def arrays(self, trained: Trained) -> ArrayRecord:
-        params, curvature = trained.params, trained.curvature
-        _Kept(params, curvature, trained.num_examples).check_room(self.disk)
-        product = select(params, curvature.shapes)
+    def arrays(self, posterior: LocalPosterior, start: Params) -> ArrayRecord:
+        curvature = posterior.curvature
+        _check_room(self.disk, posterior)
+        product = select(posterior.params, curvature.shapes)
         return LayerTraces.of(product, partial_traces(curvature)).to_arrays()
 
 
@@ -117,31 +108,33 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     metrics, curvature = job.train(problem, request.config)
     assert curvature is not None
     params = problem.state_like(request.params)
-    count = request.weight(metrics)
+    count = request.weight(metrics, problem)
     wanted = {
         name: real_number(request.options, name, 0.0)
         for name in ("shrink", "damping", "balance")
     }
-    kept = _Kept(params, balanced(curvature, **wanted), count)
-    kept.save(problem, request)
+    curvature = balanced(curvature, **wanted)
+    _save(problem, request, LocalPosterior(params, curvature, count))
     upload = Additive({"params": params})
-    return Reply({**metrics, _COUNT: count}, upload.to_arrays())
+    return Reply({**metrics, NUM_EXAMPLES: count}, upload.to_arrays())
 
 
 @register_job("kfac-traces")
 def traces_job(problem: LocalProblem, request: Request) -> Reply:
     """Upload the partial traces, and the Fisher times the step from the mean."""
-    kept = _Kept.load(problem, request)
+    kept = _load(problem, request)
     names = kept.curvature.shapes
     away = subtract(select(kept.params, names), select(request.params, names))
     pull = kept.curvature.matvec(away)
-    return kept.reply(LayerTraces.of(pull, partial_traces(kept.curvature)))
+    upload = LayerTraces.of(pull, partial_traces(kept.curvature))
+    return Reply({NUM_EXAMPLES: kept.num_examples}, upload.to_arrays())
 
 
 @register_job("kfac-product")
 def product_job(problem: LocalProblem, request: Request) -> Reply:
     """Upload the Fisher's product with the server's ``direction``."""
-    kept = _Kept.load(problem, request)
+    kept = _load(problem, request)
     like: Params = select(kept.params, kept.curvature.shapes)
     product = kept.curvature.matvec(request.vector("direction", like))
-    return kept.reply(Additive({"product": product}))
+    upload = Additive({"product": product})
+    return Reply({NUM_EXAMPLES: kept.num_examples}, upload.to_arrays())

@@ -13,9 +13,8 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
 from flwr_fisher.client.batch_norms import catch_up_norms
-from flwr_fisher.client.jobs import LocalProblem, Reply, Request, get_job, register_job
+from flwr_fisher.client.jobs import Job, LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
-from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.training import LocalSGD, score
 from flwr_fisher.client.trial import (
     check_outputs,
@@ -27,10 +26,13 @@ from flwr_fisher.curvature import Curvature, FisherOptions, fisher
 from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.batches import check_can_be_read_again, count_of
 from flwr_fisher.curvature.models import device_of
+from flwr_fisher.errors import check_number
 from flwr_fisher.log_lines import logger
+from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params, check_finite
 from flwr_fisher.progress import watching
 from flwr_fisher.wire import (
+    NUM_EXAMPLES,
     REGRESSION,
     Codec,
     FisherUpload,
@@ -41,28 +43,6 @@ from flwr_fisher.wire import (
 )
 
 _ENTRIES, _CUBES = 3 * 10**5, 10**8  # that take about a tenth of a second to pack
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A client's results of training, from which it makes its upload.
-
-    Parameters
-    ----------
-    start, params : Mapping[str, Tensor]
-        Parameters and buffers before and after the training.
-    curvature : Curvature
-        The Fisher at the parameters after the training.
-    num_examples : float
-        The client's weight.
-    """
-
-    start: Params
-    params: dict[str, Tensor]
-    curvature: Curvature
-    num_examples: float
-
-
 J = TypeVar("J", bound="type[TrainingJob]")
 
 
@@ -88,10 +68,10 @@ def training_job(name: str) -> Callable[[J], J]:
     return register
 
 
-def training_job_of(name: str) -> "type[TrainingJob] | None":
-    """Return the class of the job of this name, or None if it does not train."""
-    job = getattr(get_job(name), "__wrapped__", None)  # as `training_job` leaves it
-    return job if isinstance(job, type) and issubclass(job, TrainingJob) else None
+def training_job_of(job: Job) -> "type[TrainingJob] | None":
+    """Return the class of a registered job, or None if it does not train."""
+    own = getattr(job, "__wrapped__", None)  # as `training_job` leaves it
+    return own if isinstance(own, type) and issubclass(own, TrainingJob) else None
 
 
 @training_job("train")
@@ -151,12 +131,12 @@ class TrainingJob:
             problem.check_can_be_read_again()
         try_upload(problem, request, self)
         metrics, curvature = self.train(problem, request.config)
-        count = request.weight(metrics)
+        count = request.weight(metrics, problem)
         arrays = self.packed(problem, request, curvature, count)
         if request.options.get("report-local"):
             metrics |= local_scores(problem, request.client)
         logger.info("Partition %s: trained on %g examples", request.client, count)
-        return Reply({**metrics, "num-examples": count}, arrays)
+        return Reply({**metrics, NUM_EXAMPLES: count}, arrays)
 
     def train(
         self, problem: LocalProblem, config: Mapping[str, Any]
@@ -210,16 +190,24 @@ class TrainingJob:
     ) -> ArrayRecord:
         """Return the upload of a problem's trained model with weight `count`."""
         params = problem.state_like(request.params)
-        tell_frozen(problem.model, params)
-        tell_untrained(problem, request.params)
+        log_untrained_share(problem.model, params)
+        warn_if_unchanged(problem, request.params)
         if curvature is None:
             return tensors_to_arrays(params)
-        return self.arrays(Trained(request.params, params, curvature, count))
+        return self.arrays(LocalPosterior(params, curvature, count), request.params)
 
-    def arrays(self, trained: Trained) -> ArrayRecord:
-        """Return parameters and Fisher, packed."""
+    def arrays(self, posterior: LocalPosterior, start: Params) -> ArrayRecord:
+        """Return parameters and Fisher, packed.
+
+        Parameters
+        ----------
+        posterior : LocalPosterior
+            The client's parameters and buffers after the training, and their Fisher.
+        start : Mapping[str, Tensor]
+            Those before the training, for jobs that upload a step.
+        """
         with watching("packing", unit="steps"):
-            upload = FisherUpload(trained.params, trained.curvature)
+            upload = FisherUpload(posterior.params, posterior.curvature)
             return upload.to_arrays(self.codec)
 
 
@@ -248,7 +236,7 @@ def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> Non
     """
     if job.structure is None:
         return
-    device_of(problem.model, None)
+    device_of(problem.model, None)  # which refuses a model without a Fisher
 
     def attempt(problem: LocalProblem, batch: Batch) -> list[str]:
         check_outputs(problem, batch)
@@ -263,7 +251,7 @@ def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> Non
         log_once(lines)
 
 
-def tell_frozen(model: nn.Module, params: Params) -> None:
+def log_untrained_share(model: nn.Module, params: Params) -> None:
     """Log, once a process, that an upload has parameters that are not trained.
 
     Parameters
@@ -287,7 +275,7 @@ def tell_frozen(model: nn.Module, params: Params) -> None:
         log_once([text])
 
 
-def tell_untrained(problem: LocalProblem, start: Params) -> None:
+def warn_if_unchanged(problem: LocalProblem, start: Params) -> None:
     """Log a warning if a loop of the user's own has changed no parameter.
 
     Parameters
@@ -319,27 +307,16 @@ def _size_in_words(
         size, about = int(codec.budget * plain), "at most"
     else:
         params, count = problem.state_like(request.params), max(request.num_examples, 1)
-        arrays = job.arrays(Trained(request.params, params, curvature, count))
+        posterior = LocalPosterior(params, curvature, count)
+        arrays = job.arrays(posterior, request.params)
         size, about = reply_bytes(arrays, MetricRecord()), "about"
-    return f"upload {about} {_amount(size, plain)}"
+    return f"upload {about} {amount(size, plain)}"
 
 
-def tell_upload(
-    problem: LocalProblem,
-    request: Request,
-    job: TrainingJob,
-    curvature: Curvature,
-    arrays: ArrayRecord,
-) -> None:
-    """Log what is uploaded, unless the trial has logged it."""
-    size, plain = reply_bytes(arrays, MetricRecord()), fedavg_bytes(request.params)
-    words = f"upload {_amount(size, plain)}"
-    log_once(upload_summary(problem.model, curvature, job.structure, words))
-
-
-def _amount(size: int, plain: int) -> str:
-    amount = f"{size / 1e6:.2f} MB" if size >= 10**5 else f"{size / 1e3:.1f} kB"
-    return f"{amount}, {size / plain:.2f} of FedAvg's"
+def amount(size: int, plain: int) -> str:
+    """Return an upload's size in words, with its ratio to FedAvg's plain upload."""
+    own = f"{size / 1e6:.2f} MB" if size >= 10**5 else f"{size / 1e3:.1f} kB"
+    return f"{own}, {size / plain:.2f} of FedAvg's"
 
 
 def _takes_long(tensors: Sequence[Tensor]) -> bool:
@@ -351,6 +328,6 @@ def _takes_long(tensors: Sequence[Tensor]) -> bool:
 
 def codec_of(request: Request) -> Codec:
     """Return the codec that the server requests, with a budget for its parameters."""
-    if "codec-budget" in request.options:
-        real_number(request.options, "codec-budget", 1.0)
+    if (budget := request.options.get("codec-budget")) is not None:
+        check_number("codec-budget", budget)
     return resolve(Codec.from_options(request.options), request.params)
