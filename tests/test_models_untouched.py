@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flwr_fisher.client import LocalSGD, score
+from flwr_fisher.client import FisherClient, LocalSGD, score
 from flwr_fisher.curvature import (
     STRUCTURES,
     fisher,
@@ -140,9 +140,26 @@ def test_factors_that_eval_mode_merges_have_their_curvature():
         got, want = (fisher(m, [X], structure=structure) for m in (model, plain))
         for name, value in want.diagonal().items():
             assert torch.equal(got.diagonal()[name], value)
+    model.eval()  # as a loop may leave it
+    merged = model.one.weight.clone()
     got, want = (gradient(m, [(X, Y)])[0]["low"] for m in (model, plain))
-    assert torch.equal(got, want)
+    torch.testing.assert_close(got, want)
     assert got.abs().max() > 0
+    assert model.merged
+    assert torch.equal(model.one.weight, merged)
+
+
+def test_what_arrives_is_loaded_beside_what_is_merged():
+    model, other = Merging(), Merging()
+    weight = model.one.weight.clone()
+    model.eval()
+    problem = FisherClient(model, [(X, Y)]).problem
+    problem.load(shared_state(other))
+    assert not model.training
+    torch.testing.assert_close(
+        model.one.weight, weight + (other.high.T @ other.low).detach()
+    )
+    torch.testing.assert_close(model.train().one.weight, weight)
 
 
 MODELS = {

@@ -410,7 +410,15 @@ class LocalProblem:
             If they are not this model's.
         """
         self.check_layout(params)
+        modes = {module: module.training for module in self.model.modules()}
+        # Classes with a train() of their own may have merged former values into others.
+        if own := any(type(m).train is not nn.Module.train for m in modes):
+            self.model.train()
         self.model.load_state_dict(dict(params), strict=False)
+        if own:
+            self.model.train(modes[self.model])
+            for module, mode in modes.items():
+                module.training = mode
         return self
 
     def check_dtypes(self, params: Params) -> None:

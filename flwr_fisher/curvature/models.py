@@ -155,21 +155,21 @@ def _into_eval_mode(model: nn.Module, kept: "_KeptModel") -> None:
     """Call the model's ``eval()``, and undo what it does to weights.
 
     Some layers merge their low-rank factors into a frozen weight there (loralib's), and
-    then these have no gradient.
+    then these have no gradient. ``train()`` takes them out again.
     """
-    classes = [m for m in model.modules() if type(m).train is not nn.Module.train]
-    own = {id(t): t for module in classes for t in module.parameters()}
-    before = _copies(own.values())
+    unmerged: _KeptModel | None = None
     try:
+        if kept.has_own_modes:
+            model.train()
+            unmerged = _KeptModel(model)
         model.eval()
     except NotImplementedError as error:
         raise StructureError(
             f"the model, a {type(model).__name__}, has no eval mode (as what "
             "torch.export makes): pass the nn.Module from which it was made"
         ) from error
-    if not all(_same(tensor, value) for tensor, value in before):
-        _put_back(before)
-        kept.restore()
+    if unmerged is not None and unmerged.values_differ():
+        unmerged.restore()
         for module in model.modules():
             module.training = False
     for module in model.modules():
@@ -187,7 +187,16 @@ class _KeptModel:
         self._rewind = rewinding(held)
         self._containers = copies_of([*held, *_gradient_hooks(model)])
         self._model, self._trained = model, trainable(model)
-        self._values = _copies([*self._trained.values(), *model.buffers()])
+        # A class that has a train() of its own may change frozen weights there.
+        classes = [m for m in own if type(m).train is not nn.Module.train]
+        self.has_own_modes = bool(classes)
+        tensors = [*self._trained.values(), *model.buffers()]
+        tensors += [each for module in classes for each in module.parameters()]
+        self._values = _copies({id(each): each for each in tensors}.values())
+
+    def values_differ(self) -> bool:
+        """Return whether a tensor has another value than before."""
+        return not all(_same(tensor, value) for tensor, value in self._values)
 
     def check_parameters(self) -> None:
         """Raise :class:`StructureError` if calls have made trainable parameters."""
