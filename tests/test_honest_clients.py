@@ -3,12 +3,12 @@
 from functools import cache
 
 import pytest
-from flwr.serverapp import strategy as flowers
 from unequal import (
     CLIENTS,
     METHODS,
     SIZES,
     Federation,
+    FlowersFedAvg,
     furthest,
     holdings,
     metrics_apart,
@@ -28,7 +28,9 @@ def test_fedavg_is_flowers_in_every_round():
     assert (SIZES[0], SIZES[-1], len(SIZES)) == (10_000, 10, 100)
     clients = Federation(holdings("digits", alpha=0.1))
     ours, our_models = clients.run(FedAvg(min_train_nodes=CLIENTS), 2)
-    theirs, their_models = clients.run(flowers.FedAvg(min_train_nodes=CLIENTS), 2)
+    theirs, their_models = clients.run(
+        FlowersFedAvg(our_models, min_train_nodes=CLIENTS), 2
+    )
     assert len(our_models) == 3
     assert max(furthest(our_models, their_models)) <= 1e-6
     most, count = metrics_apart(ours, theirs)

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import strategy as flowers
 from torch import nn
 from virtual import LIFTED, arrays_to_tensors, same_bits
 
@@ -82,6 +83,21 @@ class Federation:
         return result, models
 
 
+class FlowersFedAvg(flowers.FedAvg):
+    """Flower's FedAvg, whose rounds begin with these models and not with its own.
+
+    Rounding differs between two runs, and training makes such differences grow.
+    """
+
+    def __init__(self, models, **kwargs):
+        super().__init__(**kwargs)
+        self.models = models
+
+    def configure_train(self, server_round, arrays, config, grid):
+        before = ArrayRecord(self.models[server_round - 1].to_torch_state_dict())
+        return super().configure_train(server_round, before, config, grid)
+
+
 SHORT = {"stage1_rounds": 1, "num_features": 20, "local_steps": 5}
 STEPS = Regression(solver="steps")
 # A strategy, and its rounds.
@@ -110,9 +126,9 @@ def metrics_apart(ours, theirs):
     """By how much two runs' aggregated metrics differ at most, and of how many."""
     apart = []
     for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
-        for server_round, flowers in getattr(theirs, kind).items():
+        for server_round, found in getattr(theirs, kind).items():
             mine = getattr(ours, kind)[server_round]
-            apart += [abs(mine[key] - value) for key, value in flowers.items()]
+            apart += [abs(mine[key] - value) for key, value in found.items()]
     return max(apart), len(apart)
 
 
