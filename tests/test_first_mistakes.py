@@ -394,6 +394,10 @@ EACH = nn.CrossEntropyLoss(reduction="none")
 W, DATA = {"w": torch.ones(2)}, TensorDataset(torch.zeros(4, 3), torch.zeros(4).long())
 
 
+def quickstarts_train(net, trainloader, epochs, device):
+    raise AssertionError
+
+
 def on_a_default_device():
     model = nn.Linear(3, 2)
     with torch.device("meta"):
@@ -580,6 +584,21 @@ MISTAKES = {
         lambda: FisherClient(nn.Linear(3, 2), [], train_fn="train"),
         ConfigurationError,
         "train_fn must be a function, got 'train'",
+    ),
+    "a loop with other arguments": (
+        lambda: tiny_client(train_fn=lambda net, trainloader: None),
+        ConfigurationError,
+        r"train_fn is called with \(model, loader, device, config\), but .*\(net, tr",
+    ),
+    "a loop in another order": (
+        lambda: tiny_client(train_fn=quickstarts_train),
+        ConfigurationError,
+        r"quickstarts_train takes \(net, trainloader, epochs, device\): pass lambda",
+    ),
+    "an evaluation in another order": (
+        lambda: tiny_client(evaluate_fn=lambda net, device, testloader, config: {}),
+        ConfigurationError,
+        "evaluate_fn is called with",
     ),
     "an optimizer for what makes one": (
         lambda: LocalSGD(optimizer=torch.optim.SGD([torch.zeros(1)])),

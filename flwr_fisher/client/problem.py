@@ -50,6 +50,7 @@ from flwr_fisher.progress import watching
 from flwr_fisher.wire.options import NUM_EXAMPLES
 
 _FUNCTIONS = "train_fn", "evaluate_fn", "loss_fn", "batch_fn", "output_fn"
+_LOOPS, _DEVICE = ("train_fn", "evaluate_fn"), 2  # the device's place in their calls
 # Prefixes of DataParallel, of torch.compile and of opacus's GradSampleModule.
 _WRAPPERS = ("module.", "_orig_mod.", "_module.")
 _MOST, _CPU = 10**7, torch.device("cpu")  # examples to count in a stream
@@ -118,6 +119,8 @@ class LocalProblem:
             )
         trainable(self.model)  # which refuses lazy layers
         check_functions(self, _FUNCTIONS)
+        for name in _LOOPS:
+            _check_loop(name, getattr(self, name))
         for name in ("trainloader", "valloader"):
             loader = getattr(self, name)
             if loader is None and name == "trainloader":
@@ -560,6 +563,32 @@ def _of_one_kind(numbers: Sequence[Any]) -> list[Any]:
     """Return a list of integers only, or of floats only, as records need it."""
     whole = all(isinstance(number, int) for number in numbers)
     return [int(number) if whole else float(number) for number in numbers]
+
+
+def _check_loop(name: str, loop: Any) -> None:
+    """Raise :class:`ConfigurationError` for a loop that takes other arguments.
+
+    Many a Flower app has a ``train(net, trainloader, epochs, device)``.
+    """
+    try:
+        call = signature(loop)
+    except (
+        TypeError,
+        ValueError,
+    ):  # built-in functions have no signature, nor has None
+        return
+    places = [*call.parameters]
+    try:
+        call.bind(*range(4))
+        fits = "device" not in places or places.index("device") == _DEVICE
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ConfigurationError(
+            f"{name} is called with (model, loader, device, config), but {_name(loop)} "
+            f"takes {call}: pass lambda model, loader, device, config: "
+            f"{_name(loop)}(...), with the arguments in your order"
+        )
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -23,7 +23,8 @@ TARGETS = ("label", "labels", "label_ids", "y", "target", "targets", "fine_label
 IGNORED = -100
 """PyTorch's ``ignore_index``: where an integer label is this, there is none."""
 
-_NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
+_WHOLE = {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+_WHOLE |= {torch.int8, torch.int16, torch.int32}
 
 _WAY_OUT = (
     "pass FisherClient(batch_fn=...) or curvature.Pairs(loader, batch_fn), "
@@ -359,7 +360,7 @@ def read(
             "as a single example has: pass DataLoader(..., batch_size=32) for example, "
             f"or {_WAY_OUT}"
         )
-    if isinstance(labels, Tensor) and labels.dtype in _NARROW:
+    if isinstance(labels, Tensor) and labels.dtype in _WHOLE:
         labels = labels.long()  # 156 is -100 in uint8, and losses refuse int32
     return Batch(inputs, labels)
 
