@@ -506,7 +506,7 @@ PAIRS = {
     "keywords of a partial": two(lambda n: partial(train_by, epochs=n), 30, 1),
     "the function in a partial": two(partial, train_by, train_otherwise),
     "a partial in a partial": two(
-        lambda n: partial(partial(train_by, epochs=n), device="cpu"), 2, 3
+        lambda n: partial(partial(train_by, epochs=n), rate=0.1), 2, 3
     ),
     "a function": (train_by, train_otherwise),
     "attributes": two(Loop, 30, 1),

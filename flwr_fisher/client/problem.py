@@ -577,9 +577,11 @@ def _check_loop(name: str, loop: Any) -> None:
         ValueError,
     ):  # built-in functions have no signature, nor has None
         return
-    places = [*call.parameters]
+    # Required keywords are for jobs, such as `checkpoint`.
+    places = [n for n, p in call.parameters.items() if p.kind is not p.KEYWORD_ONLY]
+    positional = call.replace(parameters=[call.parameters[n] for n in places])
     try:
-        call.bind(*range(4))
+        positional.bind(*range(4))
         fits = "device" not in places or places.index("device") == _DEVICE
     except TypeError:
         fits = False
