@@ -8,7 +8,7 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.server.exchange import Groups, ServerState, check_groups
+from flwr_fisher.server.exchange import Exchange, Groups, ServerState, check_groups
 from flwr_fisher.server.journal import Journal
 from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.round import ExchangeRun, Strategy, with_secure_sums
@@ -44,14 +44,7 @@ class HookedRounds:
         strategy, last = self.strategy, self._state
         if strategy.fraction_train == 0.0:
             return []
-        every = strategy.exchanges(server_round)
-        exchange, *others = with_secure_sums(strategy, every, f"{server_round}")
-        if others:
-            raise ConfigurationError(
-                f"a round of {type(strategy).__name__} has {1 + len(others)} "
-                "exchanges, but configure_train and aggregate_train can do only one: "
-                "use this library's `start`"
-            )
+        exchange = self._only_exchange(server_round)
         groups = initial_groups_of(strategy) if last is None else last.groups
         state = ServerState(arrays_to_tensors(arrays), groups)
         strategy.check(state)
@@ -69,6 +62,7 @@ class HookedRounds:
         """Check the replies to :meth:`configure`'s messages; take the step."""
         if self.strategy.fraction_train == 0.0:
             return None, None
+        self._only_exchange(server_round)
         under_way, self._under_way = self._under_way, None
         if under_way is None or under_way.server_round != server_round:
             raise ConfigurationError(
@@ -90,3 +84,14 @@ class HookedRounds:
             )
         every = MetricRecord({**metrics, **step.metrics})
         return tensors_to_arrays(state.params), every
+
+    def _only_exchange(self, server_round: int) -> Exchange[Any]:
+        strategy, every = self.strategy, self.strategy.exchanges(server_round)
+        exchange, *others = with_secure_sums(strategy, every, f"{server_round}")
+        if others:
+            raise ConfigurationError(
+                f"a round of {type(strategy).__name__} has {1 + len(others)} "
+                "exchanges, but configure_train and aggregate_train can do only one: "
+                "use this library's `start`"
+            )
+        return exchange
