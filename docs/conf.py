@@ -38,7 +38,8 @@ _INNER = (
     r"flwr_fisher\.(client\.(disk|store)|curvature\.(estimate|operators\.factors)|"
     r"secure\.(aggregator|payload)|server\.(driver|policy)|tasks\.examples|"
     r"wire\.(options|tangent_upload))\..*|flwr_fisher\.server\.exchange\.(P|Total)|"
-    r"flwr_fisher\.(callbacks\.trackers\._Tracker|curvature\.operators\.layer\..*|"
+    r"flwr_fisher\.(errors\.Options|callbacks\.trackers\._Tracker|"
+    r"curvature\.operators\.layer\..*|"
     r"strategies\.baselines\.newton\.NewtonStrategy)"
 )
 nitpick_ignore_regex = [
