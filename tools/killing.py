@@ -32,15 +32,11 @@ from kinds import KINDS
 from virtual import tiny_arrays, tiny_data, tiny_model
 
 from flwr_fisher import files
-from flwr_fisher.client import (
-    FisherClient,
-    LocalSGD,
-    losses,
-    make_client_app,
-)
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.client.jobs import train
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.training_checkpoint import KeptTraining
+from flwr_fisher.curvature import losses
 from flwr_fisher.errors import RoundError
 from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.server.journal import ExchangeJournal, Journal
