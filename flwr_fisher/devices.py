@@ -50,7 +50,8 @@ def defaults_kept() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
         if torch.get_default_device() != device:
-            torch.set_default_device(device)
+            # Of the CPU, None: its name would leave a mode in every call of torch's.
+            torch.set_default_device(None if device == CPU else device)
 
 
 def check_default_device() -> None:

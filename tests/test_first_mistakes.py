@@ -246,7 +246,8 @@ def other_defaults(model):
 
 def defaults():
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    return dtype, device, torch.is_grad_enabled()
+    has_mode = torch.overrides.has_torch_function((torch.ones(()),))
+    return dtype, device, torch.is_grad_enabled(), has_mode
 
 
 def twice(module, inputs, outputs):

@@ -1,7 +1,5 @@
 """How far long work is: lines at most every so often, none where it is quick."""
 
-from threading import get_ident
-
 import pytest
 import torch
 from flwr.app import ArrayRecord
@@ -107,15 +105,13 @@ def test_telling_changes_no_bit(clock, lines):
 
 
 def test_the_losses_of_a_quick_training_are_read_once_an_epoch(monkeypatch):
-    reads, real = [], torch.Tensor.__float__
-
-    def noted(tensor):  # by its thread: an earlier test's may not have ended
-        reads.append(get_ident())
-        return real(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "__float__", noted)
+    reads = []
+    real = torch.Tensor.__float__
+    monkeypatch.setattr(
+        torch.Tensor, "__float__", lambda self: reads.append(1) or real(self)
+    )
     LocalSGD(epochs=3)(nn.Linear(3, 3), loader(), CPU, {})
-    assert reads.count(get_ident()) == 3  # reading one makes a GPU wait
+    assert len(reads) == 3  # reading one makes a GPU wait
 
 
 def test_a_clients_lines_say_whose_they_are(monkeypatch, clock, lines):
