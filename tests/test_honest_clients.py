@@ -24,9 +24,12 @@ def some_clients():
 
 
 def test_fedavg_is_flowers_in_every_round():
-    """Sizes by Zipf's law over three decades, in parameters and in metrics."""
+    """Sizes by Zipf's law over three decades, in parameters and in metrics.
+
+    Of each client's examples comes a fifth; benchmarks/honest_clients.py has them all.
+    """
     assert (SIZES[0], SIZES[-1], len(SIZES)) == (10_000, 10, 100)
-    clients = Federation(holdings("digits", alpha=0.1))
+    clients = Federation(holdings("digits", alpha=0.1, share=5))
     ours, our_models = clients.run(FedAvg(min_train_nodes=CLIENTS), 2)
     theirs, their_models = clients.run(
         FlowersFedAvg(our_models, min_train_nodes=CLIENTS), 2
