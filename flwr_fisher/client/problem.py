@@ -41,7 +41,13 @@ from flwr_fisher.curvature.batches import (
 )
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.losses import LOSSES, Loss, cross_entropy
-from flwr_fisher.curvature.models import copies_of, hooks_of, place_of, restore
+from flwr_fisher.curvature.models import (
+    copies_of,
+    hooks_of,
+    place_of,
+    restore,
+    with_own_train,
+)
 from flwr_fisher.devices import defaults_kept, has_float64
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.log_lines import logger
@@ -414,11 +420,11 @@ class LocalProblem:
         """
         self.check_layout(params)
         modes = {module: module.training for module in self.model.modules()}
-        # Classes with a train() of their own may have merged former values into others.
-        if own := any(type(m).train is not nn.Module.train for m in modes):
+        may_be_merged = bool(with_own_train(modes))  # former values into others
+        if may_be_merged:
             self.model.train()
         self.model.load_state_dict(dict(params), strict=False)
-        if own:
+        if may_be_merged:
             self.model.train(modes[self.model])
             for module, mode in modes.items():
                 module.training = mode
@@ -572,11 +578,8 @@ def _check_loop(name: str, loop: Any) -> None:
     """
     try:
         call = signature(loop)
-    except (
-        TypeError,
-        ValueError,
-    ):  # built-in functions have no signature, nor has None
-        return
+    except (TypeError, ValueError):
+        return  # None, and built-in functions, have no signature
     # Required keywords are for jobs, such as `checkpoint`.
     places = [n for n, p in call.parameters.items() if p.kind is not p.KEYWORD_ONLY]
     positional = call.replace(parameters=[call.parameters[n] for n in places])

@@ -187,8 +187,7 @@ class _KeptModel:
         self._rewind = rewinding(held)
         self._containers = copies_of([*held, *_gradient_hooks(model)])
         self._model, self._trained = model, trainable(model)
-        # A class that has a train() of its own may change frozen weights there.
-        classes = [m for m in own if type(m).train is not nn.Module.train]
+        classes = with_own_train(own)
         self.has_own_modes = bool(classes)
         tensors = [*self._trained.values(), *model.buffers()]
         tensors += [each for module in classes for each in module.parameters()]
@@ -218,6 +217,14 @@ class _KeptModel:
         for rewind in self._rewind:
             rewind()
         _put_back(self._values)
+
+
+def with_own_train(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules whose class has a ``train()`` of its own.
+
+    It may change weights, also frozen ones: loralib's merge their factors there.
+    """
+    return [m for m in modules if type(m).train is not nn.Module.train]
 
 
 def _content(container: Any) -> Iterable[Any]:
