@@ -110,7 +110,8 @@ class Cohort(NodeNames):
             If, after `timeout` seconds, too few nodes are connected, have answered, or
             have a name that no other node claims.
         """
-        nodes = self.ready(grid, max(available, minimum), minimum, timeout)
+        needed = max(available, minimum)
+        nodes = self.ready(grid, needed, minimum, timeout, purpose)
         wanted = max(int(len(nodes) * fraction), minimum)
         candidates = self._reliable(nodes, minimum, server_round)
         wanted = min(wanted, len(candidates))
@@ -176,7 +177,12 @@ class Cohort(NodeNames):
         return self.learn(self.mailbox(grid), list(grid.get_node_ids()), timeout)
 
     def ready(
-        self, grid: Grid, available: int, minimum: int, timeout: float
+        self,
+        grid: Grid,
+        available: int,
+        minimum: int,
+        timeout: float,
+        purpose: str = "train",
     ) -> list[int]:
         """Wait for enough nodes that can be asked; return them in order.
 
@@ -216,7 +222,8 @@ class Cohort(NodeNames):
             waited = time.monotonic() - began
             if waited > timeout or most_nodes(grid, available) < available:
                 waited = min(waited, timeout)
-                raise RoundError(self._too_few(connected, available, waited))
+                option = f"min_{purpose}_nodes"
+                raise RoundError(self._too_few(connected, available, waited, option))
             refused = f", {len(self.refused)} refused" if self.refused else ""
             if silent:
                 refused += f", no answer yet from {self._listed(silent)}"
@@ -241,9 +248,11 @@ class Cohort(NodeNames):
             by_reason.setdefault(reason, []).append(node)
         return [f"{self._listed(nodes)}: {why}" for why, nodes in by_reason.items()]
 
-    def _too_few(self, connected: Sequence[int], needed: int, waited: float) -> str:
+    def _too_few(
+        self, connected: Sequence[int], needed: int, waited: float, option: str
+    ) -> str:
         if len(connected) < needed:
-            names = "min_available_nodes and min_train_nodes"
+            names = f"min_available_nodes and {option}"
             return _too_few_connected(len(connected), needed, waited, names)
         if refused := self._refusals():
             return "\n".join(
@@ -253,7 +262,7 @@ class Cohort(NodeNames):
         return (
             f"of {len(connected)} connected nodes, {self._listed(silent)} did not "
             f"answer within {waited:.0f} s: check that their ClientApp starts, raise "
-            "start's timeout, or lower min_train_nodes"
+            f"start's timeout, or lower {option}"
         )
 
     # --- trained and frozen parameters
