@@ -260,6 +260,8 @@ CHANGES = {
     "a hook": lambda model: model[0].register_forward_hook(twice),
     "inference tensors": swapped,
     "torch's defaults": other_defaults,
+    "eval mode": lambda model: model.eval(),
+    "another forward": lambda model: setattr(model[0], "forward", torch.zeros_like),
 }
 
 
@@ -282,9 +284,36 @@ def test_what_a_loop_makes_of_a_model_is_not_what_is_uploaded(change, config):
         }
         assert defaults() == before
         assert not model[0]._forward_hooks
+        assert model[0].training
     assert replies[0].keys() == replies[1].keys()
     for name, array in replies[0].items():
         np.testing.assert_array_equal(array, replies[1][name])
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_a_failed_loop_leaves_is_not_what_the_next_one_begins_with(change):
+    def train_fn(model, loader, device, config):
+        modes.append(model.training)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in loader:
+            nn.functional.cross_entropy(model(x), y).backward()
+            if failing:
+                change(model)
+                raise MemoryError
+            optimizer.step()  # the gradients of all steps add up
+        return {}
+
+    replies = []
+    for failing, modes in (([True], []), ([], [])):
+        client = tiny_client(train_fn=train_fn)
+        if failing:
+            with pytest.raises(MemoryError):
+                ask(client)
+            failing.clear()
+        replies.append(ask(client).content["arrays"].to_torch_state_dict())
+        assert all(modes)
+    for name, value in replies[0].items():
+        assert torch.equal(value, replies[1][name])
 
 
 def trained_copy(model, *arguments):

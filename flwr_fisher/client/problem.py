@@ -274,36 +274,47 @@ class LocalProblem:
         """Call a user's loop; within it, `batch_fn` reads the loaders by default.
 
         The model keeps the dtypes, and trains the parameters, that the server knows of,
-        whatever the loop made of them. Hooks that the loop leaves on it are taken away:
-        the server's model has none.
+        whatever the loop made of them. Hooks, modes and a ``forward`` of the object's
+        own that the loop leaves on it are taken away: the server's model has none. All
+        of this holds for a loop that fails, too.
 
         Raises
         ------
         ClientError
             If the model has other parameters than before.
         """
-        before = {
+        kept = {
             name: (tensor.dtype, tensor.requires_grad)
             for name, tensor in _tensors(self.model).items()
         }
         shapes = _shapes(self.model)
-        hooks = copies_of(hooks_of(self.model))
-        with (
-            default_reading(self.batch_fn, self.output_fn),
-            checking_first_batch(self.on_first_batch),
-            defaults_kept(),
-        ):
-            returned = loop(self.model, loader, self.device, config, **options)
-        restore(hooks)
+        hooks, modules = copies_of(hooks_of(self.model)), _states(self.model)
+        try:
+            with (
+                default_reading(self.batch_fn, self.output_fn),
+                checking_first_batch(self.on_first_batch),
+                defaults_kept(),
+            ):
+                returned = loop(self.model, loader, self.device, config, **options)
+        finally:
+            restore(hooks)
+            for module, (training, forward) in modules.items():
+                module.training = training
+                vars(module).pop("forward", None)
+                vars(module).update(forward)
+            self._follow()
+            self._restore_tensors(kept)
         _check_shapes(shapes, self.model, loop)
-        self._follow()
+        return returned
+
+    def _restore_tensors(self, kept: Mapping[str, tuple[torch.dtype, bool]]) -> None:
+        """Give tensors the dtypes that they had, and train those that were trained."""
         for name, tensor in _tensors(self.model).items():
-            dtype, trained = before.get(name, (tensor.dtype, tensor.requires_grad))
+            dtype, trained = kept.get(name, (tensor.dtype, tensor.requires_grad))
             if tensor.dtype != dtype or tensor.is_inference():
                 tensor.data, tensor.grad = tensor.detach().clone().to(dtype), None
             if tensor.requires_grad != trained:
                 tensor.requires_grad_(trained)
-        return returned
 
     def _follow(self) -> None:
         """Continue on the device where a loop has left the model, if it has float64."""
@@ -424,6 +435,8 @@ class LocalProblem:
         if may_be_merged:
             self.model.train()
         self.model.load_state_dict(dict(params), strict=False)
+        for parameter in self.model.parameters():
+            parameter.grad = None  # of former values, which a loop may have left
         if may_be_merged:
             self.model.train(modes[self.model])
             for module, mode in modes.items():
@@ -594,6 +607,17 @@ def _check_loop(name: str, loop: Any) -> None:
             f"takes {call}: pass lambda model, loader, device, config: "
             f"{_name(loop)}(...), with the arguments in your order"
         )
+
+
+def _states(model: nn.Module) -> dict[nn.Module, tuple[bool, dict[str, Any]]]:
+    """Return modules' modes, and a ``forward`` that is the object's own, if any."""
+    return {
+        module: (
+            module.training,
+            {k: v for k, v in vars(module).items() if k == "forward"},
+        )
+        for module in model.modules()
+    }
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
