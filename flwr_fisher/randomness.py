@@ -110,6 +110,8 @@ def rewinding(values: Iterable[object]) -> list[Callable[[], object]]:
             made.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             made.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.RandomState):
+            made.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
             made.append(partial(setattr, bits, "state", bits.state))

@@ -105,3 +105,14 @@ def test_what_reads_gradients_refuses_those_that_may_be_infinite():
 def test_mistakes_are_named(options, reason):
     with pytest.raises(ConfigurationError, match=reason):
         LocalSGD(**options)
+
+
+def test_one_number_replaces_no_rates_of_groups():
+    def groups(parameters):
+        first, *rest = parameters
+        return torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": rest}], 0.01)
+
+    loop = LocalSGD(optimizer=groups)
+    loop(net(), BATCHES, CPU, {})
+    with pytest.raises(ConfigurationError, match=r"\[0\.01, 0\.1\].*leave lr out"):
+        loop(net(), BATCHES, CPU, {"lr": 0.5})

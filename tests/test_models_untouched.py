@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from flwr_fisher.client import FisherClient, LocalSGD, score
+from flwr_fisher.client import FisherClient, LocalSGD, cross_entropy, score
+from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.curvature import (
     STRUCTURES,
     fisher,
@@ -306,6 +307,86 @@ def test_a_loader_shuffles_afterwards_as_ever(examples):
     for structure in ("kfac", "ekfac"):
         fisher(nn.Linear(5, 3), loader, structure=structure, examples=examples)
         assert torch.equal(own.get_state(), state)
+
+
+class Epochs(Sampler):
+    """A sampler that counts its epochs, as accelerate's does."""
+
+    epoch = 0
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter([self.epoch % 3, self.epoch % 2])
+
+
+class Noise:
+    """A transform with generators of its own."""
+
+    def __init__(self):
+        self.numpy, self.python = np.random.default_rng(0), random.Random(0)
+        self.older = np.random.RandomState(0)
+
+    def __call__(self, x):
+        return x + self.numpy.normal() + self.python.random() + self.older.normal()
+
+
+class Compose:
+    """What torchvision's is made of."""
+
+    def __init__(self, transforms):
+        self.transforms = transforms
+
+    def __call__(self, x):
+        for each in self.transforms:
+            x = each(x)
+        return x
+
+
+class Noisy(Dataset):
+    def __init__(self):
+        self.transform = Compose([Noise()])
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        return self.transform(X[i]) + torch.randn((), generator=self.generator), Y[i]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        fisher,
+        lambda model, loader: fisher(model, loader, examples=2),
+        lambda model, loader: fisher(model, loader, structure="ekfac"),
+        gradient,
+        lambda model, loader: score(model, loader, CPU, cross_entropy),
+        lambda model, loader: LocalProblem(model, loader)._read_to_count(),
+    ],
+)
+def test_a_loader_gives_afterwards_what_it_would_have_given(read):
+    def make():
+        return DataLoader(Subset(Noisy(), range(3)), 2, sampler=Epochs())
+
+    loader = make()
+    read(nn.Linear(5, 3), loader)
+    for one, other in zip([*loader, *loader], [*(twin := make()), *twin], strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+
+
+def test_an_iterator_of_persistent_workers_goes_on():
+    data = TensorDataset(X, Y)
+    loader = DataLoader(data, 1, num_workers=1, persistent_workers=True)
+    begun = iter(loader)
+    next(begun)
+    fisher(nn.Linear(5, 3), loader)
+    assert torch.equal(next(begun)[0], X[1:2])
+    assert iter(loader) is begun  # its workers are still there
 
 
 def in_train_mode(module, grads):

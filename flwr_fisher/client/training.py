@@ -214,6 +214,13 @@ class LocalSGD:
         )
         optimizer = make(trained)
         if "lr" in config:
+            own_rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+            if len(own_rates) > 1:
+                raise ConfigurationError(
+                    f"the server's config has an lr, but the optimizer's groups have "
+                    f"different ones, {own_rates}, which one number cannot replace: "
+                    "leave lr out of train_config, or read it in a train_fn of your own"
+                )
             for group in optimizer.param_groups:
                 group["lr"] = _not_negative(config, "lr", self.lr)
         return optimizer
@@ -275,7 +282,10 @@ class _Steps:
         """Take an epoch's steps; yield after each the sum of losses, over labels."""
         total, count = torch.zeros((), device=self.device), 0
         model, device = self.model, self.device
-        for batch in batches_of(loader, model, device, labelled=True, report=False):
+        every = batches_of(
+            loader, model, device, labelled=True, report=False, keep=False
+        )
+        for batch in every:
             if not (labels := batch.num_labels):
                 continue  # their mean loss would be 0 / 0
             self.taken += 1

@@ -167,6 +167,8 @@ def _batch(problem: LocalProblem, count: int | None) -> Batch:
         raise _UntriedError("the data are a stream, or their loader is no DataLoader")
     else:
         batch = _read(loader, _positions(loader, count))
+    if batch is None:
+        raise _UntriedError("the first batch is None, as of examples that are left out")
     return problem.train_batches.read(batch, problem.model)[:count]
 
 

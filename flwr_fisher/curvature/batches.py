@@ -4,10 +4,10 @@ Long: this file alone reads loaders, to their end or for some examples.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils.data import (
 from flwr_fisher.curvature.batch import Batch, BatchFn, OutputFn, form_of, read
 from flwr_fisher.errors import DataError
 from flwr_fisher.progress import advance
-from flwr_fisher.randomness import random_stream, seeded
+from flwr_fisher.randomness import random_stream, rewinding, seeded
 
 # Of loaders that are no Pairs, while a client's loop runs: see `default_reading`.
 _defaults: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
@@ -35,6 +35,10 @@ _first_batch_checks: ContextVar[list[Callable[[Batch], object]]] = ContextVar(
     "first_batch_checks"
 )
 
+# Attributes of a loader, and of its parts, that are read with it.
+_SAMPLERS = ("sampler", "batch_sampler")
+_DATA = ("dataset", "datasets", "loader", "transform", "target_transform", "transforms")
+_LISTS = ("datasets", "transforms")
 # Modules of iterators that cannot be read again.
 _READ_ONCE = ("builtins", "itertools", "torch.utils.data.dataloader")
 
@@ -56,6 +60,7 @@ class Pairs(Iterable[Any]):
       that it cannot take are left out, as in transformers' ``Trainer``. If there is
       only one tensor, with any other name, it is the model's first argument.
     - Labels that are integers are read as int64, as PyTorch's losses require.
+    - A batch that is None is skipped: a collate function may leave out all examples.
     - For a causal language model of transformers, which shifts labels by itself, the
       labels are shifted by one.
     - A model's outputs are the tensor that it returns, or the entry that it names
@@ -156,8 +161,9 @@ def batches_of(
     *,
     labelled: bool = False,
     report: bool = True,
+    keep: bool = True,
 ) -> Iterator[Batch]:
-    """Yield a loader's batches on a device, without the empty ones.
+    """Yield a loader's batches on a device, without those that are empty, or None.
 
     Parameters
     ----------
@@ -171,6 +177,8 @@ def batches_of(
         Whether a batch without labels is an error.
     report : bool, default True
         Whether the examples that are read count as progress of the work in the log.
+    keep : bool, default True
+        Whether the loader is afterwards as it was: see :func:`loader_kept`.
 
     Raises
     ------
@@ -179,16 +187,19 @@ def batches_of(
         labels.
     """
     own, first_batch_checks = pairs_of(loader), _first_batch_checks.get([])
-    for batch in own.loader:
-        made = own.read(batch, model)
-        if labelled and not hasattr(made.labels, "to"):
-            made.tensor_labels(f"is {form_of(batch)}")  # raises an error
-        if len(made):
-            while first_batch_checks:
-                first_batch_checks.pop(0)(made)
-            yield made if device is None else made.to(device)
-            if report:
-                advance(len(made))
+    with loader_kept(own.loader) if keep else nullcontext():
+        for batch in own.loader:
+            if batch is None:
+                continue
+            made = own.read(batch, model)
+            if labelled and not hasattr(made.labels, "to"):
+                made.tensor_labels(f"is {form_of(batch)}")  # raises an error
+            if len(made):
+                while first_batch_checks:
+                    first_batch_checks.pop(0)(made)
+                yield made if device is None else made.to(device)
+                if report:
+                    advance(len(made))
 
 
 def pairs_of(loader: Iterable[Any]) -> Pairs:
@@ -225,14 +236,61 @@ def check_can_be_read_again(loader: Iterable[Any], reader: str) -> None:
 
 
 @contextmanager
-def generators_kept(loader: Iterable[Any]) -> Iterator[None]:
-    """Restore the states of a loader's own generators after a ``with`` block."""
-    states = [(own, own.get_state()) for own in generators_of(loader)]
+def loader_kept(loader: Iterable[Any]) -> Iterator[None]:
+    """Leave a loader that is read in a ``with`` block as it was.
+
+    Generators of the loader, of its samplers, and of its data sets and their transforms
+    get their states again. A sampler gets its numbers again, such as an epoch that it
+    counts. An iterator of persistent workers, which a user's own loop has begun, goes
+    on afterwards: a new one would begin it anew.
+    """
+    parts, counting = _parts(loader)
+    rewind = rewinding(value for own in parts for value in own.values())
+    numbers = [(own, set(own), _numbers(own)) for own in counting]
+    begun = [(own, it) for own in parts if _is_begun(it := own.get("_iterator"))]
+    for own, _ in begun:
+        own["_iterator"] = None
     try:
         yield
     finally:
-        for own, state in states:
-            own.set_state(state)
+        for back in rewind:
+            back()
+        for own, names, before in numbers:
+            for name in _numbers(own).keys() - names:
+                del own[name]  # the class's own number holds again
+            own.update(before)
+        for own, iterator in begun:
+            own["_iterator"] = iterator
+
+
+def _parts(loader: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the attributes of a loader and its parts, and of those that may count."""
+    parts, counting = dict[int, Any](), list[Any]()
+    waiting: list[tuple[str, Any]] = [("sampler", unwrapped(loader))]
+    while waiting:
+        kind, part = waiting.pop()
+        own = getattr(part, "__dict__", None)
+        if not isinstance(own, dict) or id(part) in parts:
+            continue
+        parts[id(part)] = own
+        counting += [own] if kind in _SAMPLERS else []
+        waiting += [(name, own.get(name)) for name in (*_SAMPLERS, *_DATA)]
+        lists = [x for name in _LISTS if isinstance(x := own.get(name), (list, tuple))]
+        waiting += [("dataset", each) for each in chain.from_iterable(lists)]
+    return [*parts.values()], counting
+
+
+def _numbers(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object's numbers; none if it holds an iterator, which has gone on."""
+    if any(isinstance(value, Iterator) for value in own.values()):
+        return {}
+    return {k: v for k, v in own.items() if isinstance(v, (int, float))}
+
+
+def _is_begun(iterator: Any) -> bool:
+    """Return whether a loader's workers have given some of their batches, not all."""
+    names = "_num_yielded", "_tasks_outstanding"
+    return all(getattr(iterator, name, 0) for name in names)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
@@ -356,10 +414,12 @@ def at_most(
         parts = [chosen[k : k + size] for k in range(0, len(chosen), size)]
         return Pairs(with_positions(plain, parts), whole.batch_fn, whole.output_fn)
     length = length_of(whole)
-    every = (whole.read(batch, model) for batch in islice(whole.loader, length))
-    if length is None or _shuffles(whole.loader):
-        return Pairs(list(_first(every, examples)))
-    return Pairs(_sample(every, examples, seed))
+    given = (batch for batch in islice(whole.loader, length) if batch is not None)
+    every = (whole.read(batch, model) for batch in given)
+    with loader_kept(whole.loader):
+        if length is None or _shuffles(whole.loader):
+            return Pairs(list(_first(every, examples)))
+        return Pairs(_sample(every, examples, seed))
 
 
 def reads_at_random(loader: Iterable[Any]) -> bool:

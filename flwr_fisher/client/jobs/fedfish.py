@@ -15,7 +15,7 @@ from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
 from flwr_fisher.curvature.batch import Batch
-from flwr_fisher.curvature.batches import length_of
+from flwr_fisher.curvature.batches import length_of, loader_kept
 from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import check_known, check_range
 from flwr_fisher.merge import LocalPosterior
@@ -114,8 +114,9 @@ class FedFishJob(TrainingJob):
     def _reduced(self, curvature: Curvature, batches: Iterable[Any]) -> Curvature:
         """Return the Fisher as a sum, to a power and balanced, as requested."""
         if self.reduction == "sum" and self.balance < 1:  # balancing removes any factor
-            count = length_of(batches)
-            count = sum(1 for _ in batches) if count is None else count
+            if (count := length_of(batches)) is None:
+                with loader_kept(batches):
+                    count = sum(1 for _ in batches)
             curvature = curvature.scaled(count)
         if self.power != 1:
             entries = curvature.diagonal()

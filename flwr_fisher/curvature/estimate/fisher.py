@@ -16,7 +16,6 @@ from flwr_fisher.curvature.batches import (
     batches_of,
     check_can_be_read_again,
     count_of,
-    generators_kept,
     reads_at_random,
 )
 from flwr_fisher.curvature.estimate.engine import Engine
@@ -251,7 +250,7 @@ def fisher(
     )
     readings = 2 if "ekfac" in structures else 1  # K-FAC's eigenbasis comes first
     budget = _Budget(examples, total_passes, over_labels, readings)
-    with generators_kept(loader), evaluating(model), layer_by_layer(model):
+    with evaluating(model), layer_by_layer(model):
         loader = budget.chosen(loader, model, seed)
         if engine == "nngeometry":
             results = _by_nngeometry(model, loader, device, structures, over_labels)
