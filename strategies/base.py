@@ -363,7 +363,7 @@ class CurvatureStrategy(FedAvg):
         check_whole("num_rounds", num_rounds, 0)
         check_range("timeout", timeout, 0)
         self.check_rounds(num_rounds)
-        self._log_unused_hooks()
+        self._check_hooks()
         if self.secure is not None:
             self.check_secure()
             if reopen:
@@ -403,15 +403,23 @@ class CurvatureStrategy(FedAvg):
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         return run.result()
 
-    def _log_unused_hooks(self) -> None:
-        """Warn of a subclass that overrides methods which `start` does not call."""
+    def _check_hooks(self) -> None:
+        """Raise an error for a subclass with hooks that `start` would not call.
+
+        Raises
+        ------
+        ConfigurationError
+            With the hooks that it calls.
+        """
         for name in ("configure_train", "aggregate_train"):
             if not getattr(type(self), name).__module__.startswith("flwr_fisher."):
-                logger.warning(
-                    "start() uses exchanges(), and does not call %s.%s: override "
-                    "exchanges() (docs: A method of your own)",
-                    type(self).__name__,
-                    name,
+                raise ConfigurationError(
+                    f"start() does not call {type(self).__name__}.{name}: for a config "
+                    "of each round, such as its lr, override round_config(); to keep "
+                    "each round's model, pass start(callbacks=...); for another step, "
+                    "override exchanges() (the documentation's \"A method of your "
+                    "own\"). Flower's own loop calls it: Strategy.start(strategy, "
+                    "...), of flwr.serverapp.strategy"
                 )
 
     # --- Flower's hooks, for other loops than `start`, with one exchange a round

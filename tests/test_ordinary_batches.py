@@ -3,6 +3,7 @@
 The oracle takes each example by itself, in float64, through the raw model.
 """
 
+import copy
 import itertools
 from collections import UserDict, namedtuple
 from functools import partial
@@ -26,7 +27,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from flwr_fisher.client import FisherClient, LocalSGD, score
+from flwr_fisher.client import FisherClient, LocalSGD, cross_entropy, score
 from flwr_fisher.curvature import Pairs, fisher, gradient, gradient_and_hvp
 from flwr_fisher.curvature.batch import count_labels, read
 from flwr_fisher.curvature.batches import at_most, count_of
@@ -421,6 +422,48 @@ def test_whole_numbers_are_read_as_int64(dtype):
     made = read((torch.zeros(3, D), labels.to(dtype)), MODEL)  # 156 is -100 in uint8
     assert torch.equal(made.labels, labels)
     assert made.num_labels == (2 if dtype.is_signed else 3)
+
+
+def test_batches_that_are_none_are_left_out():
+    batches = list(zip(X.split(4), Y.split(4), strict=True))
+    loader = [None, *batches[:1], None, *batches[1:]]
+    for examples in (None, 5):
+        got, want = (
+            fisher(MODEL, each, examples=examples).trace() for each in (loader, batches)
+        )
+        assert got == want
+    models = [copy.deepcopy(MODEL) for _ in range(2)]
+    losses = [
+        LocalSGD()(model, each, torch.device("cpu"), {})
+        for model, each in zip(models, (loader, batches), strict=True)
+    ]
+    assert losses[0] == losses[1]
+
+
+SOFT = torch.randn(4, 3, C).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels"),
+    [
+        (torch.randn(4, 1), torch.randn(4, 1)),  # whose loss is 0
+        (torch.randn(4, 1), torch.zeros(4, dtype=torch.int64)),
+        (torch.randn(4), torch.randn(4)),  # one example of four classes
+        (torch.randn(4, C), torch.randn(4, C)),  # no probabilities
+        (torch.randn(4, C), torch.ones(4, C)),
+        (torch.randn(4, 3, C), torch.randn(4, 3, C)),
+    ],
+)
+def test_what_is_of_no_classes_has_no_cross_entropy(outputs, labels):
+    with pytest.raises((StructureError, DataError), match=r"mse_loss.*bernoulli"):
+        cross_entropy(outputs, labels)
+
+
+def test_probabilities_may_be_those_of_positions():
+    outputs = torch.randn(4, 3, C)
+    want = -(outputs.log_softmax(-1) * SOFT).sum(-1).mean()
+    assert torch.allclose(cross_entropy(outputs, SOFT), want)
+    assert torch.allclose(cross_entropy(outputs.mT, SOFT.mT), want)
 
 
 UNFIT = {

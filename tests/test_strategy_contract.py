@@ -689,15 +689,17 @@ def test_arguments_of_start_are_looked_at(options, says):
         FedFish().start(LocalGrid(quick_app(), 2), tiny_arrays(), **options)
 
 
-def test_hooks_of_a_subclass_that_start_does_not_call_are_told(caplog):
+def test_hooks_of_a_subclass_that_start_does_not_call_are_refused():
     class Own(FedFish):
-        def aggregate_train(self, *args):
-            raise AssertionError("nobody calls it")
+        def aggregate_train(self, server_round, replies):
+            seen.append(server_round)
+            return super().aggregate_train(server_round, replies)
 
-    with caplog.at_level("WARNING", logger="flwr"):
-        Own(fraction_evaluate=0.0).start(LocalGrid(quick_app(), 2), tiny_arrays())
-    assert "does not call Own.aggregate_train: override exchanges()" in caplog.text
-    assert "configure_train" not in caplog.text
+    seen, own = [], Own(fraction_evaluate=0.0)
+    with pytest.raises(ConfigurationError, match=r"Own\.aggregate_train: .*callbacks"):
+        own.start(LocalGrid(quick_app(), 2), tiny_arrays())
+    Strategy.start(own, LocalGrid(quick_app(), 2), tiny_arrays(), num_rounds=2)
+    assert seen == [1, 2]
 
 
 def test_start_samples_as_the_hooks_do(row):

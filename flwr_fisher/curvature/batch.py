@@ -275,6 +275,12 @@ def check_classes(labels: Iterable[int], classes: int) -> None:
             )
 
 
+def are_probabilities(labels: Tensor) -> bool:
+    """Return whether labels are probabilities, whose sum in the last dimension is 1."""
+    total = labels.sum(-1, dtype=torch.float32)
+    return bool((labels >= 0).all() and ((total - 1).abs() < 1e-2).all())
+
+
 def check_from_0_to_1(labels: Tensor) -> None:
     """Raise :class:`DataError` if a label of sigmoids is below 0, above 1, or NaN."""
     if len(wrong := labels[~((labels >= 0) & (labels <= 1))]):

@@ -1,4 +1,7 @@
-"""The loss of a batch: the default ones, and checks of a scalar and of a mean."""
+"""The loss of a batch: the default ones, and checks of a scalar and of a mean.
+
+Long: what a loss is not is told in words, with what to pass in its place.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature.batch import (
     IGNORED,
+    are_probabilities,
     check_from_0_to_1,
     count_labels,
     is_whole,
@@ -41,10 +45,18 @@ def cross_entropy(
     outputs : Tensor
         Logits ``[n, C]``, or ``[n, T, C]`` for tokens.
     labels : Tensor
-        Class indices ``[n]`` or ``[n, T]``.
+        Class indices ``[n]`` or ``[n, T]``, or probabilities of classes in the outputs'
+        shape.
     label_smoothing : float, default 0
         As in ``F.cross_entropy``: the share of a label that is spread equally over all
         classes.
+
+    Raises
+    ------
+    StructureError
+        If the outputs have no classes, or one, whose loss is 0.
+    DataError
+        If labels in the outputs' shape are no probabilities.
 
     Examples
     --------
@@ -52,9 +64,28 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64))
     tensor(1.3863)
     """
+    are_soft = labels.is_floating_point() and labels.shape == outputs.shape
     if labels.dim() > 1 and labels.shape == outputs.shape[:-1]:
         outputs, labels = outputs.flatten(0, -2), labels.flatten()
+    elif are_soft and outputs.dim() > 2 and are_probabilities(labels):
+        outputs, labels = outputs.flatten(0, -2), labels.flatten(0, -2)
+    if outputs.dim() < 2 or outputs.shape[1] < 2:
+        raise StructureError(
+            f"outputs of shape {tuple(outputs.shape)} are no logits of two classes or "
+            f"more, which the cross-entropy of classes needs: {_OTHER_LOSS}"
+        )
+    if are_soft and not are_probabilities(labels.movedim(1, -1)):
+        raise DataError(
+            f"labels have the outputs' shape, {tuple(outputs.shape)}, and are not "
+            f"probabilities of classes: {_OTHER_LOSS}"
+        )
     return F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
+
+
+_OTHER_LOSS = (
+    "pass another loss_fn, such as F.mse_loss with likelihood='gaussian' for numbers, "
+    "or F.binary_cross_entropy_with_logits with 'bernoulli' for sigmoids"
+)
 
 
 def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:

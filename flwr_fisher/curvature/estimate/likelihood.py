@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature.batch import (
     IGNORED,
+    are_probabilities,
     check_classes,
     check_from_0_to_1,
     count_labels,
@@ -236,7 +237,7 @@ class Categorical(Likelihood):
             return
         shape, places = labels.shape[1:], outputs.shape[2:]
         if shape == outputs.shape[1:] and shape:
-            if _are_probabilities(labels):
+            if are_probabilities(labels):
                 return
             raise StructureError(
                 f"labels have the outputs' shape, {tuple(outputs.shape)}, and are not "
@@ -250,12 +251,6 @@ class Categorical(Likelihood):
                 f"{tuple(outputs.shape)}, is the classes: make it the last, by "
                 "outputs.movedim(1, -1)"
             )
-
-
-def _are_probabilities(labels: Tensor) -> bool:
-    """Return whether labels are probabilities, whose sum in the last dimension is 1."""
-    total = labels.sum(-1, dtype=torch.float32)
-    return bool((labels >= 0).all() and ((total - 1).abs() < 1e-2).all())
 
 
 class Bernoulli(Likelihood):
