@@ -107,14 +107,14 @@ class Failures:
     def __init__(self) -> None:
         self._known: set[tuple[str, str, int]] = set()
 
-    def tell(self, who: str, error: Exception) -> str:
+    def tell(self, who: str, error: BaseException) -> str:
         """Log which client failed and why; return the reason.
 
         Parameters
         ----------
         who : str
             The name of the client or function that raised it.
-        error : Exception
+        error : BaseException
             The exception.
         """
         reason = f"{type(error).__name__}: {error}"
@@ -129,7 +129,7 @@ class Failures:
         return reason
 
 
-def _kind(error: Exception) -> tuple[str, str, int]:
+def _kind(error: BaseException) -> tuple[str, str, int]:
     """Return an exception's type, and the file and line that raised it."""
     trace, file, line = error.__traceback__, "", 0
     while trace is not None:

@@ -218,13 +218,14 @@ def test_a_loader_that_can_be_read_once_is_refused_before_anything_trains(name, 
         ask(client, config=config)
 
 
-def test_batch_norm_and_a_last_batch_of_one_are_told_before_anything_trains():
+@pytest.mark.parametrize("config", [{}, {"structure": "kfac"}])
+def test_batch_norm_and_a_last_batch_of_one_are_told_before_anything_trains(config):
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(X[0].numel()), tiny_model())
     loader = DataLoader(Subset(tiny_data(2), range(5)), 4)
     start = copy.deepcopy(model.state_dict())
-    client = FisherClient(model, loader)
+    client = FisherClient(model, loader, train_fn=LocalSGD(momentum=0))
     with pytest.raises(DataError, match=r"last batch is of one example.*drop_last"):
-        ask(client, ArrayRecord(start), config={"structure": "kfac"})
+        ask(client, ArrayRecord(start), config=config)
     for name, value in model.state_dict().items():
         assert torch.equal(value, start[name])
     for one_more in (6, 8):
@@ -254,10 +255,15 @@ def twice(module, inputs, outputs):
     return 2 * outputs
 
 
+def hooked(model):
+    model.handles = [model[0].register_forward_hook(twice)]  # as opacus keeps them
+
+
 CHANGES = {
     "another dtype": lambda model: model.double(),
     "frozen parameters": lambda model: model[-1].requires_grad_(False),
     "a hook": lambda model: model[0].register_forward_hook(twice),
+    "a hook and its handle": hooked,
     "inference tensors": swapped,
     "torch's defaults": other_defaults,
     "eval mode": lambda model: model.eval(),
@@ -285,6 +291,7 @@ def test_what_a_loop_makes_of_a_model_is_not_what_is_uploaded(change, config):
         assert defaults() == before
         assert not model[0]._forward_hooks
         assert model[0].training
+        assert not hasattr(model, "handles")
     assert replies[0].keys() == replies[1].keys()
     for name, array in replies[0].items():
         np.testing.assert_array_equal(array, replies[1][name])
@@ -396,12 +403,13 @@ def test_an_evaluate_fn_gets_the_held_out_data_and_the_config():
     assert dict(metrics) == {"num-examples": 8, "twice": 1.0}
 
 
-def test_an_exception_in_a_client_is_logged_with_its_traceback(caplog):
+@pytest.mark.parametrize("error", [KeyError, SystemExit])
+def test_an_exception_in_a_client_is_logged_with_its_traceback(error, caplog):
     def broken(*arguments):
-        raise KeyError("partition_id")
+        raise error("partition_id")
 
     grid = LocalGrid(tiny_client(train_fn=broken).as_client_app(), 3)
-    with pytest.raises(Exception, match="partition_id"):
+    with pytest.raises(RoundError, match="partition_id"):
         FedFisherOneShot().start(grid, tiny_arrays())
     assert "in broken" in caplog.text
 

@@ -107,6 +107,28 @@ def test_mistakes_are_named(options, reason):
         LocalSGD(**options)
 
 
+class Shifted(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, outputs, labels):
+        return F.cross_entropy(outputs + self.shift, labels)
+
+
+def test_what_nobody_would_train_is_refused():
+    shift, model = nn.Parameter(torch.zeros(2)), net()
+    for options, text in (
+        ({"loss_fn": Shifted(shift)}, r"parameters of its own, \['shift'\]"),
+        ({"optimizer": lambda _: torch.optim.SGD([shift], 0.1)}, "none of the model's"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            LocalSGD(**options)(model, BATCHES, CPU, {})
+    LocalSGD(loss_fn=Shifted(model[2].bias))(model, BATCHES, CPU, {})
+
+
 def test_one_number_replaces_no_rates_of_groups():
     def groups(parameters):
         first, *rest = parameters

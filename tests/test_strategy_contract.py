@@ -682,6 +682,7 @@ def test_the_minimum_is_a_floor_of_the_sample(row, which):
         ({"num_rounds": -1}, "num_rounds must be"),
         ({"timeout": None}, "timeout must be"),
         ({"timeout": -5}, "timeout must be"),
+        ({"callbacks": print}, "callbacks must be a list of callbacks, got <built-in"),
     ],
 )
 def test_arguments_of_start_are_looked_at(options, says):

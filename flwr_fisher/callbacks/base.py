@@ -70,6 +70,10 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
     ConfigurationError
         If an object is not a callback. It names the object.
     """
+    if not isinstance(callbacks, Iterable):
+        raise ConfigurationError(
+            f"callbacks must be a list of callbacks, got {callbacks!r:.80}"
+        )
     for callback in callbacks:
         if not callable(getattr(callback, "on_round_end", None)):
             raise ConfigurationError(

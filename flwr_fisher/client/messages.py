@@ -222,7 +222,7 @@ def errors_as_replies(
     """
     try:
         return call_next(message, context)
-    except Exception as error:  # a user's model, data and loop may raise anything
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
         reason = _failures.tell(name_of(context), error)
         code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
         return Message(Error(code=code, reason=reason), reply_to=message)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
+from torch.utils.hooks import RemovableHandle
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.limits import ClientLimits
@@ -274,9 +275,9 @@ class LocalProblem:
         """Call a user's loop; within it, `batch_fn` reads the loaders by default.
 
         The model keeps the dtypes, and trains the parameters, that the server knows of,
-        whatever the loop made of them. Hooks, modes and a ``forward`` of the object's
-        own that the loop leaves on it are taken away: the server's model has none. All
-        of this holds for a loop that fails, too.
+        whatever the loop made of them. Hooks, with what holds their handles, modes and
+        a ``forward`` of the object's own that the loop leaves on it are taken away: the
+        server's model has none. All of this holds for a loop that fails, too.
 
         Raises
         ------
@@ -298,10 +299,9 @@ class LocalProblem:
                 returned = loop(self.model, loader, self.device, config, **options)
         finally:
             restore(hooks)
-            for module, (training, forward) in modules.items():
+            for module, (training, before) in modules.items():
                 module.training = training
-                vars(module).pop("forward", None)
-                vars(module).update(forward)
+                _restore_attributes(vars(module), before)
             self._follow()
             self._restore_tensors(kept)
         _check_shapes(shapes, self.model, loop)
@@ -610,14 +610,19 @@ def _check_loop(name: str, loop: Any) -> None:
 
 
 def _states(model: nn.Module) -> dict[nn.Module, tuple[bool, dict[str, Any]]]:
-    """Return modules' modes, and a ``forward`` that is the object's own, if any."""
-    return {
-        module: (
-            module.training,
-            {k: v for k, v in vars(module).items() if k == "forward"},
-        )
-        for module in model.modules()
-    }
+    """Return the modes and attributes of a model's modules."""
+    return {m: (m.training, dict(vars(m))) for m in model.modules()}
+
+
+def _restore_attributes(now: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Restore a module's own ``forward``, and take new handles of hooks away."""
+    if "forward" in before:
+        now["forward"] = before["forward"]
+    for name in now.keys() - before.keys():
+        held = now[name] if isinstance(now[name], (list, tuple)) else [now[name]]
+        handles = held and all(isinstance(each, RemovableHandle) for each in held)
+        if handles or name == "forward":
+            del now[name]
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

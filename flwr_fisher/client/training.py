@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.utils.data import BatchSampler
 
 from flwr_fisher.client.training_checkpoint import KeptTraining, TrainingCheckpoint
 from flwr_fisher.curvature.batch import Batch, Inputs, num_correct
-from flwr_fisher.curvature.batches import batches_of, count_of
+from flwr_fisher.curvature.batches import batches_of, count_of, unwrapped
 from flwr_fisher.curvature.losses import (
     Loss,
     check_mean_over_labels,
@@ -43,6 +44,7 @@ from flwr_fisher.errors import (
     check_whole,
 )
 from flwr_fisher.log_lines import logger
+from flwr_fisher.merge.refresh import TOO_FEW
 from flwr_fisher.params import all_finite, trainable
 from flwr_fisher.progress import Progress, watching
 
@@ -94,8 +96,8 @@ class LocalSGD:
     ------
     ConfigurationError
         If a number is out of range, here or in the server's config; if there is label
-        smoothing with another loss; or if there are options of SGD with another
-        optimiser.
+        smoothing with another loss; if there are options of SGD with another optimiser;
+        or if that has none of the model's parameters.
 
     Examples
     --------
@@ -213,6 +215,13 @@ class LocalSGD:
             torch.optim.SGD, **own
         )
         optimizer = make(trained)
+        own_parameters = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if own_parameters.isdisjoint(map(id, trained)):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} has none of the model's parameters, so "
+                "nothing would be trained: make it of those with which optimizer=... "
+                "is called, by partial(torch.optim.AdamW, lr=...) for example"
+            )
         if "lr" in config:
             own_rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
             if len(own_rates) > 1:
@@ -274,6 +283,7 @@ class _Steps:
         dtype, mixes = loop.autocast, loop.autocast is not None
         self.mixed = partial(torch.autocast, device.type, dtype, enabled=mixes)
         self.loss_fn = loop.loss_fn
+        _check_has_no_parameters(self.loss_fn, model)
         if loop.label_smoothing:
             self.loss_fn = partial(cross_entropy, label_smoothing=loop.label_smoothing)
         self.proximal = _Proximal(trained, _not_negative(config, "proximal-mu", 0.0))
@@ -288,6 +298,8 @@ class _Steps:
         for batch in every:
             if not (labels := batch.num_labels):
                 continue  # their mean loss would be 0 / 0
+            if not self.taken:
+                _check_last_batch(loader, model, batch.inputs)
             self.taken += 1
             loss = self._take(partial(self._gradients, batch, epoch))
             total += loss.float() * labels  # half precision ends at 65504
@@ -321,6 +333,39 @@ class _Steps:
             self.on_gradients(epoch, self.taken)
         self.proximal.add_gradient()
         return loss.detach()
+
+
+def _check_has_no_parameters(loss_fn: Loss, model: nn.Module) -> None:
+    """Raise :class:`ConfigurationError` for a loss that should be trained, too."""
+    own = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
+    known = set(map(id, model.parameters()))
+    if names := [name for name, p in own if p.requires_grad and id(p) not in known]:
+        raise ConfigurationError(
+            f"the loss has parameters of its own, {names}, which nobody would train or "
+            "send: make them parameters of the model, or freeze them by "
+            "loss.requires_grad_(False)"
+        )
+
+
+def _check_last_batch(loader: Loader, model: nn.Module, inputs: Inputs) -> None:
+    """Raise :class:`DataError` if batch norm cannot train on a last batch of one."""
+    batches: Any = getattr(unwrapped(loader), "batch_sampler", None)
+    if type(batches) is not BatchSampler or batches.drop_last:
+        return
+    if (count_of(loader) or 0) % batches.batch_size != 1:
+        return
+    with evaluating(model), torch.no_grad():
+        model.train()
+        try:
+            inputs[:1](model)
+        except ValueError as error:
+            if TOO_FEW not in str(error):
+                raise
+            raise DataError(
+                "the trainloader's last batch is of one example, on which batch norm "
+                "cannot train: pass DataLoader(..., drop_last=True), or another "
+                "batch_size"
+            ) from error
 
 
 def local_sgd(train_fn: TrainFn, why: str) -> LocalSGD:

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
     Subset,
@@ -33,11 +32,9 @@ from torch.utils.data import (
 )
 
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.curvature.batch import Batch, Inputs
 from flwr_fisher.curvature.batches import (
-    count_of,
     positions_of,
     sampler_of,
     with_positions,
@@ -52,7 +49,6 @@ from flwr_fisher.errors import (
     StructureError,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.merge.refresh import TOO_FEW
 from flwr_fisher.randomness import seeded
 
 _FEW = 4  # examples
@@ -222,9 +218,8 @@ def check_outputs(problem: LocalProblem, batch: Batch) -> None:
     ------
     DataError, ClientError
         If the model fails on the inputs; if the outputs are not finite, because of the
-        inputs or of the parameters; if batch norm cannot train on the loader's last
-        batch; or if labels name classes that the outputs do not have. On a GPU, such
-        labels would end the process.
+        inputs or of the parameters; or if labels name classes that the outputs do not
+        have. On a GPU, such labels would end the process.
     StructureError
         If the outputs are no tensor, or if the labels have a shape for which the loop's
         loss is no mean.
@@ -232,7 +227,6 @@ def check_outputs(problem: LocalProblem, batch: Batch) -> None:
     model, inputs = problem.model, batch.inputs
     with evaluating(model), torch.no_grad():
         outputs = _called(model, inputs.to(problem.device))
-    _check_last_batch(problem, inputs)
     if outputs.isfinite().all():
         if isinstance(batch.labels, Tensor):
             _check_are_no_weights(problem, batch)
@@ -264,29 +258,6 @@ def _called(model: nn.Module, inputs: Inputs) -> Tensor:
             f"{type(error).__name__}: {what}. Change the data set; or, if your own "
             "loop converts its batches first, do that in FisherClient(batch_fn=...)"
         ) from error
-
-
-def _check_last_batch(problem: LocalProblem, inputs: Inputs) -> None:
-    """Raise :class:`DataError` if batch norm cannot train on a last batch of one."""
-    loader: Any = problem.trainloader
-    batches = getattr(loader, "batch_sampler", None)
-    if type(batches) is not BatchSampler or batches.drop_last:
-        return
-    ends_with_one = (count_of(loader) or 0) % batches.batch_size == 1
-    if not ends_with_one or not isinstance(problem.train_fn, LocalSGD):
-        return
-    with evaluating(problem.model), torch.no_grad():
-        problem.model.train()
-        try:
-            inputs[:1].to(problem.device)(problem.model)
-        except ValueError as error:
-            if TOO_FEW not in str(error):
-                raise
-            raise DataError(
-                "the trainloader's last batch is of one example, on which batch norm "
-                "cannot train: pass DataLoader(..., drop_last=True), or another "
-                "batch_size"
-            ) from error
 
 
 def _check_labels(problem: LocalProblem, outputs: Tensor, labels: Tensor) -> None:

@@ -142,7 +142,7 @@ class LocalGrid(Grid):
         try:
             reply = self.client_app(message, self._contexts[node])
             received = round_trip(reply.content) if reply.has_content() else None
-        except Exception as error:  # like the simulation, for any exception of a client
+        except (Exception, SystemExit) as error:  # like the simulation, for a client's
             reason = self._failures.tell(f"partition-{self.nodes[node]}", error)
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             return Message(Error(code=code, reason=reason), reply_to=message)
