@@ -1,9 +1,9 @@
 """TCT: FedAvg in stage 1, and a convex problem on its network's features in stage 2."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.app import ConfigRecord
 
@@ -110,7 +110,8 @@ class TCT(CurvatureStrategy):
     others' are. If the rate is too large for a client's features, the client takes
     shorter steps, and accordingly more of them. In stage 2 a client uploads only
     :math:`\Theta_i`. A client with more than 20 000 examples fails in the first round,
-    because its spectrum would take too long.
+    because its spectrum would take too long; with ``Regression(solver="steps")`` it
+    takes part.
 
     Metrics of a round: ``stage``, 1 or 2. In stage 2 also ``lr``, ``num-lost-states``,
     ``control-norm`` and ``train_loss``, half the mean squared error at the round's
@@ -136,6 +137,10 @@ class TCT(CurvatureStrategy):
         trained = Scaffold(fraction_train=0.4).start(grid, start, num_rounds=20).arrays
         result = TCT(stage1_rounds=0).start(grid, trained, num_rounds=30)
     """
+
+    grouped: ClassVar[Mapping[str, str]] = {
+        f.name: f"regression=Regression({f.name}=…)" for f in fields(Regression)
+    }
 
     def __init__(
         self,

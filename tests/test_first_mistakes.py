@@ -818,12 +818,14 @@ def test_features_that_are_no_numbers_lead_to_the_inputs():
         ("fraction_fit", "fraction_train"),
         ("anchor", "merge=MergeOptions(anchor=…)"),
         ("examples", "fisher=FisherOptions(examples=…)"),
+        ("solver", "regression=Regression(solver=…)"),
         ("min_fit_clients", "min_train_nodes"),
         ("checkpoint_folder", None),
     ],
 )
 def test_a_keyword_may_be_close_to_one(name, meant):
+    strategy = TCT if name == "solver" else FedFisherOneShot
     with pytest.raises(TypeError, match=f"unexpected keyword arguments .'{name}'") as e:
-        FedFisherOneShot(**{name: 1})
+        strategy(**{name: 1})
     told = str(e.value).partition("did you mean ")[2]
     assert told == (f"{meant} for {name}?" if meant else "")

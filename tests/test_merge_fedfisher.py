@@ -439,7 +439,7 @@ OUT_OF_RANGE = {
     "max_share": (0.49, 1.1, math.nan),
     "outlier": (0.9, math.nan, "1.5"),
     "trust": (-0.1,),
-    "iterations": (0,),
+    "iterations": (0, 2.5),
     "tolerance": (-1.0, 1.1),
     "lr": (-0.1, math.nan),
 }

@@ -7,7 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, check_known, check_range
+from flwr_fisher.errors import (
+    ConfigurationError,
+    check_known,
+    check_range,
+    check_whole,
+)
 from flwr_fisher.params import NORM_STATISTICS, Params
 
 # Chosen on validation data of MNIST, CIFAR-10 and digits:
@@ -38,6 +43,7 @@ _RANGES: dict[str, tuple[float, ...]] = {
     "tolerance": (0, 1),
     "lr": (0,),
 }
+_WHOLE = ("iterations",)
 _UNUSED = dict.fromkeys(_DEFAULTS, ("lr",)) | {
     "adam": ("tolerance",),
     "closed-form": ("lr", "tolerance", "iterations"),
@@ -66,8 +72,8 @@ class MergeOptions:
         short training in a few rounds, longer steps sometimes lose accuracy. Default 1.
     iterations : int, optional
         At most this many iterations of the solver. Default: 4 with ``pcg``, but 1 if
-        the clients' task is a regression (``likelihood="gaussian"``); 100 with ``cg``,
-        2000 with ``gd`` and ``adam``.
+        the clients' task is a regression (``likelihood="gaussian"``) and the server
+        merges their parts; 100 with ``cg``, 2000 with ``gd`` and ``adam``.
 
     Raises
     ------
@@ -185,6 +191,8 @@ def _check_ranges(options: MergeOptions | MergeSettings) -> None:
     for name, limits in _RANGES.items():
         if (value := getattr(options, name, None)) is not None:
             check_range(name, value, *limits)
+            if name in _WHOLE:
+                check_whole(name, value)
 
 
 def check_score(score: object, solver: str) -> None:

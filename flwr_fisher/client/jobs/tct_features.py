@@ -245,13 +245,14 @@ class ClientFeatures:
         if n > MOST_EXAMPLES and self.solver != "steps":
             raise ClientError(
                 f"{n} examples are too many for the closed form, which decomposes a "
-                f"matrix of n x n, for at most {MOST_EXAMPLES}: use "
-                "TCT(solver='steps'), or distribute the data over more clients"
+                f"matrix of n x n, for at most {MOST_EXAMPLES}: use TCT(regression="
+                "Regression(solver='steps')), or distribute the data over more clients"
             )
         squared = 0 if n > MOST_EXAMPLES else 8 * n * (n + 1)
         wide = self.tangent.num_features * self.dtype.itemsize
         what = f"{self.tangent.num_features} features of {n} examples"
-        instead = "use fewer features (num_features), use feature_dtype='float16', or "
+        instead = "use TCT(num_features=...) with fewer, or TCT(regression="
+        instead += "Regression(feature_dtype='float16')), or "
         room = n * (wide + 8) + squared
         self._disk("0").check_room(room, what, instead)
 
@@ -285,7 +286,7 @@ class ClientFeatures:
         if not stored.isfinite().all():
             raise ClientError(
                 f"standardised features of partition {self.partition} overflow "
-                f"{self.dtype}: use feature_dtype='float32'"
+                f"{self.dtype}: use Regression(feature_dtype='float32')"
             )
         held = {_FEATURES: stored, "labels": self.examples.labels}
         made = disk.made_once(_FEATURES, lambda: held, _STANDARDISED)
