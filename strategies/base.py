@@ -127,6 +127,8 @@ class CurvatureStrategy(FedAvg):
     ------
     ConfigurationError
         If an argument is out of range.
+    TypeError
+        If a keyword is not known. It names the one that may be meant.
     """
 
     # Whether clients use train mode, which changes the statistics of batch norms.
@@ -344,7 +346,11 @@ class CurvatureStrategy(FedAvg):
         Raises
         ------
         RoundError
-            If a round ends with fewer than `min_train_nodes` usable replies.
+            If too few nodes are connected after `timeout` seconds, or a round ends with
+            fewer than `min_train_nodes` usable replies, or its step fails; unless
+            `waiting` skips such a round.
+        ConfigurationError
+            If an argument, or the model, does not fit this strategy.
         CheckpointError
             If `checkpoint_dir` holds another run or a damaged file, or if another
             server uses it. The strategy's options and `train_config` must be the same

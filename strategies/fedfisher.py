@@ -72,7 +72,8 @@ class FedFisherOneShot(CurvatureStrategy):
     of the client's loss at the mean (`robust`). From the second round on, the merge
     shortens a layer's move from the mean if it is longer than is usual between the
     clients (`trust`). In a regression the solver takes only one iteration: if each
-    layer were solved to the end, the layers' steps would together be too large.
+    layer were solved to the end, the layers' steps would together be too large. (With
+    ``aggregate="sums"`` the server does not know what the task is.)
 
     Parameters
     ----------

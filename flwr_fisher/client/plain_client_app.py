@@ -52,7 +52,7 @@ def fisher_arrays(
     library's ``ClientApp``, or with Flower's and ``app.query()(identify)``, the app
     works with ``FedFisherOneShot`` and ``FedFish``. Strategies that request more than
     training, such as ``FAGH`` or ``TCT``, need a :class:`FisherClient`. With
-    :func:`check_fisher` before the training, nothing fails here.
+    :func:`check_fisher`, most of what would fail here fails before the training.
 
     Parameters that are frozen, and that the server does not send, must be the same on
     every client. The upload has a digest of it, and the server skips clients whose
@@ -70,7 +70,8 @@ def fisher_arrays(
     likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
         What the model's outputs mean to the Fisher.
     num_examples : int, optional
-        The reply's ``num-examples``. Default: the number in ``trainloader.dataset``.
+        The reply's ``num-examples``. Default: how many examples the loader yields in an
+        epoch; a stream is read to count them.
     max_examples : int, optional
         The largest number of examples for the Fisher, whatever the server requests.
     batch_fn : Callable, optional
@@ -83,6 +84,8 @@ def fisher_arrays(
     ClientError
         If the arrays of the message do not fit the model, or the server requests
         something else than training.
+    FlwrFisherError
+        Any error of :func:`~flwr_fisher.curvature.fisher`, or of packing.
 
     Examples
     --------
@@ -146,7 +149,7 @@ def check_fisher(
     Raises
     ------
     FlwrFisherError
-        Whatever :func:`fisher_arrays` would raise.
+        What :func:`fisher_arrays` would raise, as far as a few examples show it.
 
     Examples
     --------

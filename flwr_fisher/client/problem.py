@@ -94,9 +94,10 @@ class LocalProblem:
     UnknownNameError
         If the likelihood is not known.
     ConfigurationError
-        If a number of bytes is out of range.
+        If an argument is of another kind, or a function takes other arguments, or a
+        number of bytes is out of range.
     ParamsError
-        If a layer is still lazy.
+        If a layer is still lazy, or two parameters are in the same memory.
     """
 
     model: nn.Module

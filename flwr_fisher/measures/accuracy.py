@@ -41,7 +41,7 @@ def accuracies(
     Raises
     ------
     DataError
-        If the loader has no examples.
+        If the loader has no examples with a label.
     ParamsError
         If a candidate has a key that the model lacks or has in another shape.
     """

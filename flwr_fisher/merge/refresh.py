@@ -38,8 +38,8 @@ def refresh_norms(model: nn.Module, loader: Iterable[Any]) -> None:
 
     over all inputs x of a norm, of all batches, whatever its ``momentum``. A norm in
     train mode normalises by its batch. So, as in training, the statistics of all norms
-    but the first depend on how examples are batched. Frozen norms (without a trained
-    parameter) and norms without running statistics stay as they are.
+    but the first depend on how examples are batched. Frozen norms (with parameters,
+    none of them trained) and norms without running statistics stay as they are.
 
     Parameters
     ----------

@@ -171,7 +171,7 @@ def mask(words: Words, key: bytes, operation: np.ufunc = np.add) -> None:
 
 
 def noise(key: bytes, count: int) -> Words:
-    """Return `size` uniform words of 32 bits, a function of the key."""
+    """Return `count` uniform words of 32 bits, a function of the key."""
     return np.frombuffer(_stream(key).update(bytes(4 * count)), np.uint32)
 
 

@@ -257,7 +257,8 @@ class SecureSumsMod:
     Raises
     ------
     ConfigurationError
-        If `min_clients` is below 2, or `trusted` holds no keys.
+        If a number is out of range (`min_clients` is at least 2), or `trusted` holds no
+        keys.
     """
 
     min_clients: int = 3

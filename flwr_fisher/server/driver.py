@@ -157,9 +157,9 @@ class Driver:
     ) -> None:
         """Let the round's clients measure the new model's norms, if requested.
 
-        Who has gone since is left out, as is whose ClientApp only trains; the round is
-        finished without it where nobody is left. It is not in the journal: a run that
-        resumes in the midst of it does it again.
+        Clients that have left are not asked, nor those whose ClientApp only trains. If
+        no client remains, the round ends without new statistics. This is not in the
+        journal: a run that resumes in the midst of it does it again.
 
         Parameters
         ----------

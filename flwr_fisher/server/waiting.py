@@ -113,8 +113,8 @@ class Asked:
         """Return whether to ask the node again in a collection window.
 
         A node that died is asked when it is back, later each time. A node that was
-        restarted may have lost the request, and nobody would know: so who is silent is
-        asked again, too, where clients hand over what they have finished.
+        restarted may have lost the request, which the server cannot see. So if clients
+        keep their uploads, a silent node is asked again, too.
 
         Parameters
         ----------

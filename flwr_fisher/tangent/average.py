@@ -34,7 +34,7 @@ def tct_control(
     :func:`~flwr_fisher.rounds.scaffold_control` for one matrix. The next round's
     correction is :math:`h_i = c_i - c`, with the server's next :math:`c`. While all
     clients are in every round, that is the paper's
-    :math:`h_i \leftarrow h_i + (\Theta^+ - \Theta_i) / (M \eta)`; A client that missed
+    :math:`h_i \leftarrow h_i + (\Theta^+ - \Theta_i) / (M \eta)`. A client that missed
     a round does not know :math:`\Theta^+`. With the next :math:`\Theta` instead, the
     paper's form does not reach the optimum.
 

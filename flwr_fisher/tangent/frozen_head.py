@@ -116,14 +116,20 @@ def closed_form_head(sums: HeadSums, *, bias: bool, ridge: float) -> tuple[Tenso
     bias : bool
         Whether every x ends in a 1. The weight of this 1, the bias, is not regularised.
     ridge : float
-        :math:`\lambda` as a share of the features' mean square, at least 0. If features
-        are linearly dependent, it must be positive.
+        :math:`\lambda` as a share of the mean diagonal entry of :math:`\sum x x^\top`
+        over the features, at least 0. If features are linearly dependent, only a
+        positive one gives a solution that rounding does not spoil.
 
     Returns
     -------
     tuple[Tensor, ...]
         The weight ``[C, f]``, and the bias ``[C]`` if there is one; in float64. If
         there are several solutions, it is the shortest.
+
+    Raises
+    ------
+    ConfigurationError
+        If `ridge` is negative.
     """
     check_range("ridge", ridge, 0)
     penalty = torch.ones(len(sums.gram), dtype=sums.gram.dtype)

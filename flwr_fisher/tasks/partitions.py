@@ -226,7 +226,7 @@ def label_histogram(
 
 
 def balanced_subset(targets: Tensor, count: int, seed: int) -> Tensor:
-    """Return positions of `size` examples, with classes as balanced as possible.
+    """Return positions of some examples, with classes as balanced as possible.
 
     Parameters
     ----------

@@ -7,7 +7,8 @@ choices of vectors:
 
 ``WHOLE``
     the rows of the Cholesky factor, half of whose entries are zero. A large matrix
-    stays in this form, in a quarter of its memory; a small one is computed from it;
+    stays in this form, in a quarter of its memory (half, at 16 bits). A small one is
+    computed from it;
 ``COLUMNS``
     the leading eigenvectors, and one number for all other directions: their mean
     eigenvalue, which keeps the trace. A reader keeps this form, and makes nothing of

@@ -30,7 +30,8 @@ class AFL(CurvatureStrategy):
     Parameters
     ----------
     ridge : float, default 1e-3
-        :math:`\lambda` as a share of the features' mean square.
+        :math:`\lambda` as a share of the mean diagonal entry of :math:`\sum x x^\top`
+        over the features.
     head : str, optional
         The linear layer to set; by default the last in the model's definition.
     **kwargs
@@ -43,9 +44,9 @@ class AFL(CurvatureStrategy):
 
     Notes
     -----
-    An upload has 8 (f + 1) (f + 1 + C) bytes for f features and C classes, and no
-    parameters. With a secure sum, use ``SecureSums(bits=64)`` if the last digits of the
-    solution matter.
+    An upload has 8 (f + 1) (f + 1 + C) bytes for f features, a bias and C classes, and
+    no parameters. With a secure sum, use ``SecureSums(bits=64)`` if the last digits of
+    the solution matter.
 
     Examples
     --------

@@ -41,9 +41,10 @@ class FisherOptions:
         From how many examples at most it is computed; with ``None`` from all. ``auto``
         is 1000, with a limit on passes, forward and backward: a client of n examples
         takes at most n - 300 passes, because packing costs about 300; or n / 2, or 128,
-        if one of these is more. With three passes an example, this is an eighth to a
-        quarter of its examples. If the model is so certain that examples need fewer
-        passes, it is more of them. A client's ``ClientLimits`` may reduce the number.
+        if one of these is more. With one forward and three backward passes an example,
+        this is an eighth to a quarter of its examples, and more for fewer than 128
+        examples. If the model is so certain that examples need fewer passes, it is more
+        of them. A client's ``ClientLimits`` may reduce the number.
     max_passes : int | None, default 3
         With ``exact``: how many backward passes an example takes; with ``None`` one for
         each class that matters.
