@@ -113,6 +113,10 @@ class FAGH(CurvatureStrategy):
         # a step by zero, for its checks
         fagh_step({}, {}, {}, 0.0, None, t=1, **self._numbers())
 
+    def may_skip(self, server_round: int) -> bool:
+        """Return whether a run can skip a round: momentum's first has the direction."""
+        return self.probe != "momentum" or server_round > 1
+
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Return one exchange: for gradients, and Hessian products with the probe."""
         mean = Summation[Additive]()

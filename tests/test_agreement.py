@@ -99,12 +99,19 @@ def test_what_most_freeze_may_be_sent_and_who_trains_it_is_odd():
     with pytest.raises(RoundError) as caught:
         strategy.start(grid, arrays(model().state_dict()), num_rounds=1)
     assert trained == []
-    assert "2 usable replies, but min_train_nodes=3" in str(caught.value)
+    assert "2 usable replies are possible, but min_train_nodes=3" in str(caught.value)
     assert re.search(
         r"partition-1: node \d+: it trains '0.weight', which most freeze",
         str(caught.value),
     )
     assert "did not reply" not in str(caught.value)
+
+
+def test_two_of_four_are_not_most():
+    grid = grid_of({0: ("0.weight",), 1: ("0.weight",)}, 4, [])
+    strategy = FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=4)
+    with pytest.raises(RoundError, match=r"partition-2, .*0.weight', which others "):
+        strategy.start(grid, arrays(model().state_dict()), num_rounds=1)
 
 
 def test_a_node_that_answers_no_query_is_not_waited_for_twice():

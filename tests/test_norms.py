@@ -663,7 +663,7 @@ def test_an_app_that_only_trains_is_asked_once(caplog):
     assert same_bits(result.arrays, plain(**AVERAGE)[1].arrays)
     assert "partition-0, partition-1, partition-2" in alone
     assert "or call merge.refresh_norms(model, loader)" in alone
-    assert "all clients of the round have disconnected" in kept
+    assert "no client of the round can measure them" in kept
 
 
 def test_flowers_own_loop_says_that_it_asks_once(caplog):

@@ -108,8 +108,9 @@ def strategies():
 @pytest.mark.parametrize("strategy", strategies(), ids=lambda s: type(s).__name__)
 def test_a_plain_app_is_told_before_it_trains(strategy, caplog):
     app = Plain()
-    text = r"only 0 of 2 needed nodes can be asked:\nnode-\d+, node-\d+, "
-    text += r"node-\d+: its ClientApp is not flwr-fisher's.*app.query\(\)\(identify\)"
+    text = r"only 0 of 2 required nodes \(.*\) can be asked after 0 s:\n"
+    text += r"node-\d+, node-\d+, node-\d+: "
+    text += r"its ClientApp is not flwr-fisher's.*app.query\(\)\(identify\)"
     with pytest.raises(RoundError, match=text):
         strategy.start(LocalGrid(app, 3), tiny_arrays(), num_rounds=3)
     assert not app.trained

@@ -1053,7 +1053,10 @@ def test_an_odd_evaluation_costs_a_warning_and_not_the_round(row, caplog):
 
 BAD_EVALUATIONS = {
     "negative weight": ({"num-examples": -192}, "'num-examples': the weight must be"),
-    "a list as loss": ({"loss": [1.0, 2.0]}, "it reports no 'loss'"),
+    "a list as loss": (
+        {"loss": [1.0, 2.0]},
+        "it reports 'loss' as a list of 2, and not as a number",
+    ),
     "NaN": ({"loss": NAN}, "it reports a 'loss' that is NaN or infinite"),
     "30 000 metrics": (
         {f"m{i}": 1.0 for i in range(30_000)},

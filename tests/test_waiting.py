@@ -19,6 +19,7 @@ from flwr_fisher.server.late import LateReplies
 from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.run import Run
 from flwr_fisher.strategies import (
+    FAGH,
     TCT,
     FedExP,
     FedFisherOneShot,
@@ -184,11 +185,20 @@ def test_nobody_who_answers_is_named(clock, caplog):
     caplog.set_level("INFO", logger="flwr")
     dumb = Behaviour(answers=inf)
     grid = ClockedGrid(quick_app(), dict.fromkeys(range(2), dumb), clock, 2)
-    with pytest.raises(RoundError, match=r"within 90 s: .* raise start's timeout"):
+    with pytest.raises(RoundError, match=r"asked after 90 s:\n.* raise start's"):
         start(grid, timeout=90)
     assert 90 < clock.now < 100
     waits = r"2 connected \(minimum required: 2\), no answer yet from node-\d+, node-"
     assert re.search(waits, caplog.text.replace("\n", " "))
+
+
+def test_the_option_that_asks_for_more_nodes_than_answer_is_named(clock):
+    grid = ClockedGrid(quick_app(), {1: Behaviour(answers=inf)}, clock, 3)
+    with pytest.raises(RoundError) as caught:
+        start(grid, timeout=60, min_available_nodes=3)
+    text = str(caught.value)
+    assert "only 2 of 3 required nodes (min_available_nodes=3) can be asked" in text
+    assert text.endswith("raise start's timeout, or lower min_available_nodes")
 
 
 def test_messages_die_with_their_round(clock):
@@ -337,6 +347,8 @@ def test_half_of_a_skipped_round_changes_nothing(clock, tmp_path):
 def test_a_round_that_all_others_need_is_not_skipped():
     tct = TCT(stage1_rounds=2)
     assert [tct.may_skip(n) for n in (1, 2, 3, 4)] == [True, True, False, True]
+    momentum = FAGH(probe="momentum")
+    assert [momentum.may_skip(n) for n in (1, 2)] == [False, True]
 
 
 def test_a_run_ends_where_a_round_fails_that_all_others_need(clock):
@@ -408,14 +420,14 @@ def test_a_server_app_waits_for_its_nodes(clock):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"enough_fraction": 0}, r"enough_fraction must be > 0"),
-        ({"enough_fraction": 1.2}, r"enough_fraction must be in \[0, 1\]"),
+        ({"enough_fraction": 0}, r"enough_fraction must be in \(0, 1\], got 0"),
+        ({"enough_fraction": 1.2}, r"enough_fraction must be in \(0, 1\]"),
         ({"enough_replies": 0}, "enough_replies must be >= 1"),
         ({"enough_replies": 1.5}, "enough_replies must be an integer"),
         ({"over_selection": -1}, "over_selection must be >= 0"),
         ({"window": 0}, "window must be > 0"),
         ({"window": 9, "over_selection": 0.3}, "a window asks all that"),
-        ({"window": 9, "enough_fraction": 0.3}, "pass enough_replies instead"),
+        ({"window": 9, "enough_fraction": 0.3}, "leave it out.* pass enough_replies"),
         ({"on_failed_round": "pray"}, "unknown on_failed_round 'pray'"),
     ],
 )

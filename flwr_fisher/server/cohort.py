@@ -110,8 +110,7 @@ class Cohort(NodeNames):
             If, after `timeout` seconds, too few nodes are connected, have answered, or
             have a name that no other node claims.
         """
-        needed = max(available, minimum)
-        nodes = self.ready(grid, needed, minimum, timeout, purpose)
+        nodes = self.ready(grid, available, minimum, timeout, purpose)
         wanted = max(int(len(nodes) * fraction), minimum)
         candidates = self._reliable(nodes, minimum, server_round)
         wanted = min(wanted, len(candidates))
@@ -166,7 +165,7 @@ class Cohort(NodeNames):
         others = [node for node in nodes if node not in out]
         needed = out[: max(minimum - len(others), 0)]
         if idle := out[len(needed) :]:
-            text = "Not asking nodes that missed a deadline: %s"
+            text = "Not asking nodes that did not reply in time before: %s"
             logger.info(text, self._listed(idle))
         return sorted([*others, *needed], key=self.order)
 
@@ -195,39 +194,43 @@ class Cohort(NodeNames):
         RoundError
             As for :meth:`sample`.
         """
-        mailbox = self.mailbox(grid)
+        options = {"min_available_nodes": available, f"min_{purpose}_nodes": minimum}
+        needed, mailbox = max(available, minimum), self.mailbox(grid)
         began = time.monotonic()
         deadline = began + timeout
         while True:
             connected = list(grid.get_node_ids())
             nodes: list[int] = []
             silent: list[int] = []
-            if len(connected) >= available:
+            in_vain = False
+            if len(connected) >= needed:
                 nodes = self.learn(mailbox, connected, deadline - time.monotonic())
                 silent = [node for node in connected if node not in self.answered]
                 gone = time.monotonic() > began + _GONE_WITHIN
                 there = len(connected) - len(set(silent) - self._given_up)
-                if len(nodes) >= minimum and (there >= available or gone):
+                if len(nodes) >= minimum and (there >= needed or gone):
                     self._give_up(silent)
                     self.connected = len(nodes)
                     return sorted(nodes, key=self.order)
                 # A restarted client is refused until its old node is gone.
                 # If all nodes run another app, as is usual then, none will change.
                 foreign = self.refused.keys() & self.foreign.keys()
-                if not silent and (gone or foreign >= set(connected)):
-                    raise RoundError(
-                        f"only {len(nodes)} of {minimum} needed nodes can be asked:\n"
-                        + "\n".join(self._refusals())
-                    )
-            waited = time.monotonic() - began
-            if waited > timeout or most_nodes(grid, available) < available:
-                waited = min(waited, timeout)
-                option = f"min_{purpose}_nodes"
-                raise RoundError(self._too_few(connected, available, waited, option))
+                in_vain = not silent and (gone or foreign >= set(connected))
+            waited = min(time.monotonic() - began, timeout)
+            if (
+                in_vain
+                or time.monotonic() > deadline
+                or most_nodes(grid, needed) < needed
+            ):
+                if len(connected) >= needed:
+                    raise RoundError(self._too_few(nodes, silent, options, waited))
+                lower = _lower(options, len(connected))
+                few = _too_few_connected(len(connected), needed, waited, lower)
+                raise RoundError(few)
             refused = f", {len(self.refused)} refused" if self.refused else ""
             if silent:
                 refused += f", no answer yet from {self._listed(silent)}"
-            logger.info(_WAITING, len(connected), available, refused)
+            logger.info(_WAITING, len(connected), needed, refused)
             time.sleep(1)
             mailbox.pull()
 
@@ -249,21 +252,28 @@ class Cohort(NodeNames):
         return [f"{self._listed(nodes)}: {why}" for why, nodes in by_reason.items()]
 
     def _too_few(
-        self, connected: Sequence[int], needed: int, waited: float, option: str
+        self,
+        nodes: Sequence[int],
+        silent: Sequence[int],
+        options: Mapping[str, int],
+        waited: float,
     ) -> str:
-        if len(connected) < needed:
-            names = f"min_available_nodes and {option}"
-            return _too_few_connected(len(connected), needed, waited, names)
-        if refused := self._refusals():
-            return "\n".join(
-                [f"too few nodes can be asked after {waited:.0f} s:", *refused]
+        """Return why enough nodes are connected, but too few of them can be asked."""
+        count, needed = len(nodes), max(options.values())
+        wanted = [f"{name}={n}" for name, n in options.items() if n > count]
+        lines = [
+            f"only {count} of {needed} required nodes ({', '.join(wanted)}) can be "
+            f"asked after {waited:.0f} s:",
+            *self._refusals(),
+        ]
+        if silent:
+            # An evaluation waits a minute at most.
+            more = "" if "min_evaluate_nodes" in options else " raise start's timeout,"
+            lines.append(
+                f"{self._listed(silent)}: no answer. Check that the ClientApp starts "
+                f"there,{more} or {_lower(options, count)}"
             )
-        silent = [node for node in connected if node not in self.answered]
-        return (
-            f"of {len(connected)} connected nodes, {self._listed(silent)} did not "
-            f"answer within {waited:.0f} s: check that their ClientApp starts, raise "
-            f"start's timeout, or lower {option}"
-        )
+        return "\n".join(lines)
 
     # --- trained and frozen parameters
 
@@ -339,8 +349,9 @@ def unlike_most(
     counts = Counter(said.values()).most_common()
     if len(counts) < 2:
         return {}
-    common, whom = counts[0][0], "most" if counts[0][1] > 1 else "others"
-    odd = {k: own for k, own in said.items() if whom == "others" or own != common}
+    common, number = counts[0]
+    whom = "most" if 2 * number > len(said) else "others"
+    odd = {k: own for k, own in said.items() if number == 1 or own != common}
     return {
         key: difference(own, counts[1][0] if own == common else common, whom)
         for key, own in odd.items()
@@ -390,8 +401,8 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[in
     while len(nodes := list(grid.get_node_ids())) < minimum:
         waited = time.monotonic() - began
         if waited >= timeout or most_nodes(grid, minimum) < minimum:
-            few = _too_few_connected(len(nodes), minimum, waited, "min-nodes")
-            raise RoundError(few)
+            lower = "lower the minimum, which is min-nodes in the apps"
+            raise RoundError(_too_few_connected(len(nodes), minimum, waited, lower))
         if len(nodes) != last:
             last = len(nodes)
             logger.info(_WAITING, last, minimum, "")
@@ -399,10 +410,18 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[in
     return nodes
 
 
-def _too_few_connected(count: int, needed: int, waited: float, options: str) -> str:
+def _lower(options: Mapping[str, int], count: int) -> str:
+    """Return which options to lower for so many nodes."""
+    names = [name for name, least in options.items() if least > count]
+    # A resumed run must have the same min_train_nodes.
+    new = " in a new run" if "min_train_nodes" in names else ""
+    return f"lower {' and '.join(names)}{new}"
+
+
+def _too_few_connected(count: int, needed: int, waited: float, lower: str) -> str:
     return (
         f"only {count} of {needed} required nodes are connected after {waited:.0f} s: "
-        f"start more SuperNodes, or lower {options}"
+        f"start more SuperNodes (in a simulation, raise num-supernodes), or {lower}"
     )
 
 

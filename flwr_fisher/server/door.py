@@ -135,10 +135,10 @@ def comparable(
     mismatched: dict[Key, str] = {}
     for client, record in metrics.items():
         there = entries(record)
-        missing = [name for name, size in common if (name, size) not in there]
+        missing = [entry for entry in common if entry not in there]
         infinite = [name for name, _ in common if not _finite(record.get(name))]
         if missing:
-            mismatched[client] = f"reports no '{printable(missing[0])}'"
+            mismatched[client] = _lacks(record, *missing[0])
         elif infinite:
             reason = f"reports a '{printable(infinite[0])}' that is NaN or infinite"
             mismatched[client] = reason
@@ -147,6 +147,18 @@ def comparable(
             own = {name: value for name, value in record.items() if name in names}
             kept[client] = MetricRecord(own)
     return kept, mismatched
+
+
+def _lacks(record: MetricRecord, name: str, size: int) -> str:
+    """Return how a client's metrics lack an entry: another form of it, or none."""
+    if name not in record:
+        return f"reports no '{printable(name)}'"
+    own = record[name]
+    forms = [
+        "a number" if n < 0 else f"a list of {n}"
+        for n in (len(own) if isinstance(own, list) else -1, size)
+    ]
+    return f"reports '{printable(name)}' as {forms[0]}, and not as {forms[1]}"
 
 
 def _finite(value: object) -> bool:
@@ -380,7 +392,10 @@ class Door(Generic[P]):
         for other in list(self._clients.values()):
             if other.partition != partition:
                 continue
-            reason = f"partition {partition} is also {{}}'s, which is registered"
+            reason = (
+                f"partition {partition} is also {{}}'s, which is registered: give each "
+                "node its own partition-id"
+            )
             if other.registered and not identity.registered:
                 raise WireError(reason.format(other.name), field="partition-id")
             if identity.registered and not other.registered:
@@ -487,9 +502,12 @@ class Door(Generic[P]):
         if (count := len(self.admitted) + awaited) >= needed:
             return
         lines = self.rejected.lines() + self._missing_lines()
+        wanted = f"min_train_nodes={needed}"
+        if self.stage != TRAIN:
+            wanted = f"at least {needed} is needed"
+        possible = " are possible" if awaited else ""
         raise RoundError(
-            f"only {count} usable replies, but min_train_nodes={needed}:\n"
-            + "\n".join(lines)
+            f"only {count} usable replies{possible}, but {wanted}:\n" + "\n".join(lines)
         )
 
     def _fold_held(self) -> None:
@@ -557,7 +575,7 @@ def _other_digest(own: str, other: str, whom: str) -> str:
     """
     return (
         f"its frozen parameters, which the server does not send, differ from those of "
-        f"{whom}: {FREEZE_THE_SAME}. To find this before the training, outside of a "
-        "collection window, answer with identify(message, context, model) in the "
-        "app's query function"
+        f"{whom}: {FREEZE_THE_SAME}. Outside of a collection window, this is found "
+        "before the training if the app's query function answers with "
+        "identify(message, context, model)"
     )

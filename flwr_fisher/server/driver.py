@@ -77,10 +77,13 @@ class Driver:
             train_config = ConfigRecord({**train_config, **named})
         ended = bool(run.server_round) and run.run_callbacks(callbacks)
         if run.server_round and run.server_round >= num_rounds:
-            logger.info(
-                "All rounds are finished. The result has the model, but no uploads and "
-                "no details: add reopen=True to merge the last round's uploads again"
-            )
+            text = "All rounds are finished. The result has the model, but no uploads "
+            text += "and no details"
+            if strategy.secure is None:  # or else no round may be opened again
+                last = run.server_round
+                own = "" if last == num_rounds else f" and num_rounds={last}"
+                text += f": add reopen=True{own} to merge the last uploads again"
+            logger.info("%s", text)
         for server_round in range(run.server_round + 1, num_rounds + 1):
             if ended:
                 break
@@ -180,7 +183,7 @@ class Driver:
         exchange = norm_exchange(prefixes, weights)
         try:
             if not weights:
-                raise RoundError("all clients of the round have disconnected")
+                raise RoundError("no client of the round can measure them")
             logger.info(
                 "norm statistics: asking %d clients for the new model's", len(weights)
             )
@@ -217,11 +220,13 @@ class Driver:
         """Return the handler of replies that come after the end of an exchange."""
         if self._late is not None:
             self._late.forget()
-        # It must not hold this exchange's uploads, and must not change its sum.
+        # It must not hold this exchange's uploads, and must not change its sum. A
+        # secure sum is never opened again.
         alone = replace(under_way.exchange, additive=None)
+        door = partial(door_of, self.strategy, alone, under_way.state)
         self._late = LateReplies(
             self.cohort,
-            partial(door_of, self.strategy, alone, under_way.state),
+            door if self.strategy.secure is None else None,
             under_way.journal,
             self.server_round,
             self._count_late,

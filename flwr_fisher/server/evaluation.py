@@ -98,7 +98,7 @@ def evaluate(
     if new:
         cohort.abstaining |= new
         names = listed(map(cohort.name, new))
-        logger.info("configure_evaluate: %s have no data for evaluation", names)
+        logger.info("configure_evaluate: without data for evaluation: %s", names)
     if enough():
         door.mark_missing(due, "not waited for, since enough have replied")
     else:

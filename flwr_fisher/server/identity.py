@@ -7,7 +7,7 @@ Long: one client's identity, and the registry of all.
 
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -234,9 +234,10 @@ class NodeNames:
             self._known[node] = Identity(node, registered, answer.partition)
         if answer.problem:
             logger.warning(
-                "node-%s %s, which is not valid: using its node id",
+                "node-%s %s, which is not valid: it is known as %s",
                 node,
                 answer.problem,
+                self.identity(node).name,
             )
         return False
 
@@ -248,8 +249,9 @@ class NodeNames:
         if (reason := printable(error)) not in self._logged:
             self._logged.add(reason)
             logger.warning(
-                "node-%s failed to send its partition-id, using its node id: %s",
+                "node-%s failed to send its partition-id, and is known as %s: %s",
                 node,
+                self.identity(node).name,
                 reason,
             )
         return True
@@ -288,10 +290,16 @@ class NodeNames:
             }
             if len(nodes | {one.node}) > 1:
                 several = listed([f"node-{node}" for node in nodes])
+                # Registered nodes have other names, and only the partition in common.
+                shown = one if one.partition is None else replace(one, registered="")
+                out = "give each node its own partition-id"
+                if not one.registered:
+                    out += ", or register nodes by name, since no claim can replace a "
+                    out += "registered node"
                 self.refused[one.node] = (
-                    f"more than one node claims '{printable(one.name)}' ({several}): "
-                    "give each node its own partition-id, or register nodes by name, "
-                    "since no claim can replace a registered node"
+                    f"more than one node claims '{printable(shown.name)}' ({several}): "
+                    f"{out}. A restarted node is asked again once the SuperLink finds "
+                    "its former one gone"
                 )
 
     def _log_nameless(self, new: Iterable[int]) -> None:

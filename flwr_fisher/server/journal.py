@@ -364,7 +364,10 @@ class Journal:
                 f"{server_round}, so that round cannot be opened again: resume "
                 "without reopen=True"
             )
-        self.load_state(server_round - 1)  # is whole; this round is given up
+        before = server_round - 1  # is whole; this round is given up
+        self.read(
+            self._state(before), self.finished[before], "resume without reopen=True"
+        )
         self._warn_of_left_out(last)
         if last.record is not None:
             last.note(replace(last.record, opened=time.time(), closed=None))
@@ -488,9 +491,9 @@ class ExchangeJournal:
         if self._journal.last_exchange(self.server_round) is not self:
             folder, names = self._path(), ", ".join(sorted(lost))
             raise CheckpointError(
-                f"{folder}: the upload of {names} is damaged, and the round's later "
-                f"exchanges used it: restore it, or delete {folder.parent} to do the "
-                "round again"
+                f"{folder}: the upload of {names} is damaged, or no longer accepted, "
+                "and the round's later exchanges used it: restore it, or delete "
+                f"{folder.parent} to do the round again"
             )
         return self.note(replace(self.record, opened=time.time(), closed=None))
 

@@ -46,17 +46,17 @@ class LateReplies:
         self.cohort.replied(reply.node)
         identity = self.cohort.identity(reply.node)
         current = self.count() == self.server_round
-        new_door = self.door if current and self.journal.on_disk else None
+        # An admitted reply is not replaced.
+        kept = current and self.journal.on_disk and not self.journal.has(identity)
+        new_door = self.door if kept else None
         logger.warning(
-            "%s: the reply of %s to round %s came after the round's end%s",
+            "%s: the reply of %s to round %s came too late for it%s",
             TRAIN,
             self.cohort.name(reply.node),
             self.server_round,
             "; keeping it, for reopen=True" if new_door else "",
         )
-        if new_door is None or self.journal.has(identity):
-            return  # an admitted reply is not replaced
-        if (records := new_door().take(reply)) is not None:
+        if new_door and (records := new_door().take(reply)) is not None:
             self.journal.save(identity, *records)
 
     def forget(self) -> None:

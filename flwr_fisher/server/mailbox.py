@@ -18,7 +18,9 @@ from flwr.serverapp import Grid
 from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode
 
 _FOREVER = 12 * 3600.0  # seconds; Flower's own, for messages without a deadline
-_UNSENT = "the SuperLink accepted no message: its node is gone, or it is too large"
+_UNSENT = (
+    "the SuperLink took no message for it: it is gone, or the message is too large"
+)
 _SHORTEST = 1.0  # Flower refuses messages with a lifetime of 0
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 3.0  # seconds between pulls, as Flower's own
 QUERY_LIFETIME = 600.0  # seconds

@@ -25,8 +25,8 @@ from flwr_fisher.wire.checks import check_same_keys
 
 _READ = Additive.reader(NORMS)
 _ONLY_TRAINS = (
-    "norm statistics: %s can only train. Use a FisherClient with model and loader "
-    "there, or call merge.refresh_norms(model, loader) afterwards"
+    "norm statistics: clients that can only train: %s. Use a FisherClient there, with "
+    "model and loader, or call merge.refresh_norms(model, loader) afterwards"
 )
 
 

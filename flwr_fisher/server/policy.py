@@ -39,9 +39,9 @@ class Sizes:
         """Raise :class:`WireError` for sizes that only a diverged training can have."""
         for name, size in {**self.step_norms, **self.curvature_norms}.items():
             if not (isfinite(size) and size <= _LARGEST):
-                raise WireError(
-                    f"is of size {size:g}, which is not possible", field=name
-                )
+                reason = f"is of size {size:g}, which is not possible unless the "
+                reason += "client's training has diverged"
+                raise WireError(reason, field=name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -288,7 +288,7 @@ class ExchangeRun(Generic[P]):
                 ready = cohort.present(self.grid, self.timeout)
                 ready = sorted(ready, key=cohort.order)
             else:
-                ready = cohort.ready(self.grid, minimum, minimum, self.timeout)
+                ready = cohort.ready(self.grid, 0, minimum, self.timeout)
             nodes = [node for node in ready if cohort.identity(node).number in numbers]
             part = self.exchange.log_name and f"{self.exchange.log_name}: "
             begin = NORMS_STAGE if self.optional else "configure_train"
@@ -370,7 +370,8 @@ class ExchangeRun(Generic[P]):
             record, messages = self.open()
         if record.clients is None:
             timeout = self._window() - max(0.0, time.time() - record.opened)
-            logger.info("configure_train: the window closes in %.0f s", timeout)
+            left = max(timeout, 0.0)
+            logger.info("configure_train: the window closes in %.0f s", left)
             enough = self.waiting.enough_in_window
         else:
             self._sampled, timeout = set(record.clients), self.timeout
@@ -495,16 +496,18 @@ class ExchangeRun(Generic[P]):
         if new := [n for n in nodes if not self.cohort.identity(n).names & known]:
             logger.warning(
                 "configure_train: round %s began before these nodes connected, so they "
-                "are not asked: %s. With Waiting(window=...), a round asks all nodes "
-                "that connect",
+                "are not asked: %s%s",
                 self.server_round,
                 listed(map(self.cohort.name, new)),
+                ". With Waiting(window=...), a round asks all nodes that connect"
+                if self.strategy.secure is None
+                else "",
             )
 
     def _mark_absent(self) -> None:
         """Note the sampled clients that could not be asked."""
         for name in sorted(self._unasked()):
-            reason = "it did not connect"
+            reason = "it did not connect, or could not be asked"
             if name.startswith("node-"):
                 reason += (
                     " under this id; give nodes a partition-id, or register them, to "

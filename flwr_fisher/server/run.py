@@ -99,7 +99,8 @@ class Run:
         try:
             if not (rounds := journal.load()):
                 if reopen:
-                    raise CheckpointError(f"{journal.path} has no run to open again")
+                    none = f"{journal.path} has no run to open again"
+                    raise CheckpointError(f"{none}: leave reopen=True out")
                 journal.begin(options)
                 run = cls(state, 0, journal)
                 run.finish(0)

@@ -7,7 +7,6 @@ from flwr_fisher.errors import (
     ConfigurationError,
     check_known,
     check_positive,
-    check_range,
     check_whole,
 )
 
@@ -70,8 +69,7 @@ class Waiting:
     on_failed_round: str = "raise"
 
     def __post_init__(self) -> None:
-        check_range("enough_fraction", self.enough_fraction, 0, 1)
-        check_positive("enough_fraction", self.enough_fraction)
+        check_positive("enough_fraction", self.enough_fraction, most=1)
         if self.enough_replies is not None:
             check_whole("enough_replies", self.enough_replies, 1)
         check_positive("over_selection", self.over_selection, or_zero=True)
@@ -83,7 +81,8 @@ class Waiting:
             if getattr(self, name) != default:
                 raise ConfigurationError(
                     f"{name} is a part of the sampled clients, but a window asks all "
-                    "that connect: pass enough_replies instead"
+                    "that connect: leave it out. To close the window early, pass "
+                    "enough_replies"
                 )
 
     def to_ask(self, wanted: int) -> int:
