@@ -1,6 +1,6 @@
 """The loss of a batch: the default ones, and checks of a scalar and of a mean.
 
-Long: what a loss is not is told in words, with what to pass in its place.
+Long: each error says what is wrong with a loss, and what to pass in its place.
 """
 
 from collections.abc import Callable

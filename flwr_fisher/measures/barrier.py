@@ -39,9 +39,9 @@ class ClientServerBarrier:
     -----
     A round's metrics, means over the clients that scored both models:
 
-    - ``barrier-loss``; ``barrier-error`` in classification errors, so
-      :math:`\mathrm{accuracy}_i(\theta_i) - \mathrm{accuracy}_i(\theta_G)`: positive
-      where the server's model is worse, as for the loss;
+    - ``barrier-loss``, and ``barrier-error``, the same of classification errors:
+      :math:`\mathrm{accuracy}_i(\theta_i) - \mathrm{accuracy}_i(\theta_G)`. Both are
+      positive if the server's model is worse;
     - ``barrier-server-loss``, ``barrier-server-accuracy``, ``barrier-local-loss``,
       ``barrier-local-accuracy``: the two means whose difference is the barrier;
     - ``barrier-clients``: the number of these clients, and ``barrier-missing``: the

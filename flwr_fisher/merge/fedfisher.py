@@ -106,9 +106,9 @@ def fedfisher(
         go in them.
     trust : float, default inf
         A layer's move away from the mean is at most this times :math:`\sqrt{M - 1}`
-        times the root of :math:`\sum_i p_i \|\theta_i - \bar\theta\|^2`, for M clients:
-        with 1, it is about as long as the sum of all clients' own moves, if these are
-        unlike each other.
+        times the root of :math:`\sum_i p_i \|\theta_i - \bar\theta\|^2`, for M clients.
+        With 1, that is about the length of the sum of all clients' own moves, if these
+        are unlike each other.
     iterations : int, optional
         At most this many: by default 4 (``pcg``), 100 (``cg``) or 2000 (``adam``,
         ``gd``).

@@ -93,10 +93,10 @@ class Policy:
     change of a control variate. They keep no more of it than the server used: their
     next request says how much that was. For such a part, the medians of earlier rounds
     count, too: the reference is at least a quarter of each, times 0.98 for each round
-    since. So a client that is on its way when the others have arrived gets there, too,
-    and one that never arrives does not get far in a few rounds: all that one client
-    adds to what the server keeps is at most ``14 * max_distance`` times its share of
-    the sum of all rounds' medians.
+    since. So a client that is still on its way when the others have arrived gets there,
+    too, and one that never arrives does not get far in a few rounds. All that one
+    client adds to what the server keeps is at most ``14 * max_distance`` times its
+    share of the sum of all rounds' medians.
     """
 
     max_weight: float = 1000.0

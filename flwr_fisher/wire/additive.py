@@ -277,7 +277,7 @@ class RunningMean:
         return Added(layout)
 
     def mean(self, uploads: Sequence[tuple[Payload, float]]) -> Additive:
-        """Return the mean of uploads of one layout, given them or their remains.
+        """Return the mean of uploads of one layout, given them or their :class:`Added`.
 
         Raises
         ------

@@ -82,8 +82,8 @@ class Roster:
         Raises
         ------
         WireError
-            Unless there are pairs of integers (a client, and its step from 0 on); if
-            there are weights, one for each pair; and if there are parts, all in [0, 1].
+            If clients are not pairs of integers (a client, and its step from 0 on), if
+            weights or parts are not one for each pair, or if a part is not in [0, 1].
         """
         if _CLIENTS not in tensors:
             return cls()
