@@ -106,8 +106,10 @@ class FedFish(CurvatureStrategy):
     -----
     Buffers are averaged. ``CurvatureResult.details`` is the last round's
     pseudo-gradient, by parameter. A round's metrics have ``pseudo-gradient-norm`` and
-    ``num-zero-fishers``: how many clients' Fisher was zero everywhere: such a client
-    counts only in entries where every client's Fisher is zero.
+    ``num-zero-fishers``: how many clients' Fisher (with ``upload="product"``, how many
+    products) was zero everywhere. Such a client counts only in entries where every
+    client's Fisher is zero. With ``secure=`` only the sum is known, and the number is 0
+    or 1.
 
     Examples
     --------
