@@ -259,6 +259,11 @@ def hooked(model):
     model.handles = [model[0].register_forward_hook(twice)]  # as opacus keeps them
 
 
+def prepared(model):
+    model[0].forward = torch.zeros_like
+    model[0]._is_prepared = True  # as accelerate marks it
+
+
 CHANGES = {
     "another dtype": lambda model: model.double(),
     "frozen parameters": lambda model: model[-1].requires_grad_(False),
@@ -267,7 +272,7 @@ CHANGES = {
     "inference tensors": swapped,
     "torch's defaults": other_defaults,
     "eval mode": lambda model: model.eval(),
-    "another forward": lambda model: setattr(model[0], "forward", torch.zeros_like),
+    "another forward": prepared,
 }
 
 
@@ -292,6 +297,7 @@ def test_what_a_loop_makes_of_a_model_is_not_what_is_uploaded(change, config):
         assert not model[0]._forward_hooks
         assert model[0].training
         assert not hasattr(model, "handles")
+        assert not hasattr(model[0], "_is_prepared")
     assert replies[0].keys() == replies[1].keys()
     for name, array in replies[0].items():
         np.testing.assert_array_equal(array, replies[1][name])

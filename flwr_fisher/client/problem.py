@@ -616,14 +616,19 @@ def _states(model: nn.Module) -> dict[nn.Module, tuple[bool, dict[str, Any]]]:
 
 
 def _restore_attributes(now: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Restore a module's own ``forward``, and take new handles of hooks away."""
-    if "forward" in before:
-        now["forward"] = before["forward"]
+    """Restore a module's own ``forward``, and take new handles of hooks away.
+
+    With a new ``forward`` goes what says that it is there: accelerate does not prepare
+    a model again that it has marked.
+    """
+    patched = now.get("forward") is not before.get("forward")
     for name in now.keys() - before.keys():
         held = now[name] if isinstance(now[name], (list, tuple)) else [now[name]]
         handles = held and all(isinstance(each, RemovableHandle) for each in held)
-        if handles or name == "forward":
+        if handles or name == "forward" or (patched and name.startswith("_")):
             del now[name]
+    if patched and "forward" in before:
+        now["forward"] = before["forward"]
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
