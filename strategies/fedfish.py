@@ -207,8 +207,10 @@ class FedFish(CurvatureStrategy):
         return FisherUpload.from_arrays(record, like, codec, structure="diagonal")
 
     def check(self, state: ServerState) -> None:
-        """Raise an error for a budget that is too small for the model."""
+        """Raise an error for a small budget, or parameters that no optimiser takes."""
         resolve(self.codec, state.params)
+        floats = (v for v in state.params.values() if v.is_floating_point())
+        self._optimizer([nn.Parameter(v.detach()) for v in floats])
 
     def _step(self, state: ServerState, uploads: Uploads[FisherUpload]) -> Step:
         """Return a step along the Fisher-weighted mean of the clients' updates."""
@@ -282,7 +284,7 @@ class FedFish(CurvatureStrategy):
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
         wanted = {f"client-{name}": n for name, n in self._requested().items()}
-        optimizer = self._optimizer([nn.Parameter(torch.zeros(()))])
+        optimizer = self._optimizer([nn.Parameter(torch.zeros(1, 1))])
         defaults = {
             f"server-{key}": value
             for key, value in optimizer.defaults.items()

@@ -107,9 +107,17 @@ def test_a_resumed_run_tells_of_its_last_round_and_knows_all_before(tmp_path):
     assert accuracies == [0.0, 0.1, 0.2, 0.3]
 
 
+class Later:
+    async def on_round_end(self, *arguments):
+        raise AssertionError
+
+
 def test_what_is_none_is_refused_before_anything_begins():
     with pytest.raises(ConfigurationError, match="a method on_round_end, and <buil"):
         run(print)  # type: ignore[arg-type]
+    for other in (EarlyStopping, Later()):
+        with pytest.raises(ConfigurationError, match="is a class, or its on_round_end"):
+            run(other)
 
 
 # The best model, and an early end

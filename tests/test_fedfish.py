@@ -515,6 +515,22 @@ def test_another_runs_options_are_refused_by_name(tmp_path, options, change):
 # Arguments
 
 
+def elsewhere(parameters):
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+
+
+def test_parameters_that_an_optimizer_refuses_are_told_before_anything_trains():
+    def for_matrices(parameters):
+        if any(p.dim() != 2 for p in parameters):
+            raise ValueError("this optimizer is for matrices, as Muon is")
+        return torch.optim.SGD(parameters, 1.0)
+
+    app = Watched()
+    with pytest.raises(ConfigurationError, match="as Muon is"):
+        run(FedFish(server_optimizer=for_matrices, fraction_evaluate=0.0), app)
+    assert not app.trained
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -523,6 +539,7 @@ def test_another_runs_options_are_refused_by_name(tmp_path, options, change):
         ({"balance": 1.5}, "balance must be in [0, 1], got 1.5"),
         ({"server_optimizer": "lbfgs"}, "needs a closure"),
         ({"server_optimizer": MOMENTUM, "server_lr": 1}, "server_lr is for"),
+        ({"server_optimizer": elsewhere}, "'SGD' lacks parameters with which"),
         ({"server_optimizer": 3}, "optimizer must be a name or a factory"),
         ({"server_optimizer": "adm"}, "unknown optimizer 'adm'"),
         ({"upload": "product"}, "upload='product' needs an adaptive server_optimizer"),

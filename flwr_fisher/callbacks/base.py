@@ -1,6 +1,7 @@
 """The interface of callbacks; how they are called, and how their errors are raised."""
 
 from collections.abc import Iterable, Mapping
+from inspect import iscoroutinefunction
 from typing import Protocol
 
 from flwr.app import ArrayRecord
@@ -75,9 +76,15 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
             f"callbacks must be a list of callbacks, got {callbacks!r:.80}"
         )
     for callback in callbacks:
-        if not callable(getattr(callback, "on_round_end", None)):
+        method = getattr(callback, "on_round_end", None)
+        if not callable(method):
             raise ConfigurationError(
                 f"callbacks must have a method on_round_end, and {callback!r} has none"
+            )
+        if isinstance(callback, type) or iscoroutinefunction(method):
+            raise ConfigurationError(
+                f"{callback!r:.80} is a class, or its on_round_end is async: pass an "
+                "object, such as BestModel(...), with an ordinary method"
             )
 
 

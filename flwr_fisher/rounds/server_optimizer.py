@@ -53,8 +53,9 @@ def make_optimizer(
     UnknownNameError
         If there is no such optimiser.
     ConfigurationError
-        If `lr` is negative, torch refuses an argument, or the optimiser cannot step on
-        a dense gradient alone (LBFGS, SparseAdam).
+        If `lr` is negative, torch refuses an argument, the optimiser cannot step on a
+        dense gradient alone (LBFGS, SparseAdam), or it lacks a given parameter. The
+        factory raises it, too.
 
     Examples
     --------
@@ -75,7 +76,7 @@ def make_optimizer(
             f"torch.optim.SGD, lr=1.0), got {type(optimizer).__name__}"
         )
     _build(optimizer, [nn.Parameter(torch.zeros(1, 1))])
-    return optimizer
+    return partial(_build, optimizer)
 
 
 def server_step(
@@ -173,8 +174,9 @@ def _stepped(params: Params, gradient: Params) -> list[str]:
 
 
 def _build(
-    factory: OptimizerFactory, parameters: list[nn.Parameter]
+    factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
+    parameters = list(parameters)
     optimizer = _translated(lambda: factory(parameters))
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -185,6 +187,13 @@ def _build(
         raise ConfigurationError(
             f"optimizer '{name}' takes sparse gradients, but a pseudo-gradient is "
             "dense: use another optimizer"
+        )
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not known.issuperset(map(id, parameters)):
+        raise ConfigurationError(
+            f"optimizer '{name}' lacks parameters with which its factory is called, so "
+            "it would not move them: make it of these, for example by "
+            "functools.partial(torch.optim.SGD, lr=1.0)"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
