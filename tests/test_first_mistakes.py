@@ -714,6 +714,7 @@ def test_a_mistake_is_told_with_the_way_out(make, error, text):
         (lambda: FAGH(betas=("a", 1)), "betas must be two numbers"),
         (lambda: FAGH(seed="a"), "seed must be an integer, got 'a'"),
         (lambda: FAGH(fraction_train="0.5"), "fraction_train must be a number"),
+        (lambda: LocalSGD(epochs=3, swa_epochs=1.5), "swa_epochs must be an integer"),
     ],
 )
 def test_arguments_of_another_type_are_named(make, text):

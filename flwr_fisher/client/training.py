@@ -126,6 +126,7 @@ class LocalSGD:
         check_range("lr", self.lr, 0)
         check_range("momentum", self.momentum, 0, 1)
         check_range("weight_decay", self.weight_decay, 0)
+        check_whole("swa_epochs", self.swa_epochs)
         check_range("swa_epochs", self.swa_epochs, 1, self.epochs)
         check_range("label_smoothing", self.label_smoothing, 0, 1)
         if self.autocast not in (None, torch.bfloat16, torch.float16):

@@ -17,7 +17,7 @@ from flwr_fisher.curvature.models import (
     evaluating,
 )
 from flwr_fisher.curvature.sums import Sums, widened
-from flwr_fisher.errors import DataError, StructureError, check_range
+from flwr_fisher.errors import DataError, StructureError, check_whole
 from flwr_fisher.params import Params, trainable
 
 # Of one batch: its mean loss, then one derivative of that, or several, each with a
@@ -120,7 +120,7 @@ def checked_parameters(
     """
     device_of(model, device)
     if max_batch_size is not None:
-        check_range("max_batch_size", max_batch_size, 1)
+        check_whole("max_batch_size", max_batch_size, 1)
     check_examples_are_independent(model, "the mean loss is no sum over examples")
     return trainable(model)
 

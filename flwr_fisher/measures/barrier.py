@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from flwr.app import ArrayRecord, MetricRecord
 
-from flwr_fisher.errors import check_range
+from flwr_fisher.errors import check_whole
 from flwr_fisher.measures.combine import means, numbers, warn_unmeasured
 from flwr_fisher.measures.grid import MeasuredGrid, check_measured
 from flwr_fisher.wire import named_options
@@ -64,7 +64,7 @@ class ClientServerBarrier:
         self, grid: MeasuredGrid, *, every: int = 1, timeout: float = 3600
     ) -> None:
         check_measured(grid)
-        check_range("every", every, 1)
+        check_whole("every", every, 1)
         self.grid, self.every, self.timeout = grid, every, timeout
         grid.report_local(every)
 

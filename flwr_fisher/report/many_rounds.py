@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flwr_fisher.client import cross_entropy, score
 from flwr_fisher.devices import default_device
-from flwr_fisher.errors import check_range
+from flwr_fisher.errors import check_whole
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.params import shared_state
 from flwr_fisher.report.folder import log_summary, reply_sizes, save_report
@@ -51,7 +51,7 @@ def evaluate_on_test(
     ConfigurationError
         If `every` is out of range.
     """
-    check_range("every", every, 1)
+    check_whole("every", every, 1)
 
     def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if server_round % every and server_round not in also:

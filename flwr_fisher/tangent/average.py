@@ -6,7 +6,7 @@ from operator import mul
 
 from torch import Tensor
 
-from flwr_fisher.errors import check_positive, check_range
+from flwr_fisher.errors import check_positive, check_whole
 from flwr_fisher.params import (
     add,
     check_finite,
@@ -153,6 +153,6 @@ def tct_average(
 
 def _gradients_per_move(lr: float, local_steps: int) -> float:
     """Return the factor from a client's total step to its mean gradient."""
-    check_range("local_steps", local_steps, 1)
+    check_whole("local_steps", local_steps, 1)
     check_positive("lr", lr)
     return 1 / (local_steps * lr)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.taps import layer_by_layer
 from flwr_fisher.curvature.models import evaluating
-from flwr_fisher.errors import DataError, check_range
+from flwr_fisher.errors import DataError, check_whole
 from flwr_fisher.randomness import random_stream
 from flwr_fisher.tangent.feature_engine import Chosen, FeatureEngine
 from flwr_fisher.tangent.head import (
@@ -103,7 +103,7 @@ class TangentFeatures:
         seed: int = 0,
         head: str | None = None,
     ) -> None:
-        check_range("num_features", num_features, 1)
+        check_whole("num_features", num_features, 1)
         self.seed, self.head = seed, find_head(model, head)
         self._head_is_named = head is not None
         self.num_classes = linear_layer(model, self.head).out_features

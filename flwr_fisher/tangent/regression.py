@@ -10,7 +10,7 @@ SCAFFOLD. :func:`tct_update` computes their end at once, by the eigenvalues of
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ParamsError, check_positive, check_range
+from flwr_fisher.errors import ParamsError, check_positive, check_whole
 from flwr_fisher.tangent.spectrum import (
     Spectrum,
     check_lr,
@@ -100,7 +100,7 @@ def tct_update(
             [2.]])
     """
     check_targets(Z, Y, weight, h, residual)
-    check_range("local_steps", local_steps, 1)
+    check_whole("local_steps", local_steps, 1)
     check_lr(lr, spectrum.largest)
     n = len(Z)
     if len(spectrum.eigenvalues) != n:
@@ -145,7 +145,7 @@ def tct_steps(
             [2.]])
     """
     check_targets(Z, Y, weight, h)
-    check_range("local_steps", local_steps, 1)
+    check_whole("local_steps", local_steps, 1)
     check_positive("lr", lr)
     theta, scale = weight.clone(), lr / len(Z)
     for _ in range(local_steps):

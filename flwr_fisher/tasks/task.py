@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from flwr_fisher.errors import ConfigurationError, check_range, check_whole
+from flwr_fisher.errors import ConfigurationError, check_whole
 from flwr_fisher.tasks.datasets import load_dataset
 from flwr_fisher.tasks.examples import Examples, Splits
 from flwr_fisher.tasks.models import make_model
@@ -200,7 +200,7 @@ def batches(examples: Examples, order: Iterable[int], batch_size: int) -> Loader
     ConfigurationError
         If `batch_size` is less than one.
     """
-    check_range("batch_size", batch_size, 1)
+    check_whole("batch_size", batch_size, 1)
     # The sampler yields lists, so that a batch is one indexing operation. Collating
     # single examples costs more than a small model's step.
     sampler = BatchSampler(order, batch_size, drop_last=False)
