@@ -43,7 +43,7 @@ from flwr_fisher.measures import MeasuredGrid, costs
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums
-from flwr_fisher.strategies import FAGH, GIANT, TCT, FedFisherOneShot
+from flwr_fisher.strategies import FAGH, GIANT, TCT, FedAvg, FedFisherOneShot
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import tensors_to_arrays
@@ -74,6 +74,23 @@ def test_what_is_no_metric_costs_no_training(returned, kept, text, caplog):
     assert found.pop("num-examples")
     assert found == kept
     assert text is None or text in caplog.text
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        {f"loss-{i}": 0.5 for i in range(1200)},
+        {"loss-0": 0.5, "each": [0.5] * 100_001},
+        {"loss-0": 0.5, "loss" * 60: 0.5},
+    ],
+)
+def test_more_metrics_than_a_server_takes_cost_no_upload(returned, caplog):
+    app = tiny_client(train_fn=lambda *arguments: returned).as_client_app()
+    grid, strategy = LocalGrid(app, 2), FedAvg(fraction_evaluate=0.0)
+    result = strategy.start(grid, tiny_arrays())
+    assert result.train_metrics_clientapp[1]["num-replies"] == 2
+    assert result.train_metrics_clientapp[1]["loss-0"] == 0.5
+    assert "a server takes at most" in caplog.text
 
 
 @pytest.mark.parametrize("returned", [None, {"loss": 1.0}])
@@ -204,6 +221,7 @@ ONCE = {
     "generator": lambda: (batch for batch in [(X, Y)]),
     "map": lambda: map(tuple, [(X, Y)]),
     "_SingleProcessDataLoaderIter": lambda: iter(DataLoader(tiny_data(2), 4)),
+    "mapping of 'train', 'more'": lambda: {"train": [(X, Y)], "more": [(X, Y)]},
 }
 
 
@@ -214,7 +232,7 @@ def test_a_loader_that_can_be_read_once_is_refused_before_anything_trains(name, 
         raise AssertionError
 
     client = FisherClient(tiny_model(), ONCE[name](), train_fn=train_fn)
-    with pytest.raises(DataError, match=rf"it is a {name}, .*DataLoader"):
+    with pytest.raises(DataError, match=rf"it is a {name}[,:] .*"):
         ask(client, config=config)
 
 
@@ -608,6 +626,21 @@ MISTAKES = {
         lambda: FisherClient(nn.Linear(3, 2), None),
         ConfigurationError,
         "trainloader is None",
+    ),
+    "a function for a loader": (
+        lambda: FisherClient(nn.Linear(3, 2), lambda: DATA),
+        ConfigurationError,
+        "trainloader must yield batches, but it is <function .*what it returns",
+    ),
+    "a class for a loader": (
+        lambda: FisherClient(nn.Linear(3, 2), [], DataLoader),
+        ConfigurationError,
+        "valloader must yield batches, but it is <class",
+    ),
+    "a client_fn of two": (
+        lambda: make_client_app(lambda node, partition: None),
+        ConfigurationError,
+        "with the node's context alone, and <function .*'partition'",
     ),
     "a lazy layer": (
         lambda: FisherClient(nn.LazyLinear(2), []),

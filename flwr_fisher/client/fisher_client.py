@@ -5,7 +5,9 @@ Long: half of it is the documentation of what a client takes.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -256,6 +258,15 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
         app = make_client_app(client_fn)
     """
     app, own = ClientApp(), mods or []
+    try:
+        with suppress(ValueError):  # of a built-in function, without a signature
+            signature(client_fn).bind(Context)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"client_fn is called with the node's context alone, and {client_fn!r:.80} "
+            f"cannot be ({error}): pass def client_fn(context), or make one client's "
+            "app by client.as_client_app()"
+        ) from error
 
     @app.train(mods=[errors_as_replies, errors_to_the_server, *own])
     def train(message: Message, context: Context) -> Message:

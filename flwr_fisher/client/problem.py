@@ -54,12 +54,18 @@ from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, select, trainable, trainable_names
 from flwr_fisher.progress import watching
-from flwr_fisher.wire.options import NUM_EXAMPLES
+from flwr_fisher.wire.options import (
+    LONGEST_NAME,
+    MOST_METRICS,
+    MOST_NUMBERS,
+    NUM_EXAMPLES,
+)
 
 _FUNCTIONS = "train_fn", "evaluate_fn", "loss_fn", "batch_fn", "output_fn"
 _LOOPS, _DEVICE = ("train_fn", "evaluate_fn"), 2  # the device's place in their calls
 # Prefixes of DataParallel, of torch.compile and of opacus's GradSampleModule.
 _WRAPPERS = ("module.", "_orig_mod.", "_module.")
+_OF_JOBS = 10  # metrics that jobs add to a loop's
 _MOST, _CPU = 10**7, torch.device("cpu")  # examples to count in a stream
 
 
@@ -133,6 +139,15 @@ class LocalProblem:
             loader = getattr(self, name)
             if loader is None and name == "trainloader":
                 raise ConfigurationError("trainloader is None: pass a DataLoader")
+            can_be_read = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+            if loader is not None and (
+                not can_be_read or isinstance(loader, (type, str))
+            ):
+                raise ConfigurationError(
+                    f"{name} must yield batches, but it is {loader!r:.80}: pass a "
+                    "DataLoader, or a list of batches; of a function that makes one, "
+                    "what it returns"
+                )
             if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
                 raise ConfigurationError(
                     f"{name} is a {type(loader).__name__}, which yields examples, but "
@@ -564,7 +579,29 @@ def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
                 key,
                 value,
             )
-    return metrics
+    return _within_limits(metrics, loop)
+
+
+def _within_limits(metrics: Mapping[str, Any], loop: str) -> dict[str, Any]:
+    """Return the metrics that a server takes; the log says what is left out."""
+    kept, numbers = dict[str, Any](), 0
+    for name, value in metrics.items():
+        length = len(value) if isinstance(value, list) else 0
+        room = len(kept) < MOST_METRICS - _OF_JOBS and numbers + length <= MOST_NUMBERS
+        if name == NUM_EXAMPLES or (room and len(name) <= LONGEST_NAME):
+            kept[name], numbers = value, numbers + length
+    if others := [name for name in metrics if name not in kept]:
+        logger.warning(
+            "Ignoring %d metrics that %s returned, such as %.40r: a server takes at "
+            "most %d, with names of %d characters, and %d numbers in lists",
+            len(others),
+            loop,
+            others[0],
+            MOST_METRICS - _OF_JOBS,
+            LONGEST_NAME,
+            MOST_NUMBERS,
+        )
+    return kept
 
 
 def _plain(value: Any) -> Any:

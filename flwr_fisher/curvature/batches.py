@@ -227,7 +227,15 @@ def can_be_read_again(loader: Iterable[Any]) -> bool:
 
 
 def check_can_be_read_again(loader: Iterable[Any], reader: str) -> None:
-    """Raise :class:`DataError` if a loader cannot be read again, and `reader` does."""
+    """Raise :class:`DataError` if a loader cannot be read again, and `reader` does.
+
+    A dict, of loaders for example, would give its keys.
+    """
+    if isinstance(unwrapped(loader), Mapping):
+        raise DataError(
+            f"{reader}, but it is {form_of(unwrapped(loader))}: pass one loader, and "
+            "keep the others in your own train_fn"
+        )
     if not can_be_read_again(loader):
         raise DataError(
             f"{reader}, but it is a {type(unwrapped(loader)).__name__}, which can be "

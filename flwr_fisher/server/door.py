@@ -24,10 +24,10 @@ from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes, remembered
 from flwr_fisher.wire import reply_bytes
 from flwr_fisher.wire.answer import split_frozen
+from flwr_fisher.wire.options import LONGEST_NAME, MOST_METRICS, MOST_NUMBERS
 
 Key = TypeVar("Key")
 
-_ENTRIES, _NUMBERS, _NAME = 1000, 100_000, 200  # limits of a reply's metrics
 _REASON, _LONG_REASON, _LINES = 500, 800, 20
 _SLIGHT = 0.5  # a smaller cut is not logged
 _HEAVIEST = 1e15  # examples: above it, a weight is not plausible
@@ -58,12 +58,12 @@ def read_metrics(message: Message, weighted_by_key: str) -> MetricRecord:
     (metrics,) = records
     numbers = sum(len(v) for v in metrics.values() if isinstance(v, list))
     reason = ""
-    if len(metrics) > _ENTRIES:
-        reason = f"{len(metrics)} metrics, but at most {_ENTRIES} are allowed"
-    elif any(len(name) > _NAME for name in metrics):
-        reason = f"a metric's name has more than {_NAME} characters"
-    elif numbers > _NUMBERS:
-        reason = f"{numbers} numbers in lists, but at most {_NUMBERS} are allowed"
+    if len(metrics) > MOST_METRICS:
+        reason = f"{len(metrics)} metrics, but at most {MOST_METRICS} are allowed"
+    elif any(len(name) > LONGEST_NAME for name in metrics):
+        reason = f"a metric's name has more than {LONGEST_NAME} characters"
+    elif numbers > MOST_NUMBERS:
+        reason = f"{numbers} numbers in lists, but at most {MOST_NUMBERS} are allowed"
     if reason:
         raise WireError(reason, field="metrics")
     weight_of(metrics, weighted_by_key)
