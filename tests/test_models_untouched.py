@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD, cross_entropy, score
@@ -24,6 +25,7 @@ from flwr_fisher.curvature import (
 )
 from flwr_fisher.errors import StructureError
 from flwr_fisher.measures import accuracies, ensemble_accuracy
+from flwr_fisher.merge import refresh_norms
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import generator_states, seeded
 from flwr_fisher.tangent import TangentFeatures, head_sums
@@ -84,17 +86,24 @@ class Changing(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.slow = nn.Linear(5, 5).requires_grad_(False)  # a momentum encoder
         self.one, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(5))
         self.last, self.steps, self.all, self.by_name = None, 0, [], {"pairs": []}
         self.draw, self.other = torch.Generator(), np.random.default_rng(1)
+        self.old, self.more = np.random.RandomState(1), [torch.Generator()]
+        self.sums = torch.zeros(5), [torch.zeros(5)], np.zeros(5)
 
     def forward(self, x):
         x.detach().clamp_(-1, 1)
         with torch.no_grad():
             self.one.weight.clamp_(-0.1, 0.1)
             self.head.weight.data.clamp_(-0.1, 0.1)
+            self.slow.weight.data = 0.9 * self.slow.weight + self.one.weight.detach()
+            self.slow.bias.mul_(0.9)
+            for each in (self.sums[0], self.sums[1][0], self.sums[2]):
+                each += 1
         self.last = self.one(x)
         self.calls += 1
         self.steps += 1
@@ -102,7 +111,8 @@ class Changing(nn.Module):
         self.pair = self.last, self.last
         self.by_name["pairs"].append(self.pair)
         drawn = np.random.rand() + self.other.random()  # noqa: NPY002
-        drawn += torch.rand((), generator=self.draw)
+        drawn += torch.rand((), generator=self.draw) + self.old.rand()
+        drawn += torch.rand((), generator=self.more[0])
         self.mean = 0.9 * self.mean + torch.rand(5) * drawn * random.random()
         return self.head(torch.tanh(self.last))
 
@@ -161,6 +171,40 @@ def test_what_arrives_is_loaded_beside_what_is_merged():
         model.one.weight, weight + (other.high.T @ other.low).detach()
     )
     torch.testing.assert_close(model.train().one.weight, weight)
+
+
+class Checkpointed(TwoNames):
+    def forward(self, x):
+        return checkpoint(self.head, self.enc(x), use_reentrant=True)
+
+
+class Caching(TwoNames):
+    """Keeps a weight that it has computed."""
+
+    weight = None
+
+    def forward(self, x):
+        self.weight = self.head.weight**2 if self.weight is None else self.weight
+        return F.linear(self.enc(x), self.weight)
+
+
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize(
+    ("function", "make", "text"),
+    [
+        (fisher, Checkpointed, "pass use_reentrant=False to checkpoint"),
+        (gradient, Checkpointed, "pass use_reentrant=False to checkpoint"),
+        (fisher, Caching, "keeps a tensor with a gradient .* in eval mode"),
+        (refresh_norms, made_in_inference_mode, "was made under torch.inference_mode"),
+    ],
+)
+def test_what_torch_refuses_is_said_of_the_model(function, make, text):
+    with pytest.raises(StructureError, match=text):
+        function(make(), [(X, Y)])
 
 
 MODELS = {
@@ -247,7 +291,9 @@ def facts(model):
         },
         "enabled": torch.is_grad_enabled(),
         "own": {n: held(vars(m)) for n, m in model.named_modules()},
-        "draws": [repr(g.get_state()) for g in drawing(model, torch.Generator)],
+        "sums": repr(vars(model).get("sums")),
+        "draws": [g.get_state().tolist() for g in drawing(model, torch.Generator)],
+        "old": [repr(g.get_state()) for g in drawing(model, np.random.RandomState)],
         "others": [
             repr(g.bit_generator.state) for g in drawing(model, np.random.Generator)
         ],
@@ -255,7 +301,8 @@ def facts(model):
 
 
 def drawing(model, kind):
-    return [each for each in vars(model).values() if isinstance(each, kind)]
+    own = [*vars(model).values(), *vars(model).get("more", [])]
+    return [each for each in own if isinstance(each, kind)]
 
 
 def held(value):

@@ -190,6 +190,15 @@ def test_float32_loses_nothing_to_a_large_mean():
     assert torch.allclose(model.running_var, x.double().var(0, correction=0).float())
 
 
+def test_it_runs_in_inference_mode():
+    model, batches = net("1d")
+    expected = exact(model, batches)
+    with torch.inference_mode():
+        refresh_norms(model, batches)
+    assert_refreshed(model, expected)
+    model.train()(batches[0]).sum().backward()
+
+
 def test_a_compiled_model_is_refreshed():
     model, batches = net("1d")
     compiled = torch.compile(model, backend="eager")

@@ -7,8 +7,9 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -76,18 +77,18 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
                 "are of real numbers: freeze it, or keep real parameters and make the "
                 "complex one of them by torch.view_as_complex"
             )
-    first = next(iter(parameters.values()))
-    if first.is_inference():
-        raise ConfigurationError(
-            "the model was made under torch.inference_mode, so its parameters cannot "
-            "have gradients: make it outside of inference_mode"
-        )
-    actual = first.device
-    if actual.type == "meta":
-        raise ConfigurationError(
-            "the model is on the meta device, where parameters have no values: make it "
-            "on the CPU, or load its values, load_state_dict(values, assign=True)"
-        )
+        if parameter.is_inference():
+            raise ConfigurationError(
+                f"the model was made under torch.inference_mode, so '{name}' cannot "
+                "have gradients: make it outside of inference_mode"
+            )
+        if parameter.device.type == "meta":
+            raise ConfigurationError(
+                f"'{name}' is on the meta device, where parameters have no values: "
+                "make the model on the CPU, or load its values, "
+                "load_state_dict(values, assign=True)"
+            )
+    actual = next(iter(parameters.values())).device
     if device is not None and torch.device(device).type != actual.type:
         raise ConfigurationError(
             f"device={device!s}, but the model is on {actual!s}: move the model first"
@@ -104,11 +105,63 @@ def copied(model: nn.Module) -> nn.Module:
     """Return a deep copy of a model, which holds no graph of the model's calls.
 
     ``copy.deepcopy`` alone refuses weights that a layer computes (``weight_norm``,
-    ``prune``), and outputs that it keeps.
+    ``prune``), and outputs that it keeps. It leaves functions as they are, such as
+    hooks, which then change and read the model where they should the copy.
     """
     held = [each for module in model.modules() for each in vars(module).values()]
     tensors = [each for each in held if isinstance(each, Tensor) and not each.is_leaf]
-    return copy.deepcopy(model, {id(each): each.detach().clone() for each in tensors})
+    copies: dict[int, Any] = {id(each): each.detach().clone() for each in tensors}
+    made = copy.deepcopy(model, copies)
+    functions = _OwnFunctions(copies)
+    for values in _reached(vars(module) for module in made.modules()):
+        if isinstance(values, dict):
+            for key, value in values.items():
+                values[key] = functions.own(value)
+        elif isinstance(values, list):
+            values[:] = map(functions.own, values)
+    return made
+
+
+class _OwnFunctions:
+    """Makes functions of an original into those of its copy.
+
+    Parameters
+    ----------
+    copies : dict[int, Any]
+        What ``copy.deepcopy`` has copied, by the original's ``id``.
+    """
+
+    def __init__(self, copies: dict[int, Any]) -> None:
+        self._copies = copies
+        self._cells: dict[int, CellType] = {}
+
+    def own(self, value: Any) -> Any:
+        """Return a function whose closure has copies; other values are the same."""
+        if not (isinstance(value, FunctionType) and value.__closure__):
+            return value
+        cells = tuple(map(self._own_cell, value.__closure__))
+        if all(a is b for a, b in zip(cells, value.__closure__, strict=True)):
+            return value
+        made = FunctionType(
+            value.__code__,
+            value.__globals__,
+            value.__name__,
+            value.__defaults__,
+            cells,
+        )
+        made.__kwdefaults__ = value.__kwdefaults__
+        return made
+
+    def _own_cell(self, cell: CellType) -> CellType:
+        """Return a cell with the copy of what is in it; one for all its functions."""
+        if id(cell) not in self._cells:
+            self._cells[id(cell)] = cell  # of a function in its own closure
+            with suppress(ValueError):  # it is empty
+                before = cell.cell_contents
+                now = self._copies.get(id(before), self.own(before))
+                if now is not before:
+                    self._cells[id(cell)] = CellType(now)
+        return self._cells[id(cell)]
 
 
 @contextmanager
@@ -117,12 +170,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     What its ``forward`` changes, even in eval mode, is restored, too: buffers such as
     counters, weights that it clips, attributes and what is in their lists and dicts
-    (tensors of a vmap are of no use after it), the states of its own and of global
-    generators, and hooks that were left on it. Hooks on gradients do not run: they clip
-    what a training uses, or expect train mode, as opacus's do. What is compiled runs as
-    it was written: it does not call hooks that are added later, and would be compiled
-    anew for each transformation, in minutes. Embeddings' gradients are dense, and not
-    scaled by frequency.
+    (tensors of a vmap are of no use after it), also in place, the states of its own and
+    of global generators, and hooks that were left on it. Hooks on gradients do not run:
+    they clip what a training uses, or expect train mode, as opacus's do. What is
+    compiled runs as it was written: it does not call hooks that are added later, and
+    would be compiled anew for each transformation, in minutes. Embeddings' gradients
+    are dense, and not scaled by frequency.
+
+    Raises
+    ------
+    StructureError
+        For an error of torch's that does not say what the model does.
     """
     modes = {module: module.training for module in model.modules()}
     kept = _KeptModel(model)
@@ -135,6 +193,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.inference_mode(False), torch.enable_grad(), recurrent, _eager():
             try:
                 yield
+            except RuntimeError as error:
+                for said, what in _EXPLAINED.items():
+                    if said in str(error):
+                        raise StructureError(f"the model {what}") from error
+                raise
             finally:  # what the block fails for, too
                 kept.check_parameters()
     finally:
@@ -142,6 +205,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         kept.restore()
         for module, training in modes.items():
             module.training = training
+
+
+_EXPLAINED = {  # what torch says, and what the model does
+    "use_reentrant=True": (
+        "calls torch.utils.checkpoint in its reentrant form, which has gradients by "
+        "backward() alone: pass use_reentrant=False to checkpoint"
+    ),
+    "backward through the graph a second time": (
+        "keeps a tensor with a gradient from call to call, such as a weight that it "
+        "computes once in eval mode: compute it in each call, or keep its detach()"
+    ),
+    "inference tensor": (
+        "was made under torch.inference_mode: make it outside of inference_mode"
+    ),
+}
 
 
 def _eager() -> AbstractContextManager[object]:
@@ -183,15 +261,24 @@ class _KeptModel:
     def __init__(self, model: nn.Module) -> None:
         own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._attributes = [(vars(module), dict(vars(module))) for module in own]
-        held = [*chain.from_iterable(each.values() for _, each in self._attributes)]
-        self._rewind = rewinding(held)
-        self._containers = copies_of([*held, *_gradient_hooks(model)])
+        held = chain.from_iterable(each.values() for _, each in self._attributes)
+        reached = _reached([*held, *_gradient_hooks(model)])
+        self._rewind = rewinding(reached)
+        self._containers = copies_of(reached)
         self._model, self._trained = model, trainable(model)
         classes = with_own_train(own)
         self.has_own_modes = bool(classes)
         tensors = [*self._trained.values(), *model.buffers()]
         tensors += [each for module in classes for each in module.parameters()]
-        self._values = _copies({id(each): each for each in tensors}.values())
+        kept = {id(each): each for each in tensors}
+        self._values = _copies(kept.values())
+        rest = [x for x in reached if isinstance(x, Tensor) and id(x) not in kept]
+        frozen = [x for x in rest if isinstance(x, nn.Parameter)]
+        # A momentum encoder is as large as what is trained. What is below adapters
+        # is larger, too large to copy, and no forward changes it.
+        if sum(x.nbytes for x in frozen) > sum(x.nbytes for x in tensors):
+            rest = [x for x in rest if not isinstance(x, nn.Parameter)]
+        self._others = _copies(rest)
 
     def values_differ(self) -> bool:
         """Return whether a tensor has another value than before."""
@@ -216,7 +303,7 @@ class _KeptModel:
         restore(self._containers)
         for rewind in self._rewind:
             rewind()
-        _put_back(self._values)
+        _put_back([*self._values, *self._others])
 
 
 def with_own_train(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -278,14 +365,26 @@ def copies_of(values: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
 
     Also of those that they hold; other values are skipped.
     """
-    held: dict[int, tuple[Any, list[Any]]] = {}
+    return [
+        (each, list(_content(each)))
+        for each in _reached(values)
+        if isinstance(each, (dict, list, set, deque))
+    ]
+
+
+def _reached(values: Iterable[Any]) -> list[Any]:
+    """Return some values, and all that lists, dicts and the like among them hold."""
+    reached: dict[int, Any] = {}
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if isinstance(value, dict | list | set | deque) and id(value) not in held:
-            held[id(value)] = value, list(_content(value))
-            waiting += value.values() if isinstance(value, dict) else value
-    return [*held.values()]
+        if id(value) not in reached:
+            reached[id(value)] = value
+            if isinstance(value, dict):
+                waiting += value.values()
+            elif isinstance(value, (list, tuple, set, deque)):
+                waiting += value
+    return [*reached.values()]
 
 
 def restore(copies: Iterable[tuple[Any, list[Any]]]) -> None:
@@ -298,7 +397,7 @@ def restore(copies: Iterable[tuple[Any, list[Any]]]) -> None:
 
 def _may_change(tensor: Tensor) -> bool:
     """Return whether an operation in place can change a tensor, and is undone here."""
-    if tensor.layout != torch.strided or tensor.is_inference():
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_inference():
         return False
     sizes = zip(tensor.stride(), tensor.shape, strict=True)
     return not any(stride == 0 and size > 1 for stride, size in sizes)

@@ -1,7 +1,7 @@
 """A pass over data that recomputes the statistics of a merged model's batch norms."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -172,10 +172,15 @@ def _totals(
     DataError
         As for :func:`refresh_norms`.
     """
-    totals = {norm: _Total(norm) for norm in norms}
-    device, batches, count = next(iter(totals.values())).mean.device, 0, 0
-    work = watching("norm statistics")
-    with work, norms_training(model, totals), torch.no_grad(), _watched(totals):
+    batches, count = 0, 0
+    with ExitStack() as stack:
+        stack.enter_context(watching("norm statistics"))
+        stack.enter_context(norms_training(model, norms))
+        stack.enter_context(torch.no_grad())
+        # Not before, where the caller may be in inference mode.
+        totals = {norm: _Total(norm) for norm in norms}
+        stack.enter_context(_watched(totals))
+        device = next(iter(totals.values())).mean.device
         for batch in batches_of(loader, model, device):
             batches += 1
             try:
