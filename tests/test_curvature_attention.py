@@ -156,10 +156,18 @@ class Crossed(Alone):
         return self.head(self.attention(x, x.flip(1), x.flip(1))[0].mean(1))
 
 
+def hooked():
+    """Attention takes the last layer's weight, and does not call it."""
+    model = Alone(need_weights=True)
+    model.attention.out_proj.register_forward_hook(lambda *args: 2 * args[-1])
+    return model
+
+
 @pytest.mark.parametrize(
     "make",
     [
         Crossed,
+        hooked,
         lambda: Alone(need_weights=True, add_bias_kv=True),
         lambda: Alone(need_weights=True, add_zero_attn=True),
         lambda: Alone(need_weights=True, kdim=E, vdim=E, bias=False),

@@ -18,9 +18,10 @@ from nets import (
 from oracles import check_exact, diagonal_fisher, headed, randn, relative, seeded
 from torch import nn
 
-from flwr_fisher.curvature import fisher, fisher_plan, gradient
+from flwr_fisher.curvature import fisher, fisher_plan, gradient, input_covariances
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.forms import FormTrial, shared_parameters
+from flwr_fisher.errors import StructureError
 
 
 def after_conv(norm, size=2):
@@ -206,6 +207,40 @@ class FirstCopy(Times):
 COPIES = (Flipped, Ignored, Summation, FirstCopy)
 
 
+class Listed(nn.Module):
+    """Reaches its parameters by a plain list, which torch.func does not replace."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (nn.Parameter(randn(k, 3, 3)) for k in range(2))
+        self.every = [self.one, self.two]
+
+    def forward(self, x):
+        for each in self.every:
+            x = (x @ each).tanh()
+        return x
+
+
+class Routed(nn.Module):
+    """A mixture of two experts, each with layers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in "ab"
+        )
+        self.scales = nn.ParameterList(1 + randn(k, 3).square() for k in range(2))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        routed = x[:, 0] < 0
+        out = torch.zeros_like(x)
+        for k, rows in enumerate((~routed, routed)):
+            if rows.any():
+                out[rows] = self.experts[k](x[rows]) * self.scales[k]
+        return self.head(out)
+
+
 @pytest.mark.parametrize(
     ("make", "inputs"),
     [
@@ -217,6 +252,8 @@ COPIES = (Flipped, Ignored, Summation, FirstCopy)
         (Reused, TOKENS),
         # The gradient of its weight is far below that of its bias.
         (then_tanh(SquaredWeight, 3, 3), VECTORS / 1000),
+        (then_tanh(SquaredWeight, 3, 3), VECTORS / 1e7),
+        (Listed, VECTORS),
         *((on(VECTORS, partial(layer, 3)), VECTORS) for layer in COPIES),
     ],
 )
@@ -229,6 +266,20 @@ def test_what_is_no_plain_call_has_its_jacobian(make, inputs):
     got = fisher(model, [inputs], structure="diagonal", tolerance=0).diagonal()
     for key, want in diagonal_fisher(model, inputs).items():
         assert relative(got[key], want) < 1e-5, key
+
+
+def test_layers_that_are_called_with_some_of_the_examples_are_exact():
+    model, x = seeded(Routed), torch.cat([VECTORS.abs(), -VECTORS.abs()])[:8]
+    # It is tried on the first five, which one expert has.
+    structures, batches = ("kfac", "ekfac", "block", "diagonal"), x.split(6)
+    found = fisher(model, batches, structure=structures, tolerance=0)
+    for key, want in diagonal_fisher(model, x).items():
+        for structure, curvature in zip(structures, found, strict=True):
+            if structure in ("block", "diagonal") or not key.startswith("head"):
+                assert relative(curvature.diagonal()[key], want) < 1e-5
+    assert list(input_covariances(model, batches)) == ["head.weight"]
+    with pytest.raises(StructureError, match=r"mixture of experts.*read again"):
+        fisher(model, iter(batches))
 
 
 def test_no_gradient_is_scaled_by_frequency():

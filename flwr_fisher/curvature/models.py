@@ -114,11 +114,11 @@ def copied(model: nn.Module) -> nn.Module:
     made = copy.deepcopy(model, copies)
     functions = _OwnFunctions(copies)
     for values in _reached(vars(module) for module in made.modules()):
-        if isinstance(values, dict):
-            for key, value in values.items():
-                values[key] = functions.own(value)
-        elif isinstance(values, list):
-            values[:] = map(functions.own, values)
+        if isinstance(values, (dict, list)):
+            pairs = values.items() if isinstance(values, dict) else enumerate(values)
+            for key, value in list(pairs):
+                if (own := functions.own(value)) is not value:
+                    values[key] = own
     return made
 
 

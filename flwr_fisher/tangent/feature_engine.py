@@ -6,7 +6,7 @@ its output's gradient, and only the chosen entries are computed. All other param
 use ``torch.func``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,10 +20,11 @@ from flwr_fisher.curvature.estimate.layers import (
     PackedProjection,
     TransposedLinear,
 )
-from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
+from flwr_fisher.curvature.estimate.taps import Tap, UnlikeCallsError, tapped_once
 from flwr_fisher.errors import StructureError
 
 _FEW = 16  # examples of the first batch, for the trial of layers
+_TURNED = 5  # of them, in another order
 _AT_ONCE = 2**24  # entries of activations, 64 MiB in float32
 # Entries of a layer's products at once. On a CPU they stay in its cache.
 _PRODUCTS = {"cpu": 2**19}
@@ -74,12 +75,15 @@ class FeatureEngine:
             few = concatenated([few, few.mapped(torch.zeros_like)])
         with torch.no_grad():
             _check_shape(few(network), len(few))
-        explained = explained_layers(network, few, PackedProjection | TransposedLinear)
-        layers, taps, self.spread = explained
+        kinds = PackedProjection | TransposedLinear
+        layers, taps, self.spread = explained_layers(network, few, kinds)
+        # A layer's rows may be in another order, if the model sorts its examples.
+        turned = few[:_TURNED].mapped(lambda tensor: tensor.flip(0))
+        in_order, *_ = explained_layers(network, turned, kinds)
         self.layers = {
             name: layer
             for name, layer in layers.items()
-            if layer.weight in chosen or layer.bias in chosen
+            if name in in_order and (layer.weight in chosen or layer.bias in chosen)
         }
         self.weights = {
             layer.weight: _Weight(layer, chosen[layer.weight].entries)
@@ -111,10 +115,22 @@ class FeatureEngine:
             if self.rest:
                 self._write_rest(x, rows)
 
+    def _leave_out(self, names: Iterable[str]) -> None:
+        """Take the parameters of some layers example by example from now on."""
+        for layer in map(self.layers.pop, names):
+            own = (layer.weight, layer.bias)
+            self.rest += [p for p in own if p and p in self.chosen]
+        self.jacobians = Jacobians(self.network, self.rest)
+
     def _write_layers(self, x: Inputs, out: Tensor) -> None:
-        outputs, taps = tapped_forward(self.network, x, self.layers, spread=self.spread)
+        try:
+            outputs, calls = tapped_once(
+                self.network, x, self.layers, spread=self.spread
+            )
+        except UnlikeCallsError as error:
+            self._leave_out(error.layers)
+            return self._write_layers(x, out) if self.layers else None
         _check_shape(outputs, len(x))
-        calls = single_calls(taps, len(x))
         edges = [tap.edge() for tap in calls.values()]
         gradients = torch.autograd.grad(outputs.sum(), edges)
         for (name, tap), gradient in zip(calls.items(), gradients, strict=True):

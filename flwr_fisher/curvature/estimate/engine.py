@@ -28,7 +28,7 @@ from flwr_fisher.curvature.estimate.expectation import Expectation
 from flwr_fisher.curvature.estimate.model_sums import ModelSums, not_finite
 from flwr_fisher.curvature.estimate.pieces import Group, backward_plan
 from flwr_fisher.curvature.estimate.positions import Positions
-from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
+from flwr_fisher.curvature.estimate.taps import Tap, tapped_once
 from flwr_fisher.curvature.models import device_of
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.sums import widened
@@ -219,10 +219,10 @@ class Engine:
 
     def _forward(self, inputs: Inputs) -> _Forward:
         self._passes += len(inputs)
-        outputs, taps = tapped_forward(
+        outputs, taps = tapped_once(
             self.model, inputs, self._tapped, spread=self.spread
         )
-        return _Forward(inputs, outputs, single_calls(taps, len(inputs)))
+        return _Forward(inputs, outputs, taps)
 
     def _columns(self, run: _Forward) -> dict[str, Tensor]:
         """Return the input columns that accumulators pair with gradients."""
@@ -310,8 +310,12 @@ class Engine:
             for k, piece in enumerate(some if taps else (), start=1):
                 keep = not (last and k == len(some))
                 v = piece.to(outputs.dtype)
-                at_layers = torch.autograd.grad(outputs, edges, v, retain_graph=keep)
+                at_layers = torch.autograd.grad(
+                    outputs, edges, v, retain_graph=keep, allow_unused=True
+                )
                 for name, gradient in zip(taps, at_layers, strict=True):
+                    if gradient is None:  # no example of this batch uses the layer
+                        continue
                     if name in prepared:
                         with _full_precision(gradient):
                             direct[name].add(prepared[name], gradient)

@@ -14,6 +14,7 @@ from torch import nn
 from flwr_fisher.curvature.batches import (
     at_most,
     batches_of,
+    can_be_read_again,
     check_can_be_read_again,
     count_of,
     reads_at_random,
@@ -32,7 +33,7 @@ from flwr_fisher.curvature.estimate.memory import examples_at_once
 from flwr_fisher.curvature.estimate.model_sums import make_sums
 from flwr_fisher.curvature.estimate.options import TOLERANCE, FisherOptions
 from flwr_fisher.curvature.estimate.positions import Positions
-from flwr_fisher.curvature.estimate.taps import layer_by_layer
+from flwr_fisher.curvature.estimate.taps import UnlikeCallsError, layer_by_layer
 from flwr_fisher.curvature.models import device_of, evaluating
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.devices import check_float64
@@ -335,9 +336,22 @@ def _by_examples(
     weight_sharing: str,
     max_batch_bytes: int | None,
 ) -> list[Curvature]:
-    """Read the loader once; twice for E-KFAC, which needs K-FAC's eigenbasis first."""
+    """Read the loader once; twice for E-KFAC, which needs K-FAC's eigenbasis first.
+
+    Also again where a batch shows that a layer's calls depend on the data.
+    """
+    without: set[str] = set()  # layers that are called in another way in some batch
 
     def read(wanted: list[str], kfac: Curvature | None = None) -> dict[str, Curvature]:
+        while True:
+            try:
+                return read_once(wanted, kfac)
+            except UnlikeCallsError as error:
+                if not can_be_read_again(loader):
+                    raise
+                without.update(error.layers)
+
+    def read_once(wanted: list[str], kfac: Curvature | None) -> dict[str, Curvature]:
         engine: Engine | None = None
         for whole in batches_of(loader, model, None):
             # Rows are chosen where the labels come from, mostly on the CPU: to count
@@ -347,7 +361,7 @@ def _by_examples(
                 continue
             if engine is None:
                 forms, sums = make_sums(
-                    model, batch.inputs, wanted, weight_sharing, kfac
+                    model, batch.inputs, wanted, weight_sharing, kfac, without
                 )
                 chunk = examples_at_once(
                     model, forms, sums, positions, len(batch), max_batch_bytes

@@ -9,7 +9,7 @@ shared parameters are one decision.
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import UnionType
@@ -236,7 +236,14 @@ class Forms:
     tied: dict[tuple[str, str], Pair] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: Inputs, *, by_layer: bool = True) -> "Forms":
+    def of(
+        cls,
+        model: nn.Module,
+        inputs: Inputs,
+        *,
+        by_layer: bool = True,
+        without: Container[str] = (),
+    ) -> "Forms":
         """Find the forms by running the model on a few examples.
 
         Parameters
@@ -247,12 +254,19 @@ class Forms:
             A batch; a few of its examples are tried.
         by_layer : bool, default True
             False: of none, but the model is tried.
+        without : Container[str], default ()
+            The names of layers, as in :attr:`inputs`, that are not called in one way.
         """
         if not by_layer:
             FormTrial(model, inputs, {})
             return cls({}, {}, {}, [])
-        layers, direct = kronecker_layers(model), direct_layers(model)
-        tied = tied_pairs(model)
+        layers = {n: x for n, x in kronecker_layers(model).items() if n not in without}
+        direct = {n: x for n, x in direct_layers(model).items() if n not in without}
+        tied = {
+            names: pair
+            for names, pair in tied_pairs(model).items()
+            if not any(name in without for name in names)
+        }
         both = {n: x for k, v in tied.items() for n, x in zip(k, v, strict=True)}
         trial = FormTrial(model, inputs, {**layers, **direct, **both})
         calls = explained(trial, [*layers, *direct])
@@ -263,7 +277,8 @@ class Forms:
         taken |= {p for layer in direct.values() for p in layer.names.values()}
         taken |= {p for (one, _) in tied.values() for p in one.names.values()}
         others = [name for name in trainable_names(model) if name not in taken]
-        shared = shared_parameters(trial, others)
+        alike = [name for name in others if name not in without]
+        shared = shared_parameters(trial, alike)
         used = [*calls, *(name for names in tied for name in names)]
         seen = {name: trial.calls[name].inputs for name in used}
         seen |= {name: each.copies(1) for name, each in shared.items()}
@@ -378,7 +393,7 @@ def _explains(names: Sequence[str], trial: FormTrial) -> Tensor | None:
         return None
     found: list[list[Tensor]] = []
     foreign: list[Tensor] = []  # whether a row without a gradient has one here
-    rounding: list[Tensor] = []  # a bias before a norm has no other gradient
+    rounding: list[list[Tensor]] = []  # a bias before a norm has no other gradient
     for name in names:
         layer, output = trial.layers[name], trial.at_outputs.get(name)
         if output is None or len(output) != len(trial.others):
@@ -389,11 +404,18 @@ def _explains(names: Sequence[str], trial: FormTrial) -> Tensor | None:
         foreign.append(trial.reaches_others(output))
         found.append(layer.gradients(inputs, output))
         wide = widened(output)
-        rounding.append(_ROUNDINGS * torch.finfo(wide.dtype).eps * wide.abs().sum())
-    computed = [torch.stack(each).sum(0) for each in zip(*found, strict=True)]
+        unit = _ROUNDINGS * torch.finfo(wide.dtype).eps
+        rounding.append([unit * wide.abs().sum()] * len(known))
+        if isinstance(layer, KroneckerLayer):  # its weight's are of products
+            norms = torch.linalg.vector_norm(wide), torch.linalg.vector_norm(inputs)
+            rounding[-1][0] = unit * norms[0] * norms[1]
+    computed, allowed = (
+        [torch.stack(each).sum(0) for each in zip(*every, strict=True)]
+        for every in (found, rounding)
+    )
     equal = [  # each by itself: a weight's may be far below the bias's
-        agree(a, b, b.dtype) | torch.dist(widened(a), widened(b)).le(sum(rounding))
-        for a, b in zip(computed, known, strict=True)
+        agree(a, b, b.dtype) | torch.dist(widened(a), widened(b)).le(least)
+        for a, b, least in zip(computed, known, allowed, strict=True)
     ]
     return torch.stack(equal).all() & ~torch.stack(foreign).any()
 

@@ -13,9 +13,9 @@ from flwr_fisher.curvature.estimate.accumulators import SecondMoment, side_by_si
 from flwr_fisher.curvature.estimate.forms import explained_layers
 from flwr_fisher.curvature.estimate.layers import TransposedLinear
 from flwr_fisher.curvature.estimate.taps import (
+    UnlikeCallsError,
     layer_by_layer,
-    single_calls,
-    tapped_forward,
+    tapped_once,
 )
 from flwr_fisher.curvature.models import (
     check_examples_are_independent,
@@ -102,8 +102,7 @@ def input_covariances(
     DataError
         If the loader yields no examples, or something else than batches.
     StructureError
-        If examples are not independent of each other, or a layer is called in another
-        way in a later batch.
+        If examples are not independent of each other.
 
     Examples
     --------
@@ -149,8 +148,13 @@ class _Sums:
 
     def add(self, inputs: Inputs) -> None:
         """Take some examples."""
-        _, calls = tapped_forward(self.model, inputs, self.layers, spread=self.spread)
-        for name, tap in single_calls(calls, len(inputs)).items():
+        try:
+            _, taps = tapped_once(self.model, inputs, self.layers, spread=self.spread)
+        except UnlikeCallsError as error:
+            for name in error.layers:
+                del self.layers[name], self.totals[name]
+            return self.add(inputs)
+        for name, tap in taps.items():
             columns = self.layers[name].input_columns(tap.inputs)
             self.totals[name].add(side_by_side(columns))
         self.count += len(inputs)

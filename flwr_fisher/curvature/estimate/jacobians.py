@@ -15,8 +15,11 @@ from flwr_fisher.curvature.operators.plain import Dense, Diagonal
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import StructureError
 from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params
 
 _ENTRIES_AT_ONCE = 2**24  # 64 MiB in float32
+_SHARE = 0.05  # of a gradient: far above the rounding of half precision
+_ROUNDING = 1e-5  # of all gradients
 
 
 class Jacobians:
@@ -29,6 +32,7 @@ class Jacobians:
         self.rest = {k: v.detach() for k, v in parameters.items() if k not in names}
         self.rest |= dict(model.named_buffers())
         self.loops = False  # whether examples are taken one by one
+        self._checked = False
 
     def gradients(self, inputs: Inputs, pieces: Tensor) -> Iterator[dict[str, Tensor]]:
         """Yield the pieces' gradients ``[n', K, *shape]``, a few examples at a time."""
@@ -59,12 +63,31 @@ class Jacobians:
                 found: dict[str, Tensor] = vmap(pulled_back, in_dims=(0, 1))(
                     inputs.tensors, pieces
                 )
-                return found
         except (RuntimeError, TypeError, ValueError) as error:
             # What torch says depends on the model: a mask that reads numbers, a cell.
             logger.debug("No vmap over examples: %s", error)
-            self.loops = True
-            return self._one_by_one(inputs, pieces)
+        else:
+            if self._checked or self._are_right(found, inputs, pieces):
+                self._checked = True
+                return found
+            logger.debug("No vmap over examples: a module's parameter is not all")
+        self.loops = True
+        return self._one_by_one(inputs, pieces)
+
+    def _are_right(self, found: Params, inputs: Inputs, pieces: Tensor) -> bool:
+        """Return whether one example has the same gradients by itself.
+
+        It has others if the model reaches a parameter not by its module, but in a list
+        or a closure: there ``functional_call`` does not replace it.
+        """
+        largest = int(pieces.movedim(1, 0).flatten(1).square().sum(1).argmax())
+        row = slice(largest, largest + 1)
+        alone = self._one_by_one(inputs[row], pieces[:, row])
+        pairs = [(widened(found[k][row]), widened(x)) for k, x in alone.items()]
+        off = torch.stack([torch.dist(a, b) for a, b in pairs])
+        norms = torch.stack([torch.linalg.vector_norm(b) for _, b in pairs])
+        # A parameter may have no gradient but rounding.
+        return bool((off <= _SHARE * norms + _ROUNDING * norms.sum()).all())
 
     def _one_by_one(self, inputs: Inputs, pieces: Tensor) -> dict[str, Tensor]:
         """Return the same by one forward pass for each example, for any model."""

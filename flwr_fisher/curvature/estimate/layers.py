@@ -410,8 +410,18 @@ def is_packed(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
-        and (own is None or isinstance(own, ByLayer))
+        and (isinstance(own, ByLayer) or (own is None and _is_plain(module.out_proj)))
         and module.in_proj_weight is not None
         and module.bias_k is None
         and not module.add_zero_attn
     )
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Return whether an attention's last layer computes no more than its weight says.
+
+    The attention itself takes its weight, and never calls it.
+    """
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
+    own = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+    return own and not any(hooks)

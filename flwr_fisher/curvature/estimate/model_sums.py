@@ -1,6 +1,6 @@
 """All that is summed of a model: of each layer, and of its other parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +85,7 @@ def make_sums(
     structures: Sequence[str],
     weight_sharing: str = "expand",
     kfac: Curvature | None = None,
+    without: Container[str] = (),
 ) -> tuple[Forms, ModelSums]:
     """Return the form of each parameter, found by a trial, and empty sums for them.
 
@@ -99,7 +100,10 @@ def make_sums(
     weight_sharing : str
         One of :data:`WEIGHT_SHARINGS`: what K-FAC does with several positions.
     kfac : Curvature | None
-        The K-FAC of the same model; ``ekfac`` takes its eigenbasis.
+        The K-FAC of the same model; ``ekfac`` takes its eigenbasis. A layer that has
+        none has its diagonal.
+    without : Container[str], default ()
+        As for :meth:`Forms.of`.
 
     Raises
     ------
@@ -108,7 +112,7 @@ def make_sums(
     """
     check_examples_are_independent(model, "an example has no Fisher of its own")
     by_layer = [s for s in structures if s != "dense"]
-    forms = Forms.of(model, inputs, by_layer=bool(by_layer))
+    forms = Forms.of(model, inputs, by_layer=bool(by_layer), without=without)
     if "block" in structures:
         _check_size([layer.matrices().numel() for layer in forms.layers.values()])
     blocks = kfac.blocks() if kfac is not None else []
@@ -119,8 +123,15 @@ def make_sums(
         "diagonal": diagonal_of,
         "block": BlockAccumulator,
     }
+
+    def kind(structure: str, layer: KroneckerLayer) -> str:
+        large = max(layer.matrices().shape[1:]) > LARGEST_FACTOR
+        no_basis = structure == "ekfac" and layer.weight not in bases
+        no_factors = large and structure in ("kfac", "ekfac")
+        return "diagonal" if no_basis or no_factors else structure
+
     accumulators = {
-        name: {s: kinds[_form(s, layer)](layer) for s in by_layer}
+        name: {s: kinds[kind(s, layer)](layer) for s in by_layer}
         for name, layer in forms.layers.items()
     }
     direct = {name: SquaredGradients(each) for name, each in forms.direct.items()}
@@ -160,9 +171,3 @@ def _check_size(sizes: list[int]) -> None:
             f"{needed / 1e9:.1f} GB in all: use structure='kfac', 'ekfac' or "
             "'diagonal'"
         )
-
-
-def _form(structure: str, layer: KroneckerLayer) -> str:
-    """Return a layer's structure: a diagonal if its factors would be too large."""
-    large = max(layer.matrices().shape[1:]) > LARGEST_FACTOR
-    return "diagonal" if large and structure in ("kfac", "ekfac") else structure

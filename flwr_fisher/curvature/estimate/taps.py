@@ -1,6 +1,6 @@
 """A record of the layers' calls in one forward pass: their inputs and outputs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from flwr_fisher.curvature.estimate.layers import (
     is_packed,
     prepares_inputs,
 )
-from flwr_fisher.curvature.models import outputs_with
+from flwr_fisher.curvature.models import check_examples_do_not_mix, outputs_with
 from flwr_fisher.errors import StructureError
 
 
@@ -174,6 +174,26 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)
 
 
+class UnlikeCallsError(StructureError):
+    """In a later batch, layers are called in another way than in the first.
+
+    Parameters
+    ----------
+    layers : Sequence[str]
+        Their names.
+    calls : str
+        What is unlike, a clause.
+    """
+
+    def __init__(self, layers: Sequence[str], calls: str) -> None:
+        self.layers = tuple(layers)
+        super().__init__(
+            f"{calls}, as in a mixture of experts. Then gradients are taken example by "
+            "example, but for this the loader must be read again: pass a DataLoader, "
+            "or a list of batches"
+        )
+
+
 @dataclass(frozen=True)
 class Tap:
     """One call of one layer: its input, and the graph edge of its output."""
@@ -246,30 +266,44 @@ def tapped_forward(
     try:
         with layer_by_layer(model, record), _convolutions(own, prepared):
             return outputs_with(model, copies, inputs), taps
+    except (RuntimeError, IndexError) as error:
+        if not copies or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UnlikeCallsError(
+            [n for n, x in layers.items() if isinstance(x, SharedParameter)],
+            f"the model takes a copy of each of {list(copies)} for each example in the "
+            f"first batch, and fails with them in another ({error})",
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
 
 
-def single_calls(taps: Mapping[str, list[Tap]], num_examples: int) -> dict[str, Tap]:
-    """Return each layer's only call in a batch.
+def tapped_once(
+    model: nn.Module,
+    inputs: Inputs,
+    layers: Mapping[str, KroneckerLayer | DirectLayer],
+    *,
+    spread: bool,
+) -> tuple[Tensor, dict[str, Tap]]:
+    """Run the model as :func:`tapped_forward`; return each layer's only call.
 
     Raises
     ------
+    UnlikeCallsError
+        If a layer was called several times, or not with one row for each example.
     StructureError
-        If a layer was called several times, or not with one row for each example. It
-        names the layer.
+        If that changed an example's outputs.
     """
-    for name, calls in taps.items():
-        if len(calls) != 1:
-            raise StructureError(
-                f"layer '{name}' was called once in the first batch and {len(calls)} "
-                "times in another: a layer's calls must not depend on the data"
-            )
-        if (rows := calls[0].inputs.shape[0]) != num_examples:
-            raise StructureError(
-                f"layer '{name}' had one row for each example in the first batch, and "
-                f"{rows} rows for {num_examples} examples in another: a layer's calls "
-                "must not depend on the data"
-            )
-    return {name: calls[0] for name, calls in taps.items()}
+    outputs, taps = tapped_forward(model, inputs, layers, spread=spread)
+    rows = {name: [len(call.inputs) for call in calls] for name, calls in taps.items()}
+    unlike = [name for name, each in rows.items() if each != [len(inputs)]]
+    if unlike:
+        check_examples_do_not_mix(model, inputs, outputs.detach())
+        raise UnlikeCallsError(
+            unlike,
+            f"layer '{unlike[0]}' was called once in the first batch, with a row for "
+            f"each example, and in another with {rows[unlike[0]]} rows for "
+            f"{len(inputs)} examples",
+        )
+    return outputs, {name: calls[0] for name, calls in taps.items()}
