@@ -103,13 +103,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def rewinding(values: Iterable[object]) -> list[Callable[[], object]]:
-    """Return functions that give generators and arrays their present states.
-
-    Parameters
-    ----------
-    values : Iterable[object]
-        Objects, of which those of other classes are skipped.
-    """
+    """Return functions that give generators among some objects their present states."""
     made = list[Callable[[], object]]()
     for value in values:
         if isinstance(value, torch.Generator):
@@ -121,10 +115,6 @@ def rewinding(values: Iterable[object]) -> list[Callable[[], object]]:
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
             made.append(partial(setattr, bits, "state", bits.state))
-        elif isinstance(value, np.random.RandomState):
-            made.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, np.ndarray) and value.flags.writeable:
-            made.append(partial(np.copyto, value, value.copy()))
     return made
 
 

@@ -8,10 +8,12 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import chain
 from types import CellType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.backends import cudnn
@@ -264,6 +266,9 @@ class _KeptModel:
         held = chain.from_iterable(each.values() for _, each in self._attributes)
         reached = _reached([*held, *_gradient_hooks(model)])
         self._rewind = rewinding(reached)
+        for each in reached:
+            if isinstance(each, np.ndarray) and each.flags.writeable:
+                self._rewind.append(partial(np.copyto, each, each.copy()))
         self._containers = copies_of(reached)
         self._model, self._trained = model, trainable(model)
         classes = with_own_train(own)
