@@ -102,20 +102,40 @@ def seeded(seed: int) -> Iterator[None]:
         set_generator_states(before)
 
 
+GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+
+
+def state_of(generator: Any) -> Any:
+    """Return a generator's state, in values that ``torch.load`` reads."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
+    return _plain(generator.get_state(legacy=False))
+
+
+def set_state_of(generator: Any, state: Any) -> None:
+    """Give a generator the state that :func:`state_of` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def rewinding(values: Iterable[object]) -> list[Callable[[], object]]:
     """Return functions that give generators among some objects their present states."""
-    made = list[Callable[[], object]]()
-    for value in values:
-        if isinstance(value, torch.Generator):
-            made.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            made.append(partial(value.setstate, value.getstate()))
-        elif isinstance(value, np.random.RandomState):
-            made.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            made.append(partial(setattr, bits, "state", bits.state))
-    return made
+    own = [value for value in values if isinstance(value, GENERATORS)]
+    return [partial(set_state_of, each, state_of(each)) for each in own]
 
 
 def generator_states() -> dict[str, Any]:

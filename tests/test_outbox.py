@@ -1,6 +1,7 @@
 """A client's crash: what it has finished, and its last epoch, are on its disk."""
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -14,7 +15,13 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+)
 from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_client, tiny_data
 
 from flwr_fisher.client import (
@@ -27,7 +34,7 @@ from flwr_fisher.client import (
 )
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.outbox import Outbox
-from flwr_fisher.curvature.batches import generators_of
+from flwr_fisher.curvature.batches import LoaderState
 from flwr_fisher.errors import ClientError
 from flwr_fisher.wire import tensors_to_arrays
 
@@ -194,12 +201,43 @@ def dies_after(epoch):
     return on_epoch
 
 
+class Epochs(Sampler):
+    """A sampler that counts its epochs, as accelerate's does."""
+
+    def __init__(self, data):
+        self.count, self.epoch = len(data), 0
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(np.random.default_rng(self.epoch).permutation(self.count).tolist())
+
+
+class Noisy(Dataset):
+    """A data set with generators of its own."""
+
+    def __init__(self, data):
+        self.data, self.numpy = data, np.random.default_rng(0)
+        self.python, self.older = random.Random(0), np.random.RandomState(0)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        x, y = self.data[i]
+        return x + self.numpy.normal() * self.python.random() + self.older.normal(), y
+
+
 def loader_of(kind):
     data, generator = tiny_data(3), torch.Generator().manual_seed(4)
     if kind == "shuffled":
         return DataLoader(data, batch_size=4, shuffle=True)
     if kind == "generator":
         return DataLoader(data, batch_size=4, shuffle=True, generator=generator)
+    if kind == "own":
+        return DataLoader(Noisy(data), batch_size=4, sampler=Epochs(data))
     sampler = RandomSampler(data, generator=generator)
     return DataLoader(data, batch_size=4, sampler=sampler)
 
@@ -226,7 +264,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "epoch"), [("shuffled", 1), ("generator", 3), ("sampler", 5)]
+    ("kind", "epoch"), [("shuffled", 1), ("generator", 3), ("sampler", 5), ("own", 2)]
 )
 @pytest.mark.parametrize("loop", LOOPS)
 def test_local_sgd_goes_on_after_its_last_finished_epoch_bit_for_bit(
@@ -616,4 +654,9 @@ def test_the_generator_of_a_batch_sampler_is_kept():
     own, data = torch.Generator(), tiny_data(2)
     sampler = RandomSampler(data, generator=own)
     loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False))
-    assert generators_of(loader) == [own]
+    before = LoaderState(loader)
+    state = own.get_state()
+    list(loader)
+    assert not torch.equal(own.get_state(), state)
+    before.restore()
+    assert torch.equal(own.get_state(), state)

@@ -355,8 +355,22 @@ def test_a_stream_is_counted_by_hand_only_where_its_number_counts():
     assert [*fisher_arrays(*asked(), tiny_model(), endless)] == [*tiny_arrays()]
 
 
+def test_what_was_frozen_after_a_training_by_hand_has_its_fisher():
+    loader, uploads, model = tiny_client().problem.trainloader, [], tiny_model()
+    LocalSGD()(model, loader, torch.device("cpu"), {})
+    for freezes in (False, True):
+        model[0].requires_grad_(not freezes)
+        arrays = fisher_arrays(*asked(structure="kfac"), model, loader)
+        assert model[0].weight.requires_grad is not freezes
+        uploads.append({name: array.numpy() for name, array in arrays.items()})
+    assert uploads[0].keys() == uploads[1].keys()
+    assert all((uploads[1][name] == array).all() for name, array in uploads[0].items())
+
+
 def test_what_a_training_by_hand_cannot_do_is_told_before_it():
     loader = tiny_client().problem.trainloader
+    with pytest.raises(DataError, match="it is a mapping of 'a', 'b'"):
+        check_fisher(*asked(structure="kfac"), tiny_model(), {"a": loader, "b": loader})
     with pytest.raises(ClientError, match="requests the job 'tct-check', but fisher"):
         check_fisher(*asked(check="tct-check"), tiny_model(), loader)
     with pytest.raises(DataError, match="no training examples"):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord
 from torch import nn
 
@@ -25,7 +26,7 @@ from flwr_fisher.curvature.batches import count_of
 from flwr_fisher.curvature.models import copied, place_of
 from flwr_fisher.devices import CPU, has_float64
 from flwr_fisher.errors import ClientError
-from flwr_fisher.params import trainable_names
+from flwr_fisher.params import Params, trainable_names
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES, fedavg_bytes, reply_bytes
 from flwr_fisher.wire.answer import of_products
@@ -110,14 +111,21 @@ def fisher_arrays(
             num_examples = problem.count_examples(partition_of(context))
     num_examples = num_examples or 1  # Flower's own strategies do not need it
     problem.train_fn = _OwnTraining(num_examples)
-    with seeded(request.seed):
-        _, curvature = job.train(problem, request.config)
-    arrays = job.packed(problem, request, curvature, num_examples)
-    if curvature is None:  # the request may come from a strategy of Flower
-        return arrays
-    size, plain = reply_bytes(arrays, MetricRecord()), fedavg_bytes(request.params)
-    words = f"upload {amount(size, plain)}"
-    log_once(upload_summary(model, curvature, job.structure, words))
+    frozen = _frozen_since(problem.model, request.params)
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        with seeded(request.seed):
+            _, curvature = job.train(problem, request.config)
+        arrays = job.packed(problem, request, curvature, num_examples)
+        if curvature is None:  # the request may come from a strategy of Flower
+            return arrays
+        size, plain = reply_bytes(arrays, MetricRecord()), fedavg_bytes(request.params)
+        words = f"upload {amount(size, plain)}"
+        log_once(upload_summary(model, curvature, job.structure, words))
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
     return with_digest_of_frozen(arrays, model, request.params)
 
 
@@ -168,6 +176,19 @@ def check_fisher(
         problem.count_examples(partition_of(context))
     replace(problem, model=model).load(request.params)
     try_upload(problem.load(request.params), request, job)
+
+
+def _frozen_since(model: nn.Module, sent: Params) -> list[nn.Parameter]:
+    """Return the parameters of layers that were trained, and frozen afterwards."""
+    frozen: dict[str, list[nn.Parameter]] = {}
+    changed = set()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and name in sent:
+            layer = name.rpartition(".")[0]
+            frozen.setdefault(layer, []).append(parameter)
+            if not torch.equal(parameter.detach(), sent[name].to(parameter)):
+                changed.add(layer)
+    return [parameter for layer in changed for parameter in frozen[layer]]
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
 
 from flwr_fisher.client.disk import ClientDisk
-from flwr_fisher.curvature.batches import generators_of
+from flwr_fisher.curvature.batches import LoaderState
 from flwr_fisher.errors import ClientError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import generator_states, set_generator_states
@@ -124,16 +124,19 @@ class KeptTraining:
         Where the training is kept.
     parts : Mapping[str, Any]
         The model, the optimiser and others; only those with a ``state_dict`` are saved.
-    loader : object
-        The loader; the states of its own generators are saved, too.
+    loader : Iterable
+        The loader; what reading changes in it is saved, too.
     """
 
     def __init__(
-        self, checkpoint: TrainingCheckpoint, parts: Mapping[str, Any], loader: object
+        self,
+        checkpoint: TrainingCheckpoint,
+        parts: Mapping[str, Any],
+        loader: Iterable[Any],
     ) -> None:
         self.checkpoint = checkpoint
         self.parts = {n: p for n, p in parts.items() if hasattr(p, "load_state_dict")}
-        self.generators = generators_of(loader)
+        self.loader = LoaderState(loader)
 
     def load(self) -> tuple[int, int, float]:
         """Restore all; return the last epoch and step, and the epoch's mean loss."""
@@ -151,6 +154,7 @@ class KeptTraining:
                 error,
             )
             self._put_back(before)
+            self.loader.restore()
             set_generator_states(fresh)
             return 0, 0, 0.0
         return saved["epoch"], saved["step"], saved["mean"]
@@ -163,8 +167,7 @@ class KeptTraining:
 
     def _states(self) -> dict[str, Any]:
         states = {name: part.state_dict() for name, part in self.parts.items()}
-        generators = [generator.get_state() for generator in self.generators]
-        return {**states, "kinds": self._kinds(), "generators": generators}
+        return {**states, "kinds": self._kinds(), "loader": self.loader.changes()}
 
     def _kinds(self) -> dict[str, str]:
         return {name: type(part).__name__ for name, part in self.parts.items()}
@@ -172,8 +175,6 @@ class KeptTraining:
     def _put_back(self, states: Mapping[str, Any]) -> None:
         if states["kinds"] != self._kinds():
             raise ValueError(f"it was saved for {states['kinds']}, not {self._kinds()}")
-        pairs = list(zip(self.generators, states["generators"], strict=True))
+        self.loader.apply(states["loader"])
         for name, part in self.parts.items():
             part.load_state_dict(states[name])
-        for generator, state in pairs:
-            generator.set_state(state)

@@ -13,7 +13,7 @@ Long: reading the examples, all checks of them, and the lines for the log.
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from textwrap import wrap
@@ -35,6 +35,7 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.curvature.batch import Batch, Inputs
 from flwr_fisher.curvature.batches import (
+    check_can_be_read_again,
     positions_of,
     sampler_of,
     with_positions,
@@ -157,6 +158,8 @@ def _attempted(
 def _batch(problem: LocalProblem, count: int | None) -> Batch:
     """Return some training examples, by default one batch."""
     loader: Any = problem.trainloader
+    if isinstance(loader, Mapping):
+        check_can_be_read_again(loader, "a Fisher is taken of the trainloader")
     if isinstance(loader, (list, tuple)) and loader:
         batch = loader[0]
     elif type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):

@@ -25,7 +25,13 @@ from torch.utils.data import (
 from flwr_fisher.curvature.batch import Batch, BatchFn, OutputFn, form_of, read
 from flwr_fisher.errors import DataError
 from flwr_fisher.progress import advance
-from flwr_fisher.randomness import random_stream, rewinding, seeded
+from flwr_fisher.randomness import (
+    GENERATORS,
+    random_stream,
+    seeded,
+    set_state_of,
+    state_of,
+)
 
 # Of loaders that are no Pairs, while a client's loop runs: see `default_reading`.
 _defaults: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
@@ -245,30 +251,76 @@ def check_can_be_read_again(loader: Iterable[Any], reader: str) -> None:
 
 @contextmanager
 def loader_kept(loader: Iterable[Any]) -> Iterator[None]:
-    """Leave a loader that is read in a ``with`` block as it was.
+    """Leave a loader that is read in a ``with`` block as it was: :class:`LoaderState`.
 
-    Generators of the loader, of its samplers, and of its data sets and their transforms
-    get their states again. A sampler gets its numbers again, such as an epoch that it
-    counts. An iterator of persistent workers, which a user's own loop has begun, goes
-    on afterwards: a new one would begin it anew.
+    An iterator of persistent workers, which a user's own loop has begun, goes on
+    afterwards: a new one would begin it anew.
     """
-    parts, counting = _parts(loader)
-    rewind = rewinding(value for own in parts for value in own.values())
-    numbers = [(own, set(own), _numbers(own)) for own in counting]
-    begun = [(own, it) for own in parts if _is_begun(it := own.get("_iterator"))]
+    state = LoaderState(loader)
+    begun = [(own, it) for own in state.parts if _is_begun(it := own.get("_iterator"))]
     for own, _ in begun:
         own["_iterator"] = None
     try:
         yield
     finally:
-        for back in rewind:
-            back()
-        for own, names, before in numbers:
-            for name in _numbers(own).keys() - names:
-                del own[name]  # the class's own number holds again
-            own.update(before)
+        state.restore()
         for own, iterator in begun:
             own["_iterator"] = iterator
+
+
+class LoaderState:
+    """What reading changes in a loader: states of generators, and numbers.
+
+    The generators are those of the loader, of its samplers, and of its data sets and
+    their transforms. The numbers are a sampler's, such as an epoch that it counts.
+
+    Parameters
+    ----------
+    loader : Iterable
+        A loader of any kind.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.parts, self._counting = _parts(loader)
+        held = (value for own in self.parts for value in own.values())
+        self._generators = [each for each in held if isinstance(each, GENERATORS)]
+        self._states = list(map(state_of, self._generators))
+        self._names = list(map(set, self._counting))
+        self._numbers = list(map(_numbers, self._counting))
+
+    def restore(self) -> None:
+        """Give the loader what it had when this was made."""
+        self._put_back(self._states, self._numbers)
+        for own, names in zip(self._counting, self._names, strict=True):
+            for name in _numbers(own).keys() - names:
+                del own[name]  # the class's own number holds again
+
+    def changes(self) -> dict[str, Any]:
+        """Return what has changed since, for the same loader in another process."""
+        numbers = [
+            {k: v for k, v in _numbers(own).items() if before.get(k) != v}
+            for own, before in zip(self._counting, self._numbers, strict=True)
+        ]
+        return {"generators": list(map(state_of, self._generators)), "numbers": numbers}
+
+    def apply(self, changes: Mapping[str, Any]) -> None:
+        """Make the changes that :meth:`changes` returned for a loader of this kind.
+
+        Raises
+        ------
+        ValueError
+            If it was of another kind.
+        """
+        self._put_back(changes["generators"], changes["numbers"])
+
+    def _put_back(
+        self, states: Sequence[Any], numbers: Sequence[Mapping[str, Any]]
+    ) -> None:
+        pairs = list(zip(self._generators, states, strict=True))
+        for own, values in zip(self._counting, numbers, strict=True):
+            own.update(values)
+        for generator, state in pairs:
+            set_state_of(generator, state)
 
 
 def _parts(loader: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -299,24 +351,6 @@ def _is_begun(iterator: Any) -> bool:
     """Return whether a loader's workers have given some of their batches, not all."""
     names = "_num_yielded", "_tasks_outstanding"
     return all(getattr(iterator, name, 0) for name in names)
-
-
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return a loader's own random generators, each once.
-
-    Examples
-    --------
-    >>> own = torch.Generator()
-    >>> loader = torch.utils.data.DataLoader([1, 2], shuffle=True, generator=own)
-    >>> generators_of(loader) == [own]
-    True
-    """
-    loader = unwrapped(loader)
-    batches = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
-    owners = (loader, batches, *samplers)
-    own = [getattr(owner, "generator", None) for owner in owners]
-    return list(dict.fromkeys(g for g in own if isinstance(g, torch.Generator)))
 
 
 def count_of(loader: Any) -> int | None:
