@@ -276,7 +276,9 @@ def weighted_mean(
         )
     total = float(sum(weights))
     if min(weights) < 0 or not 0 < total < float("inf"):
-        raise ParamsError(f"weights must be >= 0 and not all 0, got {list(weights)}")
+        raise ParamsError(
+            f"weights must be >= 0 and finite, and not all 0, got {list(weights)}"
+        )
     for index, other in enumerate(params[1:], start=1):
         check_same_layout(params[0], other, f"client {index}")
     shares = shares_of(weights)

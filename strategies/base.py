@@ -177,8 +177,8 @@ class CurvatureStrategy(FedAvg):
             )
         if self.waiting.window is not None and secure is not None:
             raise ConfigurationError(
-                "a secure sum needs all its clients at the same time: leave the "
-                "window out"
+                "Waiting(window=...) does not go with secure=, because a secure sum "
+                "needs all its clients at the same time: leave one of them out"
             )
         self.seed, self.cohort = seed, Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # for waiting for nodes; `start` sets its own
@@ -424,8 +424,8 @@ class CurvatureStrategy(FedAvg):
                     "of each round, such as its lr, override round_config(); to keep "
                     "each round's model, pass start(callbacks=...); for another step, "
                     "override exchanges() (the documentation's \"A method of your "
-                    "own\"). Flower's own loop calls it: Strategy.start(strategy, "
-                    "...), of flwr.serverapp.strategy"
+                    "own, in your app\"). Flower's own loop calls it: "
+                    "Strategy.start(strategy, ...), of flwr.serverapp.strategy"
                 )
 
     # --- Flower's hooks, for other loops than `start`, with one exchange a round

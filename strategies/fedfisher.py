@@ -197,7 +197,9 @@ class FedFisherOneShot(CurvatureStrategy):
         self.matching = matching
         if matching and (aggregate == "sums" or structure not in RENUMBERED):
             raise ConfigurationError(
-                f"matching=True needs aggregate='parts' and a structure of {RENUMBERED}"
+                "matching=True needs aggregate='parts' and a structure among "
+                f"{', '.join(RENUMBERED)}, not aggregate='{aggregate}' and "
+                f"structure='{structure}'"
             )
         check_score(score, solver)
         if solver == "closed-form" and structure != "diagonal":
@@ -321,7 +323,8 @@ class FedFisherOneShot(CurvatureStrategy):
         for place, distance in merged.outliers.items():
             logger.warning(
                 "aggregate_train: leaving %s out of the merge: its model is %.3g "
-                "times the median distance from the others' (outlier=%g)",
+                "times as far from the median model as the median client's "
+                "(outlier=%g)",
                 uploads[place].client,
                 distance,
                 merge.outlier,
@@ -375,13 +378,17 @@ def step_of(merged: MergeResult) -> Step:
 
     Warn about parameters whose system was not solved.
     """
-    solver = merged.settings and merged.settings.solver
+    solver, stops = "sums", ""
+    if (settings := merged.settings) is not None:
+        solver = settings.solver
+        if solver == "pcg" and merged.iterations == settings.iterations:
+            stops = f"; it stops there by design (iterations={settings.iterations})"
     logger.info(
         "merged by %s: %d iterations left %.1e of the residual%s",
-        solver or "sums",
+        solver,
         merged.iterations,
         merged.residuals[-1],
-        "; so few are by design" if solver == "pcg" else "",
+        stops,
     )
     if merged.unsolved:
         logger.warning(

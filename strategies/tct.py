@@ -1,4 +1,7 @@
-"""TCT: FedAvg in stage 1, and a convex problem on its network's features in stage 2."""
+"""TCT: FedAvg in stage 1, and a convex problem on its network's features in stage 2.
+
+Long: one class has both stages, and its docstring explains them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace

@@ -29,6 +29,7 @@ from flwr_fisher.errors import ConfigurationError, DataError, StructureError, Wi
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import AFL
 from flwr_fisher.tangent import HeadSums, closed_form_head, head_sums
+from flwr_fisher.tangent.head import find_head
 from flwr_fisher.wire import HeadUpload, arrays_to_tensors
 
 ROW = Row(AFL, {})
@@ -171,6 +172,8 @@ def test_a_head_that_is_called_twice_is_refused():
 
     with pytest.raises(StructureError, match="called 2 times"):
         head_sums(Twice(), [(torch.zeros(2, 4), torch.zeros(2).long())], "head")
+    with pytest.raises(StructureError, match="the last one would be its head"):
+        find_head(nn.Conv2d(1, 2, 3), None)  # it is not TCT that replaces it
 
 
 # The strategy

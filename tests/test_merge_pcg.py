@@ -20,10 +20,11 @@ from oracles import (
 
 from flwr_fisher.curvature import BlockDiagonal, Dense, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.factors import LowRankFactor
-from flwr_fisher.merge import fedavg, fedfisher
+from flwr_fisher.merge import MergeResult, fedavg, fedfisher, merge_settings
 from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.params import unflatten
+from flwr_fisher.strategies.fedfisher import step_of
 
 
 def low_rank(seed, rank=2, n=13, m=6):
@@ -251,3 +252,11 @@ def test_it_merges_where_it_is_told_to(solver, device):
     for key, value in want.items():
         assert got[key].device.type == "cpu"
         assert relative(got[key], value) <= 1e-6
+
+
+@pytest.mark.parametrize("used", [3, 7])
+def test_a_merge_stops_by_design_where_the_iterations_end(used, caplog):
+    caplog.set_level("INFO", logger="flwr")
+    settings = merge_settings("pcg", iterations=7)
+    step_of(MergeResult({}, [1.0, 0.1], used, settings=settings))
+    assert ("by design (iterations=7)" in caplog.text) == (used == 7)

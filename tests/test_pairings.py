@@ -284,9 +284,7 @@ def test_keys_that_a_client_cannot_merge_are_refused_by_hand(call):
     model, (message, context) = Tied(), asked(structure="kfac")
     batches = [(torch.zeros(1, 3), torch.zeros(1).long())]
     message.content["arrays"] = ArrayRecord(model.state_dict())
-    with pytest.raises(
-        ClientError, match=r"\['last.weight'\], the second names of tied"
-    ):
+    with pytest.raises(ClientError, match=r"'last\.weight', the second names of tied"):
         call(message, context, model, batches)
     message.content["arrays"] = ArrayRecord(shared_state(model.double()))
     with pytest.raises(ClientError, match="float64, but the client's model has"):

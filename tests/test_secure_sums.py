@@ -248,7 +248,7 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch):
 
 def test_clients_hide_among_enough(tmp_path):
     strategy = STRATEGIES["fedfisher"](secure=SecureSums())
-    with pytest.raises(RoundError, match="2 clients take part, but this client"):
+    with pytest.raises(RoundError, match="2 clients share secrets here, but this"):
         merged(strategy, secure_app(tmp_path), clients=2)
     app = secure_app(tmp_path, min_clients=2)
     merged(STRATEGIES["fedfisher"](secure=SecureSums()), app, clients=2)

@@ -548,7 +548,7 @@ def test_the_default_is_the_papers_or_what_is_safe():
         ({"head": "fc9"}, {}, r"partition-0, .*unknown head 'fc9'"),
         ({"head": "1"}, {}, r"only an nn.Linear"),
         ({}, {"likelihood": "gaussian"}, r"needs classes.*'gaussian'"),
-        ({}, {"state_bytes": 500}, r"20 features of 12 .*float16"),
+        ({}, {"state_bytes": 500}, r"20 features of 12 .*Regression\(.*float16"),
         ({}, {"state_dir": Path(__file__)}, r"cannot write .*test_tct.*state_dir="),
     ],
 )
@@ -609,6 +609,12 @@ def few(monkeypatch, tmp_path):
         plain(solver="steps", lr=0.05)
         plain(lr=0.05)
     monkeypatch.setattr(client_tangent, "MOST_EXAMPLES", 10)
+
+
+@pytest.mark.usefixtures("few")
+def test_too_many_examples_are_told_with_the_option(caplog):
+    run(tct(lr=0.05))
+    assert "use TCT(regression=Regression(solver='steps'))" in caplog.text
 
 
 @pytest.mark.parametrize("shape", [(40, 7), (7, 40), (1, 5), (5, 1), (300, 20)])

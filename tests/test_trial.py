@@ -622,7 +622,9 @@ def test_a_loop_may_take_what_it_likes_of_an_endless_stream(monkeypatch):
     client = FisherClient(tiny_model(), loader, device="cpu", train_fn=some_steps)
     config = {"structure": "kfac", "examples": 8}
     assert metrics_of(ask(client, config=config | {"note": 1}))["num-examples"] == 12
-    with pytest.raises(DataError, match="return 'num-examples' from your own "):
+    with pytest.raises(
+        DataError, match=r"own train_fn, or pass num_examples=\.\.\. to"
+    ):
         ask(client, config=config)
 
 

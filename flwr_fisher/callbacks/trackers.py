@@ -134,7 +134,7 @@ def _installed(package: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ConfigurationError(
-            f"'{package}' is not installed: pip install {package}"
+            f"'{package}' cannot be imported ({error}): pip install {package}"
         ) from error
 
 

@@ -109,10 +109,14 @@ class ClientDisk:
     def __post_init__(self) -> None:
         check_whole("client", self.client)
         check_whole("limit", self.limit, 1)
-        for form, value in ((_NAME, self.namespace), (_KEY, self.key)):
-            if not form.fullmatch(value):
+        for name, form, of in (
+            ("namespace", _NAME, "small letters and hyphens"),
+            ("key", _KEY, "1 to 32 of the digits 0 to 9 and a to f"),
+        ):
+            if not form.fullmatch(value := getattr(self, name)):
                 raise ConfigurationError(
-                    f"{value!r:.80} is no name of a client's entry"
+                    f"the {name} of a client's entry must consist of {of}, got "
+                    f"{value!r:.80}"
                 )
 
     @property
@@ -173,7 +177,9 @@ class ClientDisk:
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             # PyTorch's error is a RuntimeError. A folder may be another user's.
             if os.path.exists(path):
-                logger.warning("Ignoring %s, which is damaged: %s", path, error)
+                denied = isinstance(error, PermissionError)
+                what = "cannot be read" if denied else "is damaged"
+                logger.warning("Ignoring %s, which %s: %s", path, what, error)
             return None
         if missing := sorted(set(keys) - kept.tensors.keys()):
             logger.warning("Ignoring %s, which lacks %s", path, missing)

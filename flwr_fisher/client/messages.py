@@ -89,9 +89,9 @@ class ClientApp(FlowerApp):
             raise ClientError(
                 "the server runs one of Flower's older strategies (flwr.server."
                 "strategy), but this ClientApp is flwr-fisher's: start a strategy of "
-                "flwr_fisher.strategies or flwr.serverapp.strategy, or wrap it in "
-                "as_legacy(...) of flwr_fisher.legacy, with its "
-                "server_app(server_fn), as the documentation's \"Change a "
+                "flwr_fisher.strategies or flwr.serverapp.strategy. To keep a "
+                "server_fn, use server_app(server_fn) and as_legacy(FedFisherOneShot, "
+                "model=...) of flwr_fisher.legacy, as the documentation's \"Change a "
                 'NumPyClient app" shows'
             )
         if message.metadata.message_type == MessageType.QUERY and not self._has_query:

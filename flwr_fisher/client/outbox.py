@@ -152,8 +152,9 @@ def _acquire(lock: FileLock, timeout: float) -> None:
         lock.acquire(timeout=0)
     except Timeout:
         logger.info("Waiting for another process that works on the same request")
+        timeout = max(timeout, 0.0)
         try:
-            lock.acquire(timeout=max(timeout, 0))
+            lock.acquire(timeout=timeout)
         except Timeout as error:
             raise ClientError(
                 f"another process of this client has held {lock.lock_file} for "

@@ -54,6 +54,7 @@ from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, select, trainable, trainable_names
 from flwr_fisher.progress import watching
+from flwr_fisher.wire.answer import some
 from flwr_fisher.wire.options import (
     LONGEST_NAME,
     MOST_METRICS,
@@ -425,7 +426,8 @@ class LocalProblem:
                     raise DataError(
                         "the trainloader has no length, and did not end after "
                         f"{count} examples: return 'num-examples' from your own "
-                        "train_fn, or pass a loader that ends"
+                        "train_fn, or pass num_examples=... to fisher_arrays, or a "
+                        "loader that ends"
                     )
         return count
 
@@ -517,13 +519,13 @@ class LocalProblem:
                 )
         if missing := [n for n in trainable_names(self.model) if n not in params]:
             raise ClientError(
-                f"the server did not send the trainable parameters {missing}: start "
-                "from shared_state(model), or freeze them on the client"
+                f"the server did not send the trainable parameters {some(missing)}: "
+                "start from shared_state(model), or freeze them on the client"
             )
         if second := [name for name in params if name in _second_names(self.model)]:
             raise ClientError(
-                f"the server sent {second}, the second names of tied parameters, and "
-                "these would undo the merge of the first: start from "
+                f"the server sent {some(second)}, the second names of tied parameters, "
+                "and these would undo the merge of the first: start from "
                 "shared_state(model), and load what arrives with strict=False"
             )
 

@@ -388,7 +388,7 @@ def local_sgd(train_fn: TrainFn, why: str) -> LocalSGD:
 def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float:
     """Return a number of the server's config."""
     value = config.get(name, default)
-    check_positive(name, value, or_zero=True)
+    check_positive(f"the server's config: {name}", value, or_zero=True)
     return float(value)
 
 
@@ -509,7 +509,7 @@ def score_batches(
         correct += num_correct(output, y) if classes else math.nan
         labelled += labels
     if not labelled:
-        raise DataError("the evaluation loader has no examples with a label")
+        raise DataError("the data to evaluate on have no examples with a label")
     return loss / labelled, correct / labelled, count
 
 

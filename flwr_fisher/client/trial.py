@@ -177,7 +177,10 @@ def _read(loader: DataLoader[Any], positions: Any) -> Any:
     if own or _is_plain(loader):
         few = with_positions(loader, [positions], num_workers=int(own))
     elif sys.platform != "linux":
-        raise NotImplementedError("it would be with DataLoader(num_workers=1)")
+        raise _UntriedError(
+            "the data set's own code would run here once more; with "
+            "DataLoader(num_workers=1) a worker runs it"
+        )
     else:
         few = with_positions(
             loader,
@@ -259,7 +262,8 @@ def _called(model: nn.Module, inputs: Inputs) -> Tensor:
         raise _CallError(
             f"the model fails on the loader's first examples, {', '.join(forms)}: "
             f"{type(error).__name__}: {what}. Change the data set; or, if your own "
-            "loop converts its batches first, do that in FisherClient(batch_fn=...)"
+            "loop converts its batches first, do that in batch_fn=..., of FisherClient "
+            "or of fisher_arrays and check_fisher"
         ) from error
 
 
@@ -287,8 +291,8 @@ def _check_are_no_weights(problem: LocalProblem, batch: Batch) -> None:
     ):
         raise DataError(
             "a batch ends with integers and numbers, and the last part of a batch is "
-            "its labels: if the numbers are weights, pass "
-            "FisherClient(batch_fn=lambda batch: (batch[0], batch[1]))"
+            "its labels: if the numbers are weights, pass batch_fn=lambda batch: "
+            "(batch[0], batch[1]), to FisherClient or to fisher_arrays and check_fisher"
         )
 
 

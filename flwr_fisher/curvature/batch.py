@@ -287,7 +287,7 @@ def check_from_0_to_1(labels: Tensor) -> None:
         raise DataError(
             f"label {float(wrong[0]):g} is outside [0, 1], where labels of sigmoids "
             "are: there is none for a missing label, and -1 and 1 are not 0 and 1. "
-            "Change them by FisherClient(batch_fn=...)"
+            "Change them in the data, or by FisherClient(batch_fn=...)"
         )
 
 

@@ -109,9 +109,10 @@ def from_list(
     if len(arrays) != len(names):
         orders = {order: len(own) for order, own in _orders(model).items()}
         fits = order_of(model, arrays)
+        way_out = f"order={fits!r}" if fits else "order=[names, …]"
         raise ParamsError(
-            f"{what}: {len(arrays)} arrays, not {len(names)} ({some}). The model "
-            f"has {orders}: pass order={fits or 'one of these, or names'!r}"
+            f"{what}: {len(arrays)} arrays, not {len(names)} ({some}). The model has "
+            f"{orders}: pass {way_out}"
         )
     state, tensors = model.state_dict(), {}
     for place, (name, array) in enumerate(zip(names, arrays, strict=True)):

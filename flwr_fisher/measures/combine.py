@@ -34,7 +34,8 @@ def combine(*functions: EvaluateFn | None) -> EvaluateFn:
                 continue
             joined = MetricRecord() if joined is None else joined
             if odd := [k for k, v in metrics.items() if k in joined and joined[k] != v]:
-                logger.warning("combine: two functions return %s", ", ".join(odd))
+                text = "combine: two functions return %s; the last one's value counts"
+                logger.warning(text, ", ".join(odd))
             joined.update(metrics)
         return joined
 

@@ -206,7 +206,8 @@ class MeasuredGrid(Grid):
             self._hidden = self._choose(nodes)
         shown = [node for node in nodes if node not in self._hidden]
         if nodes and not shown:
-            logger.warning("All %d connected nodes are held out", len(nodes))
+            text = "All %d connected nodes are held out: lower held_out"
+            logger.warning(text, len(nodes))
         return shown, [node for node in nodes if node in self._hidden]
 
     def _choose(self, nodes: list[int]) -> frozenset[int]:

@@ -194,6 +194,8 @@ def _totals(
             count += 1
             for total in totals.values():
                 total.add()
+    if not batches:
+        raise DataError("the loader has no examples, so norms have no statistics")
     if not count:
         raise DataError(
             f"batch norm can use none of the loader's {batches} batches in train mode: "

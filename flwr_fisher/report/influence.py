@@ -80,7 +80,8 @@ def _why_not(posteriors: Sequence[LocalPosterior], merged: MergeResult) -> str:
     if not merged.shares:
         return "with sums, no client's part is known"
     if merged.settings is None or merged.settings.solver not in _QUICK:
-        return f"it takes one merge for each client, and only {_QUICK} are quick"
+        quick = ", ".join(_QUICK)
+        return f"it takes one merge for each client, and only {quick} are quick"
     if clients < 2:
         return "there is one client"
     if clients > MOST_CLIENTS:

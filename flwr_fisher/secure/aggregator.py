@@ -289,7 +289,7 @@ def degree_for(clients: int, share: float) -> int:
         return clients - 1
     raise ConfigurationError(
         f"threshold={share:g} is too near to 0.5 or to 1 for {clients} clients, of "
-        "whom a fifth may leave: use 0.6, or set the number of neighbours"
+        "whom a fifth may leave: use SecureSums(threshold=0.6), or set neighbours"
     )
 
 

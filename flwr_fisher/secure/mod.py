@@ -325,7 +325,10 @@ def _keys(mod: SecureSumsMod, request: SumRequest) -> Message:
     """Draw secrets, and send the public keys."""
     sums = whole_number(request.options, "secure-sums", 2)
     if not 1 <= sums <= _MOST_SUMS:
-        raise ClientError(f"the server requests keys for {sums} sums, at least 1")
+        raise ClientError(
+            f"the server requests keys for {sums} sums, but a client makes them for 1 "
+            f"to {_MOST_SUMS}"
+        )
     session = secrets.token_bytes(8)
     participant = Participant.new(request.client, sums)
     disk = mod.disk(session, request.client)
@@ -441,6 +444,7 @@ _STAGES: dict[object, Callable[[SecureSumsMod, SumRequest, SumMemory], Message]]
 def _check_enough(mod: SecureSumsMod, numbers: Sequence[int]) -> None:
     if len(numbers) < mod.min_clients:
         raise ClientError(
-            f"{len(numbers)} clients take part, but this client requires at least "
-            f"{mod.min_clients} (SecureSumsMod(min_clients=...))"
+            f"{len(numbers)} clients share secrets here, but this client requires at "
+            f"least {mod.min_clients} (SecureSumsMod(min_clients=...)): ask more "
+            "clients, or raise SecureSums(neighbours=...) if it is set"
         )

@@ -208,7 +208,7 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
                 "aggregate_train: rejected %s: it must send one share for each of %s "
                 "neighbours and %s sums",
                 upload.client,
-                len(around),
+                len(others),
                 sums,
             )
             continue

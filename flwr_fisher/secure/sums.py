@@ -158,7 +158,8 @@ class SecureSums:
         if any(exchange.additive is None for exchange in exchanges):
             raise ConfigurationError(
                 f"with these options, a round of {who} needs more than sums of its "
-                "clients' uploads: leave secure= out"
+                "clients' uploads: leave secure= out, or pass aggregate='sums' to "
+                "FedFisherOneShot"
             )
 
     def secured(

@@ -34,16 +34,15 @@ def find_head(model: nn.Module, head: str | None) -> str:
     linear = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
     if not linear:
         raise StructureError(
-            "the model has no nn.Linear layer, and TCT replaces the last one: end the "
-            "model in an nn.Linear"
+            "the model has no nn.Linear layer, and the last one would be its head: end "
+            "the model in an nn.Linear"
         )
     if head is not None and head not in modules:
         raise UnknownNameError("head", head, linear)
     if head is not None and head not in linear:
         raise ConfigurationError(
             f"head={head!r} is a {type(modules[head]).__name__}, but only an nn.Linear "
-            f"can be replaced by one with a single output: pass one of "
-            f"{', '.join(linear)}"
+            f"can be the head: pass one of {', '.join(linear)}"
         )
     name = linear[-1] if head is None else head
     _check_not_shared(modules, name)

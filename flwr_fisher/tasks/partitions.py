@@ -160,12 +160,16 @@ def partition_indices(
             f"classes_per_client must be ≤ {num_classes}, the number of classes,"
             f" not {wanted}"
         )
-    setting = f"partition {name!r} (alpha {options.get('alpha', 0.1)}, seed {seed})"
+    mixes = name.startswith("dirichlet")
+    alpha = f"alpha {options.get('alpha', 0.1)}, " if mixes else ""
+    setting = f"partition {name!r} ({alpha}seed {seed})"
     # First, because each partitioner fails on this in its own way.
     if len(targets) < _MIN_EXAMPLES * num_partitions:
-        raise _too_few(setting, f"{len(targets)} examples for {num_partitions} clients")
+        few = f"{len(targets)} examples for {num_partitions} clients"
+        raise _too_few(setting, few, "fewer clients, or more examples")
     parts = _read_partitions(partitioner, targets, name, num_partitions, seed)
-    _check(parts, targets, setting)
+    out = f"{'a larger alpha, ' if mixes else ''}fewer clients or another seed"
+    _check(parts, targets, setting, out)
     return parts
 
 
@@ -190,10 +194,13 @@ def _read_partitions(
             raise DataError(f"partition {name!r}: {error}") from error
 
 
-def _check(parts: Sequence[Sequence[int]], targets: Tensor, setting: str) -> None:
+def _check(
+    parts: Sequence[Sequence[int]], targets: Tensor, setting: str, out: str
+) -> None:
     for client, part in enumerate(parts):
         if len(part) < _MIN_EXAMPLES:
-            raise _too_few(setting, f"client {client} has {len(part)} example(s)")
+            few = f"client {client} has {len(part)} example(s)"
+            raise _too_few(setting, few, out)
     used = [index for part in parts for index in part]
     missing = sorted(set(targets.tolist()) - set(targets[used].tolist()))
     if missing:
@@ -204,10 +211,9 @@ def _check(parts: Sequence[Sequence[int]], targets: Tensor, setting: str) -> Non
         )
 
 
-def _too_few(setting: str, what: str) -> DataError:
+def _too_few(setting: str, what: str, out: str) -> DataError:
     return DataError(
-        f"{setting}: {what}, but each client needs at least {_MIN_EXAMPLES}: use a "
-        "larger alpha, fewer clients or another seed"
+        f"{setting}: {what}, but each client needs at least {_MIN_EXAMPLES}: use {out}"
     )
 
 

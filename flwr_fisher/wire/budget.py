@@ -95,11 +95,16 @@ def resolve(codec: Codec, params: Params) -> Codec:
     if codec.budget is None:
         return Codec("fedavg") if needed <= 1 else LOSSLESS
     if needed > codec.budget:
-        raise ConfigurationError(
-            f"budget must be >= {needed} for this model's parameters and a minimal "
-            f"curvature, got {codec.budget}: raise it, or use codec='lossless'"
-        )
+        raise _too_small(needed, codec)
     return codec
+
+
+def _too_small(needed: float, codec: Codec) -> ConfigurationError:
+    return ConfigurationError(
+        f"budget must be >= {needed} for this model's parameters and a minimal "
+        f"curvature, got {codec.budget}: pass codec=Codec(budget={needed}), or "
+        "codec='lossless'"
+    )
 
 
 @lru_cache
@@ -221,10 +226,7 @@ def _bits(
             matrices = sum(m.whole(_WHOLE_BITS[-1]) for m in to_send)
             return of_param, *_diagonal_bits(diagonals, left, matrices)
     needed = codec.budget - left / fedavg_bytes(params) + 1e-3
-    raise ConfigurationError(
-        f"budget must be >= {needed:.3f} for this model with a minimal curvature, got "
-        f"{codec.budget}"
-    )
+    raise _too_small(round(needed, 3), codec)
 
 
 def _diagonal_bits(

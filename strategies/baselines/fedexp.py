@@ -80,7 +80,10 @@ class FedExP(CurvatureStrategy):
         """Raise an error for names that the model does not have."""
         missing = [n for n in self.trained or () if n not in state.params]
         if missing:
-            raise ConfigurationError(f"trained names {missing}, which the model lacks")
+            raise ConfigurationError(
+                f"trained names {missing}, which the model lacks: pass names of its "
+                "parameters"
+            )
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Return one exchange, which asks the sampled clients to train."""

@@ -98,8 +98,8 @@ class FedPM(CurvatureStrategy):
         if mixture.averaged:
             logger.warning(
                 "averaging %s instead of mixing: the mean of the clients' second "
-                "moments has a negative eigenvalue, so a client sent other numbers",
-                mixture.averaged,
+                "moments cannot be inverted, so a client sent wrong ones",
+                ", ".join(mixture.averaged),
             )
         metrics: dict[str, int | float | list[float]] = {
             "mixing-norm": float(norm(mixture.correction)),

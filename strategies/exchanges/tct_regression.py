@@ -207,6 +207,6 @@ def _check_rate(lr: float, eigenvalues: Mapping[str, float]) -> None:
         check_lr(lr, max(eigenvalues.values()))
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"{', '.join(refused)}: {error} for all clients. Nothing is lost where "
-            "there is a checkpoint_dir: resume with that, or with lr=None"
+            f"{listed(refused)}: {error} for all clients. Nothing is lost where there "
+            "is a checkpoint_dir: resume with this lr, or with lr=None"
         ) from error

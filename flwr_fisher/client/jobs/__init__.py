@@ -81,8 +81,8 @@ def get_job(name: str, kind: str = "train") -> Job:
     if name == _SECURE:
         raise ConfigurationError(
             "the server requests secure sums, but this client has no mod for them: "
-            "pass make_client_app(client_fn, mods=[SecureSumsMod()]), from "
-            "flwr_fisher.secure"
+            "pass mods=[SecureSumsMod()], from flwr_fisher.secure, to make_client_app "
+            "or to the app's ClientApp"
         )
     _read(name, kind)
     check_known("job", name, sorted(_JOBS[kind]))

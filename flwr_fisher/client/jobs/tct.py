@@ -224,15 +224,16 @@ def _features(problem: LocalProblem, request: Request) -> ClientFeatures:
         raise ClientError(
             f"this client has {tangent.num_features} features with the digest "
             f"{tangent.digest[:12]}, for seed {tangent.seed} and head "
-            f"'{tangent.head}', but the server's have the digest {text[:12]}: build "
-            "the same model on both sides"
+            f"'{tangent.head}', but the other clients' have the digest {text[:12]}: "
+            "build the same model on every client"
         )
     if "weight" in sent and sent["weight"].shape != (
         wanted := (tangent.num_features, tangent.num_classes)
     ):
         raise ClientError(
             f"the server sent weights of shape {tuple(sent['weight'].shape)}, but this "
-            f"client has {wanted[0]} features and {wanted[1]} classes"
+            f"client has {wanted[0]} features and {wanted[1]} classes: build the same "
+            "model on every client"
         )
     return mine
 

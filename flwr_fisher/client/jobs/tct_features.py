@@ -251,8 +251,9 @@ class ClientFeatures:
         squared = 0 if n > MOST_EXAMPLES else 8 * n * (n + 1)
         wide = self.tangent.num_features * self.dtype.itemsize
         what = f"{self.tangent.num_features} features of {n} examples"
-        instead = "use TCT(num_features=...) with fewer, or TCT(regression="
-        instead += "Regression(feature_dtype='float16')), or "
+        instead = "use TCT(num_features=...) with fewer, or "
+        if self.dtype != torch.float16:
+            instead += "TCT(regression=Regression(feature_dtype='float16')), or "
         room = n * (wide + 8) + squared
         self._disk("0").check_room(room, what, instead)
 

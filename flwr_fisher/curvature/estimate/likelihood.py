@@ -324,7 +324,7 @@ def _same_shape(outputs: Tensor, labels: Tensor) -> Tensor:
     if labels.shape != outputs.shape:
         raise DataError(
             f"labels of shape {tuple(labels.shape)} do not fit outputs of shape "
-            f"{tuple(outputs.shape)}"
+            f"{tuple(outputs.shape)}: give a number for each output"
         )
     return labels.to(outputs.dtype)
 

@@ -113,7 +113,9 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, KroneckerLayer]]:
             elif module.padding_mode != "zeros" or isinstance(module.padding, str):
                 reason = "only zero padding given as numbers is right"
         if reason:
-            raise StructureError(f"layer '{name}' through nngeometry: {reason}")
+            raise StructureError(
+                f"layer '{name}' through nngeometry: {reason}. Leave engine out"
+            )
         layer = KroneckerLayer.of(name, module, bias=len(own) > 1)
         assert layer is not None
         seen.update(own)

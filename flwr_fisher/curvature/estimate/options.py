@@ -139,6 +139,7 @@ class FisherOptions:
             raise ConfigurationError(
                 f"weight_sharing='{self.weight_sharing}' is for 'kfac' and 'ekfac' by "
                 f"this library's own engine, not for {structures} by engine='{engine}'"
+                ": leave it out"
             )
         if self.max_passes is not None and not (own and self.expectation == "exact"):
             raise ConfigurationError(
