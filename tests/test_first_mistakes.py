@@ -40,7 +40,7 @@ from flwr_fisher.errors import (
     WireError,
 )
 from flwr_fisher.measures import MeasuredGrid, costs
-from flwr_fisher.merge import LocalPosterior, fedfisher
+from flwr_fisher.merge import LocalPosterior, fedfisher, regmean
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums
 from flwr_fisher.strategies import FAGH, GIANT, TCT, FedAvg, FedFisherOneShot
@@ -611,6 +611,26 @@ MISTAKES = {
         lambda: LocalPosterior(W, W, 1),
         ConfigurationError,
         "a Curvature",
+    ),
+    "a state with more than tensors": (
+        lambda: LocalPosterior({**W, "extra": {}}, Diagonal(W), 1),
+        ParamsError,
+        r"'extra' is no dense tensor, but dict: .* shared_state\(model\)",
+    ),
+    "a sparse parameter": (
+        lambda: LocalPosterior({"w": W["w"].to_sparse()}, Diagonal(W), 1),
+        ParamsError,
+        "'w' is no dense tensor, but torch.sparse_coo",
+    ),
+    "a generator of posteriors": (
+        lambda: fedfisher(LocalPosterior(W, Diagonal(W), 1) for _ in range(2)),
+        ConfigurationError,
+        "a merge takes a list of LocalPosterior, .* got generator",
+    ),
+    "pairs for posteriors": (
+        lambda: regmean([(W, Diagonal(W))]),
+        ConfigurationError,
+        "one for each client, got tuple: pass",
     ),
     "a batch for a loader": (
         lambda: fisher(nn.Linear(2, 2), torch.randn(3, 2)),

@@ -18,7 +18,7 @@ from flwr_fisher.merge.options import (
     merge_settings,
 )
 from flwr_fisher.merge.outliers import without_outliers
-from flwr_fisher.merge.posterior import LocalPosterior, fedavg
+from flwr_fisher.merge.posterior import LocalPosterior, check_is_sequence, fedavg
 from flwr_fisher.merge.solve import MergeResult, solve
 
 
@@ -199,6 +199,7 @@ def merge_posteriors(
 ) -> MergeResult:
     """Merge as :func:`fedfisher` does, with its options in one object."""
     check_score(score, settings.solver)
+    check_is_sequence(posteriors)
     if posteriors:
         settings = settings.of_model(posteriors[0].params)
     if device is not None:

@@ -64,6 +64,7 @@ class LocalPosterior:
                 f"{type(self.params).__name__} and {type(self.curvature).__name__}"
             )
         if not isinstance(self.params, DeferredParams):
+            _check_dense(self.params)
             detached = {name: value.detach() for name, value in self.params.items()}
             object.__setattr__(self, "params", detached)
         # PyTorch counts a tensor's changes in place, together with its views'.
@@ -97,6 +98,29 @@ class LocalPosterior:
                 )
 
 
+def _check_dense(params: Params) -> None:
+    for name, value in params.items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            what = getattr(value, "layout", type(value).__name__)
+            raise ParamsError(
+                f"'{name}' is no dense tensor, but {what}: a LocalPosterior is of the "
+                "tensors that shared_state(model) returns"
+            )
+
+
+def check_is_sequence(posteriors: Sequence[LocalPosterior]) -> None:
+    """Raise :class:`ConfigurationError` unless this is a sequence of posteriors."""
+    types = {type(posteriors).__name__}
+    if isinstance(posteriors, Sequence):
+        types = {type(each).__name__ for each in posteriors} - {"LocalPosterior"}
+    if types:
+        raise ConfigurationError(
+            "a merge takes a list of LocalPosterior, one for each client, got "
+            f"{', '.join(sorted(types))}: pass [LocalPosterior(params, curvature, "
+            "num_examples), ...]"
+        )
+
+
 def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
     """Raise :class:`ParamsError` unless they can be merged.
 
@@ -106,6 +130,7 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
     Deferred values are not checked here: those of an upload were checked when it was
     read.
     """
+    check_is_sequence(posteriors)
     if not posteriors:
         raise ParamsError("there is no posterior to merge: pass at least one")
     first = layout_of(posteriors[0].params)

@@ -277,8 +277,7 @@ class Forms:
         taken |= {p for layer in direct.values() for p in layer.names.values()}
         taken |= {p for (one, _) in tied.values() for p in one.names.values()}
         others = [name for name in trainable_names(model) if name not in taken]
-        alike = [name for name in others if name not in without]
-        shared = shared_parameters(trial, alike)
+        shared = shared_parameters(trial, [n for n in others if n not in without])
         used = [*calls, *(name for names in tied for name in names)]
         seen = {name: trial.calls[name].inputs for name in used}
         seen |= {name: each.copies(1) for name, each in shared.items()}

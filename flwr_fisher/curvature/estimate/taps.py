@@ -1,4 +1,7 @@
-"""A record of the layers' calls in one forward pass: their inputs and outputs."""
+"""A record of the layers' calls in one forward pass: their inputs and outputs.
+
+Long: beside the record is what makes each layer's call visible to it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
