@@ -38,15 +38,19 @@ def default_device() -> torch.device:
 
 @contextmanager
 def defaults_kept() -> Iterator[None]:
-    """Restore torch's default dtype and device, and its grad mode, after a block.
+    """Restore torch's default dtype and device, grad mode and autocast after a block.
 
     A client's process does other clients' work afterwards.
     """
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     grad = torch.is_grad_enabled()
+    kinds = {"cpu", found.type if (found := accelerator()) else "cpu"}
+    autocast = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
     try:
         yield
     finally:
+        for kind, enabled in autocast.items():
+            torch.set_autocast_enabled(kind, enabled)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
         if torch.get_default_device() != device:

@@ -261,16 +261,22 @@ def other_defaults(model):
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
     torch.set_grad_enabled(False)
+    torch.set_autocast_enabled("cpu", True)
 
 
 def defaults():
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     has_mode = torch.overrides.has_torch_function((torch.ones(()),))
-    return dtype, device, torch.is_grad_enabled(), has_mode
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), has_mode
+    return dtype, device, *modes
 
 
 def twice(module, inputs, outputs):
     return 2 * outputs
+
+
+def first(model):
+    return model[0].weight
 
 
 def hooked(model):
@@ -287,6 +293,10 @@ CHANGES = {
     "frozen parameters": lambda model: model[-1].requires_grad_(False),
     "a hook": lambda model: model[0].register_forward_hook(twice),
     "a hook and its handle": hooked,
+    "a hook on gradients": lambda model: first(model).register_hook(torch.zeros_like),
+    "steps in backward": lambda model: first(model).register_post_accumulate_grad_hook(
+        lambda parameter: parameter.data.zero_()
+    ),
     "inference tensors": swapped,
     "torch's defaults": other_defaults,
     "eval mode": lambda model: model.eval(),

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from virtual import ask, metrics_of, same_bits, tiny_client, tiny_data, tiny_model
 
-from flwr_fisher.client import FisherClient, LocalSGD, Request
+from flwr_fisher.client import FisherClient, LocalSGD, Request, trial
 from flwr_fisher.client.jobs import train
 from flwr_fisher.client.trial import on_few_examples, upload_summary
 from flwr_fisher.curvature import STRUCTURES, Likelihood, fisher
@@ -732,3 +732,14 @@ def test_tct_looks_at_labels_in_its_first_stage():
     client = FisherClient(tiny_model(), loader, device="cpu", train_fn=never)
     with pytest.raises(FlwrFisherError, match="labels must be one class for"):
         ask(client, config=config)
+
+
+def test_a_batch_that_no_process_can_send_is_told_at_once():
+    """A worker's thread would print it, and the reader wait for a minute."""
+
+    class Local:
+        """No other process finds this class."""
+
+    assert trial._Sent(list)([1, 2]) == [1, 2]
+    with pytest.raises(Exception, match="Local"):
+        trial._Sent(lambda rows: Local())([1, 2])

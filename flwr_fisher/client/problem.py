@@ -316,6 +316,10 @@ class LocalProblem:
                 returned = loop(self.model, loader, self.device, config, **options)
         finally:
             restore(hooks)
+            known = {id(held) for held, _ in hooks}
+            for held in hooks_of(self.model):  # a parameter's first hook makes a dict
+                if id(held) not in known:
+                    held.clear()
             for module, (training, before) in modules.items():
                 module.training = training
                 _restore_attributes(vars(module), before)

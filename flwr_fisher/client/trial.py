@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from textwrap import wrap
 from typing import Any, TypeVar
 
@@ -171,11 +172,29 @@ def _batch(problem: LocalProblem, count: int | None) -> Batch:
     return problem.train_batches.read(batch, problem.model)[:count]
 
 
+class _Sent:
+    """A collate function that fails at once where a process cannot send its batch.
+
+    The worker's own thread would print an error, and its reader would wait in vain.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self.collate(rows)
+        ForkingPickler.dumps(batch)
+        return batch
+
+
 def _read(loader: DataLoader[Any], positions: Any) -> Any:
     """Return a loader's batch of some positions, read by a worker process."""
     own = loader.num_workers > 0
-    if own or _is_plain(loader):
-        few = with_positions(loader, [positions], num_workers=int(own))
+    if _is_plain(loader) and not own:
+        few = with_positions(loader, [positions])
+    elif own:
+        collate = _Sent(loader.collate_fn)
+        few = with_positions(loader, [positions], num_workers=1, collate_fn=collate)
     elif sys.platform != "linux":
         raise _UntriedError(
             "the data set's own code would run here once more; with "
@@ -186,6 +205,7 @@ def _read(loader: DataLoader[Any], positions: Any) -> Any:
             loader,
             [positions],
             num_workers=1,
+            collate_fn=_Sent(loader.collate_fn),
             multiprocessing_context="fork",
             timeout=_SECONDS,
         )

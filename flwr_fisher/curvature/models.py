@@ -351,10 +351,13 @@ def _same(tensor: Tensor, value: Tensor) -> bool:
 
 
 def hooks_of(model: nn.Module) -> list[dict[Any, Any]]:
-    """Return the dicts in which a model's modules keep their hooks."""
+    """Return the dicts in which a model's modules and parameters keep their hooks."""
     own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     held = [item for module in own for item in vars(module).items()]
-    return [v for k, v in held if k.endswith("_hooks") and isinstance(v, dict)]
+    of_modules = [v for k, v in held if k.endswith("_hooks") and isinstance(v, dict)]
+    names = "_backward_hooks", "_post_accumulate_grad_hooks"
+    found = (getattr(p, name, None) for p in model.parameters() for name in names)
+    return of_modules + [each for each in found if isinstance(each, dict)]
 
 
 def _gradient_hooks(model: nn.Module) -> list[dict[Any, Any]]:
