@@ -659,7 +659,7 @@ def test_a_client_whose_features_are_others_is_refused_by_name(change, caplog):
     left = left_out(caplog)
     assert all("left out partition-1: node" in m for m in left)
     assert "'tct/': has other features (p, seed, head, network)" in left[0]
-    assert "build the same model on both sides" in caplog.text
+    assert "build the same model on every client" in caplog.text
 
 
 NAN = float("nan")
