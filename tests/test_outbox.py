@@ -34,7 +34,7 @@ from flwr_fisher.client import (
 )
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.outbox import Outbox
-from flwr_fisher.curvature.batches import LoaderState
+from flwr_fisher.curvature.loader_state import LoaderState
 from flwr_fisher.errors import ClientError
 from flwr_fisher.wire import tensors_to_arrays
 

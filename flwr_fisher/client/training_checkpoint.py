@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from flwr_fisher.client.disk import ClientDisk
-from flwr_fisher.curvature.batches import LoaderState
+from flwr_fisher.curvature.batches import unwrapped
+from flwr_fisher.curvature.loader_state import LoaderState
 from flwr_fisher.errors import ClientError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import generator_states, set_generator_states
@@ -136,7 +137,7 @@ class KeptTraining:
     ) -> None:
         self.checkpoint = checkpoint
         self.parts = {n: p for n, p in parts.items() if hasattr(p, "load_state_dict")}
-        self.loader = LoaderState(loader)
+        self.loader = LoaderState(unwrapped(loader))
 
     def load(self) -> tuple[int, int, float]:
         """Restore all; return the last epoch and step, and the epoch's mean loss."""

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,15 +23,10 @@ from torch.utils.data import (
 )
 
 from flwr_fisher.curvature.batch import Batch, BatchFn, OutputFn, form_of, read
+from flwr_fisher.curvature.loader_state import loader_kept
 from flwr_fisher.errors import DataError
 from flwr_fisher.progress import advance
-from flwr_fisher.randomness import (
-    GENERATORS,
-    random_stream,
-    seeded,
-    set_state_of,
-    state_of,
-)
+from flwr_fisher.randomness import random_stream, seeded
 
 # Of loaders that are no Pairs, while a client's loop runs: see `default_reading`.
 _defaults: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
@@ -41,10 +36,6 @@ _first_batch_checks: ContextVar[list[Callable[[Batch], object]]] = ContextVar(
     "first_batch_checks"
 )
 
-# Attributes of a loader, and of its parts, that are read with it.
-_SAMPLERS = ("sampler", "batch_sampler")
-_DATA = ("dataset", "datasets", "loader", "transform", "target_transform", "transforms")
-_LISTS = ("datasets", "transforms")
 # Modules of iterators that cannot be read again.
 _READ_ONCE = ("builtins", "itertools", "torch.utils.data.dataloader")
 
@@ -247,110 +238,6 @@ def check_can_be_read_again(loader: Iterable[Any], reader: str) -> None:
             f"{reader}, but it is a {type(unwrapped(loader)).__name__}, which can be "
             "read only once: pass a DataLoader, or a list of batches"
         )
-
-
-@contextmanager
-def loader_kept(loader: Iterable[Any]) -> Iterator[None]:
-    """Leave a loader that is read in a ``with`` block as it was: :class:`LoaderState`.
-
-    An iterator of persistent workers, which a user's own loop has begun, goes on
-    afterwards: a new one would begin it anew.
-    """
-    state = LoaderState(loader)
-    begun = [(own, it) for own in state.parts if _is_begun(it := own.get("_iterator"))]
-    for own, _ in begun:
-        own["_iterator"] = None
-    try:
-        yield
-    finally:
-        state.restore()
-        for own, iterator in begun:
-            own["_iterator"] = iterator
-
-
-class LoaderState:
-    """What reading changes in a loader: states of generators, and numbers.
-
-    The generators are those of the loader, of its samplers, and of its data sets and
-    their transforms. The numbers are a sampler's, such as an epoch that it counts.
-
-    Parameters
-    ----------
-    loader : Iterable
-        A loader of any kind.
-    """
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.parts, self._counting = _parts(loader)
-        held = (value for own in self.parts for value in own.values())
-        self._generators = [each for each in held if isinstance(each, GENERATORS)]
-        self._states = list(map(state_of, self._generators))
-        self._names = list(map(set, self._counting))
-        self._numbers = list(map(_numbers, self._counting))
-
-    def restore(self) -> None:
-        """Give the loader what it had when this was made."""
-        self._put_back(self._states, self._numbers)
-        for own, names in zip(self._counting, self._names, strict=True):
-            for name in _numbers(own).keys() - names:
-                del own[name]  # the class's own number holds again
-
-    def changes(self) -> dict[str, Any]:
-        """Return what has changed since, for the same loader in another process."""
-        numbers = [
-            {k: v for k, v in _numbers(own).items() if before.get(k) != v}
-            for own, before in zip(self._counting, self._numbers, strict=True)
-        ]
-        return {"generators": list(map(state_of, self._generators)), "numbers": numbers}
-
-    def apply(self, changes: Mapping[str, Any]) -> None:
-        """Make the changes that :meth:`changes` returned for a loader of this kind.
-
-        Raises
-        ------
-        ValueError
-            If it was of another kind.
-        """
-        self._put_back(changes["generators"], changes["numbers"])
-
-    def _put_back(
-        self, states: Sequence[Any], numbers: Sequence[Mapping[str, Any]]
-    ) -> None:
-        pairs = list(zip(self._generators, states, strict=True))
-        for own, values in zip(self._counting, numbers, strict=True):
-            own.update(values)
-        for generator, state in pairs:
-            set_state_of(generator, state)
-
-
-def _parts(loader: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the attributes of a loader and its parts, and of those that may count."""
-    parts, counting = dict[int, Any](), list[Any]()
-    waiting: list[tuple[str, Any]] = [("sampler", unwrapped(loader))]
-    while waiting:
-        kind, part = waiting.pop()
-        own = getattr(part, "__dict__", None)
-        if not isinstance(own, dict) or id(part) in parts:
-            continue
-        parts[id(part)] = own
-        counting += [own] if kind in _SAMPLERS else []
-        waiting += [(name, own.get(name)) for name in (*_SAMPLERS, *_DATA)]
-        lists = [x for name in _LISTS if isinstance(x := own.get(name), (list, tuple))]
-        waiting += [("dataset", each) for each in chain.from_iterable(lists)]
-    return [*parts.values()], counting
-
-
-def _numbers(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object's numbers; none if it holds an iterator, which has gone on."""
-    if any(isinstance(value, Iterator) for value in own.values()):
-        return {}
-    return {k: v for k, v in own.items() if isinstance(v, (int, float))}
-
-
-def _is_begun(iterator: Any) -> bool:
-    """Return whether a loader's workers have given some of their batches, not all."""
-    names = "_num_yielded", "_tasks_outstanding"
-    return all(getattr(iterator, name, 0) for name in names)
 
 
 def count_of(loader: Any) -> int | None:

@@ -15,7 +15,8 @@ from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
 from flwr_fisher.curvature.batch import Batch
-from flwr_fisher.curvature.batches import length_of, loader_kept
+from flwr_fisher.curvature.batches import length_of, unwrapped
+from flwr_fisher.curvature.loader_state import loader_kept
 from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import check_known, check_range
 from flwr_fisher.merge import LocalPosterior
@@ -115,7 +116,7 @@ class FedFishJob(TrainingJob):
         """Return the Fisher as a sum, to a power and balanced, as requested."""
         if self.reduction == "sum" and self.balance < 1:  # balancing removes any factor
             if (count := length_of(batches)) is None:
-                with loader_kept(batches):
+                with loader_kept(unwrapped(batches)):
                     count = sum(1 for _ in batches)
             curvature = curvature.scaled(count)
         if self.power != 1:
