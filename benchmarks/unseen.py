@@ -57,8 +57,7 @@ SEEN = ("segment", "satimage", "optdigits", "vowel", "vehicle", "marketing")
 SEEDS, OTHER_SEEDS = sized((range(5), range(100, 106)), (range(2), range(100, 102)))
 FRESH = 20  # added to an image split's seed: 0 to 9 and 100 up were in use
 NETWORKS = {"mnist": "lenet", "cifar10": "cnn"}
-ALPHA, CLIENTS = 0.1, 5
-EPOCHS = {True: sized(10, 1), False: sized(20, 1)}  # of images, and others
+ALPHA, CLIENTS, EPOCHS, IMAGE_EPOCHS = 0.1, 5, *sized((20, 10), (1, 1))
 OURS = "FedFisher K-FAC (default)"
 INPUTS = "the same without the outputs' factors (`damping=1`)"
 Scores = dict[str, float]  # in per cent, by method
@@ -120,7 +119,8 @@ def trained(name: str, seed: int, data_dir: Path) -> Trained:
         model.load_state_dict(start)
         torch.manual_seed(1000 * seed + client)
         data = TensorDataset(*own)
-        train = LocalSGD(epochs=EPOCHS[name in NETWORKS], lr=0.01, momentum=0.9)
+        epochs = IMAGE_EPOCHS if name in NETWORKS else EPOCHS
+        train = LocalSGD(epochs=epochs, lr=0.01, momentum=0.9)
         loader = DataLoader(data, batch_size(name, len(data)), shuffle=True)
         train(model, loader, torch.device("cpu"), {})
         params = {key: value.clone() for key, value in shared_state(model).items()}

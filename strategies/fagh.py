@@ -114,7 +114,10 @@ class FAGH(CurvatureStrategy):
         fagh_step({}, {}, {}, 0.0, None, t=1, **self._numbers())
 
     def may_skip(self, server_round: int) -> bool:
-        """Return whether a run can skip a round: momentum's first has the direction."""
+        """Return whether a run can skip a round.
+
+        With the probe ``"momentum"``, later rounds need the direction of round 1.
+        """
         return self.probe != "momentum" or server_round > 1
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:

@@ -1,4 +1,4 @@
-"""Leave a loader as it was: what reading it changes, in it and in its parts."""
+"""The state of a loader: it is kept while the library reads the loader."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ _LISTS = ("datasets", "transforms")
 
 @contextmanager
 def loader_kept(loader: Iterable[Any]) -> Iterator[None]:
-    """Leave a loader that is read in a ``with`` block as it was: :class:`LoaderState`.
+    """Restore a loader's :class:`LoaderState` after a ``with`` block that reads it.
 
     An iterator of persistent workers, which a user's own loop has begun, goes on
     afterwards: a new one would begin it anew.
@@ -33,7 +33,7 @@ def loader_kept(loader: Iterable[Any]) -> Iterator[None]:
 
 
 class LoaderState:
-    """What reading changes in a loader: states of generators, and numbers.
+    """The state of a loader that reading changes: its generators and counters.
 
     The generators are those of the loader, of its samplers, and of its data sets and
     their transforms. The numbers are a sampler's, such as an epoch that it counts.
@@ -53,14 +53,14 @@ class LoaderState:
         self._numbers = list(map(_numbers, self._counting))
 
     def restore(self) -> None:
-        """Give the loader what it had when this was made."""
+        """Give the loader the state that it had when this object was made."""
         self._put_back(self._states, self._numbers)
         for own, names in zip(self._counting, self._names, strict=True):
             for name in _numbers(own).keys() - names:
                 del own[name]  # the class's own number holds again
 
     def changes(self) -> dict[str, Any]:
-        """Return what has changed since, for the same loader in another process."""
+        """Return what has changed since then, to be saved for another process."""
         numbers = [
             {k: v for k, v in _numbers(own).items() if before.get(k) != v}
             for own, before in zip(self._counting, self._numbers, strict=True)

@@ -138,7 +138,10 @@ class _OwnFunctions:
         self._cells: dict[int, CellType] = {}
 
     def own(self, value: Any) -> Any:
-        """Return a function whose closure has copies; other values are the same."""
+        """Return a copy of a function if its closure holds copied objects.
+
+        Return any other value as it is.
+        """
         if not (isinstance(value, FunctionType) and value.__closure__):
             return value
         cells = tuple(map(self._own_cell, value.__closure__))

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def curve(mode: str, step: float, seed: int, rounds: int, data_dir: Path) -> Any
 
 def _curve(training: bool, step: float, seed: int, rounds: int, data_dir: Path) -> Any:
     # Those of a run that diverges are 0 from there on.
-    here = _world(seed, data_dir)
+    here = world(CNN.name, CNN.splits[0], seed, data_dir)
     model = here.make_model()
     moments: FaghMoments | None = None
     draw, found = random.Random(seed), []
@@ -67,11 +66,6 @@ def _curve(training: bool, step: float, seed: int, rounds: int, data_dir: Path) 
         model.load_state_dict(dict(taken.params), strict=False)
         found.append(100 * scores(model, shared_state(model), here.held)["accuracy"])
     return found + [0.0] * (rounds - len(found))
-
-
-@lru_cache(maxsize=1)
-def _world(seed: int, data_dir: Path) -> Any:
-    return world(CNN.name, CNN.splits[0], seed, data_dir)
 
 
 def _means(

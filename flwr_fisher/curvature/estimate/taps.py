@@ -178,7 +178,7 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 
 
 class UnlikeCallsError(StructureError):
-    """In a later batch, layers are called in another way than in the first.
+    """A later batch calls some layers in another way than the first batch did.
 
     Parameters
     ----------
@@ -289,7 +289,9 @@ def tapped_once(
     *,
     spread: bool,
 ) -> tuple[Tensor, dict[str, Tap]]:
-    """Run the model as :func:`tapped_forward`; return each layer's only call.
+    """Run the model; return its outputs, and the one call of each layer.
+
+    As :func:`tapped_forward`, for layers that are called once.
 
     Raises
     ------
