@@ -64,22 +64,29 @@ class FAGH(CurvatureStrategy):
         has twice FedAvg's bytes. ``none``: H = 0, so that steps are along
         :math:`G / \rho`, with momentum alone; for comparison. An upload is half as
         large.
+    train_mode : bool, default False
+        Let clients differentiate the model in train mode: with dropout, and each batch
+        normalised by its own statistics, as their loaders make batches. Use it for
+        networks with batch norms that are not trained yet. The new model's statistics
+        are then measured after each step (``norm_statistics="refresh"``, which costs
+        one forward pass).
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 
     Raises
     ------
     ConfigurationError
-        If an argument is out of range, before any client computes; or if a strategy
-        with the momentum probe begins at a later round and lacks the last step's
-        direction.
+        If an argument is out of range, before any client computes; if `train_mode` is
+        given another ``norm_statistics`` than ``refresh``; or if a strategy with the
+        momentum probe begins at a later round and lacks the last step's direction.
 
     Notes
     -----
     Clients differentiate ``FisherClient``'s `loss_fn`, and are weighted by their
     examples. If the rate is too large, ``train_loss`` grows, and in the end clients'
-    gradients are NaN: lower `lr`, or raise `rho`. Buffers stay as they are: models are
-    evaluated in eval mode, with their batch norms' running statistics.
+    gradients are NaN: lower `lr`, or raise `rho`. By default models are differentiated
+    in eval mode, with their batch norms' running statistics, and buffers stay as they
+    are.
     ``CurvatureResult.details`` is the last step's direction, by parameter. A round's
     metrics have ``gradient-norm`` of the mean gradient, ``curvature``
     (:math:`u^\top V`), ``fell-back`` (1 if this round's step was along
@@ -93,7 +100,7 @@ class FAGH(CurvatureStrategy):
         result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=100)
     """
 
-    moves_norms = False  # clients differentiate in eval mode
+    moves_norms = False  # by the steps of clients
 
     def __init__(
         self,
@@ -102,13 +109,22 @@ class FAGH(CurvatureStrategy):
         rho: float = 0.1,
         betas: tuple[float, float] | None = None,
         probe: str = "first",
+        train_mode: bool = False,
         **kwargs: Any,
     ) -> None:
+        if train_mode:
+            kwargs.setdefault("norm_statistics", "refresh")
         super().__init__(**kwargs)
         check_known("probe", probe, _PROBES)
+        if train_mode and self.norm_statistics != "refresh":
+            raise ConfigurationError(
+                "train_mode=True needs norm_statistics='refresh', its default: clients "
+                "have no statistics of the model after a step that could be averaged"
+            )
         default = (0.9, 0.0 if probe == "momentum" else 0.99)
         self.betas = default if betas is None else betas
         self.lr, self.rho, self.probe = lr, rho, probe
+        self.train_mode = train_mode
         self._probe_seed = derive_seed(self.seed, "probe")  # clients use the same
         # a step by zero, for its checks
         fagh_step({}, {}, {}, 0.0, None, t=1, **self._numbers())
@@ -123,14 +139,18 @@ class FAGH(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Return one exchange: for gradients, and Hessian products with the probe."""
         mean = Summation[Additive]()
+        mode = {"train-mode": self.train_mode}
         if self.probe == "none":
             read = Additive.reader("gradient")
-            return [Exchange({"job": "gradient"}, read, self._step, additive=mean)]
+            return [
+                Exchange({"job": "gradient", **mode}, read, self._step, additive=mean)
+            ]
         moves = self.probe == "momentum" and server_round > 1
         config: dict[str, str | int] = {
             "job": "probe",
             "probe": "random" if self.probe == "momentum" and not moves else self.probe,
             "probe-seed": self._probe_seed,
+            **mode,
         }
         if moves:
             return [Exchange(config, _read, self._step, send=_send, additive=mean)]
@@ -179,7 +199,8 @@ class FAGH(CurvatureStrategy):
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
-        return self._numbers() | {"betas": list(self.betas), "probe": self.probe}
+        own = {"betas": list(self.betas), "probe": self.probe}
+        return self._numbers() | own | {"train_mode": self.train_mode}
 
 
 def _read(record: ArrayRecord, like: Params) -> Additive:

@@ -210,6 +210,68 @@ def flat_of(model):
     return flat(trained(model))
 
 
+NORMS = {  # second derivatives by reverse mode, and by forward mode
+    "linear": (nn.Linear, nn.BatchNorm1d, VECTORS),
+    "convolution": (partial(nn.Conv2d, kernel_size=3), nn.BatchNorm2d, IMAGES),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_train_mode_normalises_by_batches_and_leaves_frozen_norms(name):
+    layer, norm, inputs = NORMS[name]
+
+    def make():
+        body = nn.Sequential(layer(inputs.shape[1], 5), norm(5), nn.Tanh(), norm(5))
+        return headed(body, inputs.shape[1:])
+
+    model, x = doubled(seeded(make), inputs)
+    model[0][3].requires_grad_(False)
+    y, u = labels_for(x), randn(7, len(flat_of(model)), dtype=torch.float64)
+    twin = copy.deepcopy(model).train()
+    twin[0][3].eval()
+    leaves, batches = [*trained_of(twin).values()], in_batches(x, y, len(x) - 2)
+    loss = sum(len(b) / len(y) * F.cross_entropy(twin(a), b) for a, b in batches)
+    slope = flat_of_all(torch.autograd.grad(loss, leaves, create_graph=True))
+    want = flat_of_all(torch.autograd.grad(slope @ u, leaves))
+    before = copy.deepcopy(model.state_dict())
+    given = {"train_mode": True, "loss_fn": F.cross_entropy}
+    g, product, value = gradient_and_hvp(
+        model, batches, cut(u, trained(model)), **given
+    )
+    alone, same = gradient(model, batches, **given)
+    assert max(relative(flat(each), slope.detach()) for each in (g, alone)) <= EXACT
+    assert relative(flat(product), want) <= EXACT
+    assert value == same == pytest.approx(loss.item())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert relative(flat(gradient(model, batches)[0]), slope.detach()) > 0.1
+    with pytest.raises(DataError, match=r"has one example.*drop_last=True"):
+        gradient(model, in_batches(x, y, len(x) - 1), **given)
+
+
+def trained_of(model):
+    return {k: p for k, p in model.named_parameters() if p.requires_grad}
+
+
+def flat_of_all(tensors):
+    return torch.cat([each.flatten() for each in tensors])
+
+
+def test_train_mode_draws_one_dropout_for_both_derivatives():
+    model, x = nn.Sequential(nn.Dropout(0.5), nn.Linear(60, 3)).eval(), randn(3, 1, 60)
+    state = torch.get_rng_state()
+    g, product, _ = gradient_and_hvp(
+        model,
+        [(x, torch.tensor([1]))],
+        cut(randn(4, 183), trained(model)),
+        train_mode=True,
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model.training
+    dropped = g["1.weight"][0] == 0
+    assert 15 < dropped.sum() < 45
+    assert torch.equal(product["1.weight"][0] == 0, dropped)
+
+
 def weight_norm(layer, dim=0):
     return nn.utils.parametrizations.weight_norm(layer, dim=dim)
 

@@ -1,6 +1,7 @@
 """FAGH as a strategy: against dense Hessians, and what could go wrong with a row."""
 
 import re
+from itertools import chain
 
 import pytest
 import torch
@@ -18,13 +19,17 @@ from virtual import (
     start,
     tiny_arrays,
     tiny_client,
+    tiny_model,
 )
 
 from flwr_fisher.client import FisherClient, make_client_app
+from flwr_fisher.curvature import gradient_and_hvp
 from flwr_fisher.curvature.random_probe import random_probe
 from flwr_fisher.errors import ClientError, ConfigurationError, UnknownNameError
-from flwr_fisher.params import norm, shared_state
+from flwr_fisher.merge import refresh_norms
+from flwr_fisher.params import norm, shared_state, weighted_mean
 from flwr_fisher.randomness import derive_seed
+from flwr_fisher.rounds import fagh_step
 from flwr_fisher.strategies import FAGH
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import SERVER, arrays_to_tensors
@@ -245,6 +250,40 @@ def test_nothing_to_descend_is_no_error():
     assert close(result.arrays, start, 0)
     assert result.train_metrics_clientapp[3]["fallbacks"] == 3
     assert result.train_metrics_clientapp[3]["gradient-norm"] == 0
+
+
+# In train mode
+
+
+@pytest.mark.parametrize("probe", ["first", "none"])
+def test_train_mode_steps_by_the_batches_statistics_and_measures_the_models(probe):
+    strategy = fagh(probe=probe, train_mode=True)
+    got = arrays_to_tensors(start(strategy).arrays)
+    sizes, slopes, rows = [], [], []
+    for partition in range(3):
+        problem = tiny_client(partition).problem
+        found = gradient_and_hvp(problem.model, problem.trainloader, train_mode=True)
+        slopes.append(found[0])
+        rows.append({k: v * (probe == "first") for k, v in found[1].items()})
+        sizes.append(float(len(problem.trainloader.dataset)))
+    slope, row = (weighted_mean(each, sizes) for each in (slopes, rows))
+    before = arrays_to_tensors(tiny_arrays())
+    first = flat(row)[0]
+    want = fagh_step(before, slope, row, first, None, t=1, lr=0.3, rho=0.5).params
+    trained = {k: v for k, v in want.items() if k in slope}
+    assert relative(flat({k: got[k] for k in trained}), flat(trained)) < 1e-5
+    model = tiny_model()
+    model.load_state_dict(got)
+    refresh_norms(model, chain(*(tiny_client(p).problem.trainloader for p in range(3))))
+    for name in ("1.running_mean", "1.running_var"):
+        measured = model.get_buffer(name)
+        assert relative(got[name], measured) < 1e-5
+        assert relative(before[name], measured) > 0.1
+
+
+def test_train_mode_has_no_statistics_to_average():
+    with pytest.raises(ConfigurationError, match="needs norm_statistics='refresh'"):
+        FAGH(train_mode=True, norm_statistics="average")
 
 
 # Arguments, and a server that asks for what cannot be

@@ -33,7 +33,7 @@ from flwr_fisher.curvature.losses import (
     cross_entropy,
     loss_of,
 )
-from flwr_fisher.curvature.models import copied, evaluating
+from flwr_fisher.curvature.models import TOO_FEW, copied, evaluating
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
@@ -44,7 +44,6 @@ from flwr_fisher.errors import (
     check_whole,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.merge.refresh import TOO_FEW
 from flwr_fisher.params import all_finite, trainable
 from flwr_fisher.progress import Progress, watching
 

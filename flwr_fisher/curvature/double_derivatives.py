@@ -26,7 +26,7 @@ class DoubleDerivatives:
     Parameters
     ----------
     model : nn.Module
-        The model; it must be in eval mode for each call.
+        The model, in the mode in which it is evaluated.
     parameters : Mapping[str, Tensor]
         The parameters with respect to which the loss is differentiated.
     loss_fn : Callable[[Tensor, Tensor], Tensor]

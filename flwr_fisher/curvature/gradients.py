@@ -1,6 +1,7 @@
 """The exact gradient of a mean loss, summed over all examples of a loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from flwr_fisher.curvature.batch import Batch, Inputs
 from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.losses import Loss, MeanLoss
 from flwr_fisher.curvature.models import (
+    TOO_FEW,
     check_examples_are_independent,
     check_examples_do_not_mix,
     device_of,
     evaluating,
+    into_train_mode,
 )
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import DataError, StructureError, check_whole
@@ -34,15 +37,17 @@ def gradient(
     loss_fn: Loss = F.cross_entropy,
     device: torch.device | str | None = None,
     max_batch_size: int | None = None,
+    train_mode: bool = False,
 ) -> tuple[dict[str, Tensor], float]:
     r"""Compute the gradient of the mean loss over all labels of a loader.
 
     .. math:: g = \nabla_\theta \frac1n \sum_j \ell(f_\theta(x_j), y_j)
 
-    The model is evaluated in eval mode: without dropout, and with batch norm's running
-    statistics. It is left as it was, also its ``.grad`` and the statistics. So the
-    result is deterministic. Because the loss is then a sum over examples, the result
-    does not depend on how they are batched.
+    By default the model is evaluated in eval mode: without dropout, and with batch
+    norm's running statistics. So the result is deterministic. Because the loss is then
+    a sum over examples, the result does not depend on how they are batched. In any mode
+    the model is left as it was, also its ``.grad`` and the statistics, and so are the
+    generators of random numbers.
 
     Parameters
     ----------
@@ -59,6 +64,12 @@ def gradient(
         The model's device; by default that of its first trainable parameter.
     max_batch_size : int, optional
         A larger batch is computed in parts of at most this many examples.
+    train_mode : bool, default False
+        Evaluate the model in train mode, as a training does: with dropout, whose masks
+        are drawn from torch's generator, and each batch normalised by its own
+        statistics. The result is then the mean, weighted by labels, of the batches'
+        gradients, and depends on how examples are batched. Frozen batch norms (with
+        parameters, none of them trained) stay in eval mode.
 
     Returns
     -------
@@ -74,12 +85,13 @@ def gradient(
         If the model has no trainable parameter or is on another device,
         `max_batch_size` is below 1, or `loss_fn` returns no scalar.
     DataError
-        If the loader yields no examples, something else than batches, or no labels.
+        If the loader yields no examples, something else than batches, or no labels; in
+        train mode also if a batch norm gets a batch of one example.
     StructureError
-        If `loss_fn` is not a mean over labels, an example's loss depends on the other
-        examples of its batch (by a batch norm without running statistics, or by
-        ``x.mean(0)``), the model returns one number, or the loss depends on no
-        trainable parameter.
+        If `loss_fn` is not a mean over labels, the model returns one number, the loss
+        depends on no trainable parameter, or, in eval mode, an example's loss depends
+        on the other examples of its batch (by a batch norm without running statistics,
+        or by ``x.mean(0)``).
 
     Examples
     --------
@@ -89,7 +101,7 @@ def gradient(
     >>> gradient(model, batches, loss_fn=F.mse_loss)
     ({'weight': tensor([[4.]])}, 4.0)
     """
-    parameters = checked_parameters(model, device, max_batch_size)
+    parameters = checked_parameters(model, device, max_batch_size, train_mode)
     leaves, mean_loss = list(parameters.values()), MeanLoss(loss_fn)
 
     def derivatives(x: Inputs, y: Any) -> Derivatives:
@@ -97,20 +109,23 @@ def gradient(
         return loss, torch.autograd.grad(loss, leaves, allow_unused=True)
 
     (mean,), loss = mean_derivatives(
-        model, parameters, loader, derivatives, max_batch_size
+        model, parameters, loader, derivatives, max_batch_size, train_mode
     )
     mean_loss.check()
     return mean, loss
 
 
 def checked_parameters(
-    model: nn.Module, device: torch.device | str | None, max_batch_size: int | None
+    model: nn.Module,
+    device: torch.device | str | None,
+    max_batch_size: int | None,
+    train_mode: bool,
 ) -> dict[str, nn.Parameter]:
     """Check the arguments, and return the trainable parameters.
 
     Parameters
     ----------
-    model, device, max_batch_size
+    model, device, max_batch_size, train_mode
         As for :func:`gradient`.
 
     Raises
@@ -121,7 +136,8 @@ def checked_parameters(
     device_of(model, device)
     if max_batch_size is not None:
         check_whole("max_batch_size", max_batch_size, 1)
-    check_examples_are_independent(model, "the mean loss is no sum over examples")
+    if not train_mode:
+        check_examples_are_independent(model, "the mean loss is no sum over examples")
     return trainable(model)
 
 
@@ -131,16 +147,17 @@ def mean_derivatives(
     loader: Iterable[Any],
     derivatives: Callable[[Inputs, Any], Derivatives],
     max_batch_size: int | None,
+    train_mode: bool,
 ) -> tuple[list[dict[str, Tensor]], float]:
     """Return the means over all examples of a loss's derivatives and of the loss.
 
     Parameters
     ----------
     model : nn.Module
-        The model; it is in eval mode meanwhile.
+        The model; meanwhile it is in eval mode, or in train mode.
     parameters : Mapping[str, Tensor]
         From :func:`checked_parameters`.
-    loader, max_batch_size
+    loader, max_batch_size, train_mode
         As for :func:`gradient`.
     derivatives : Callable[[Inputs, Any], Derivatives]
         Called with the inputs and labels of a batch, or of a part of a batch.
@@ -153,13 +170,15 @@ def mean_derivatives(
     device = next(iter(parameters.values())).device
     sums: list[Sums] = []
     count, losses = 0, list[Tensor]()
-    with evaluating(model):
+    with evaluating(model), _refusals_of_norms():
+        if train_mode:
+            into_train_mode(model)
         batches = batches_of(loader, model, device, labelled=True)
         for batch in _parts(batches, max_batch_size):
             if not (labels := batch.num_labels):
                 continue
             if not count:
-                _check_first(model, batch.inputs[:_FEW])
+                _check_first(model, batch.inputs[:_FEW], may_mix=train_mode)
             loss, *means = derivatives(batch.inputs, batch.labels)
             sums = sums or [Sums(parameters) for _ in means]
             for each, mean in zip(sums, means, strict=True):
@@ -173,7 +192,21 @@ def mean_derivatives(
     return [each.mean(count) for each in sums], float(torch.stack(losses).sum()) / count
 
 
-def _check_first(model: nn.Module, few: Inputs) -> None:
+@contextmanager
+def _refusals_of_norms() -> Iterator[None]:
+    """Raise :class:`DataError` where a batch norm refuses a batch of one example."""
+    try:
+        yield
+    except ValueError as error:
+        if TOO_FEW not in str(error):
+            raise
+        raise DataError(
+            "a batch of the loader has one example, on which batch norm cannot train: "
+            "pass DataLoader(..., drop_last=True), or another batch_size"
+        ) from error
+
+
+def _check_first(model: nn.Module, few: Inputs, *, may_mix: bool) -> None:
     """Raise an error if a few examples show that examples are not independent."""
     outputs = few(model)
     if not outputs.dim():
@@ -181,7 +214,9 @@ def _check_first(model: nn.Module, few: Inputs) -> None:
             f"the model returns one number for {len(few)} examples: return outputs "
             "with a row for each, and compute the loss by loss_fn"
         )
-    if len(outputs) == len(few):  # a loss may take other rows, such as tokens
+    if (
+        len(outputs) == len(few) and not may_mix
+    ):  # a loss may take other rows, such as tokens
         check_examples_do_not_mix(model, few, outputs)
 
 

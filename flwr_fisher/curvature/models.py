@@ -227,6 +227,26 @@ _EXPLAINED = {  # what torch says, and what the model does
 }
 
 
+TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one example
+
+
+def into_train_mode(model: nn.Module) -> None:
+    """Put a model in train mode, but for frozen norms; :func:`evaluating` restores it.
+
+    Their own statistics are a part of a pre-trained network.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and is_frozen(module):
+            module.eval()
+
+
+def is_frozen(norm: _BatchNorm) -> bool:
+    """Return whether a norm has parameters, none of which is trained."""
+    own = list(norm.parameters(recurse=False))
+    return bool(own) and not any(p.requires_grad for p in own)
+
+
 def _eager() -> AbstractContextManager[object]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it is slow
         return nullcontext()

@@ -23,6 +23,7 @@ def gradient_and_hvp(
     loss_fn: Loss = F.cross_entropy,
     device: torch.device | str | None = None,
     max_batch_size: int | None = None,
+    train_mode: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
     r"""Compute the gradient of the mean loss and its Hessian's product with a probe.
 
@@ -34,8 +35,9 @@ def gradient_and_hvp(
 
     Parameters
     ----------
-    model, loader, loss_fn, device, max_batch_size
-        As for :func:`gradient`, and evaluated in the same way. The model and the loss
+    model, loader, loss_fn, device, max_batch_size, train_mode
+        As for :func:`gradient`, and evaluated in the same way; in train mode, the
+        gradient and the product have the same dropout. The model and the loss
         must be twice differentiable; a ReLU's Hessian is that of its linear pieces.
     probe : Mapping[str, Tensor] | int | str, default "first"
         :math:`u`: a vector with the names and shapes of the trainable parameters; or
@@ -85,13 +87,13 @@ def gradient_and_hvp(
     >>> row
     {'weight': tensor([[1., 3.]])}
     """
-    parameters = checked_parameters(model, device, max_batch_size)
+    parameters = checked_parameters(model, device, max_batch_size, train_mode)
     vectors = _vectors(parameters, probe)
     derivatives = DoubleDerivatives(model, parameters, loss_fn, vectors)
     # The fused kernels of attention can only be differentiated once.
     with sdpa_kernel(SDPBackend.MATH):
         (gradient, product), loss = mean_derivatives(
-            model, parameters, loader, derivatives, max_batch_size
+            model, parameters, loader, derivatives, max_batch_size, train_mode
         )
     derivatives.loss_fn.check()
     return gradient, product, loss
@@ -107,7 +109,7 @@ def hvp(
 
     It is for iterations that already have the gradient, such as those of
     :func:`~flwr_fisher.rounds.giant_direction`. Each product reads the loader once. The
-    other options, `loss_fn`, `device` and `max_batch_size`, and the errors are those of
+    other options, such as `loss_fn` and `train_mode`, and the errors are those of
     :func:`gradient_and_hvp`.
 
     Examples

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from flwr_fisher.curvature.batches import batches_of
-from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.curvature.models import TOO_FEW, evaluating, is_frozen
 from flwr_fisher.devices import has_float64
 from flwr_fisher.errors import DataError
 from flwr_fisher.merge.batch_norms import (
@@ -22,8 +22,6 @@ from flwr_fisher.merge.batch_norms import (
     zero_shifts,
 )
 from flwr_fisher.progress import watching
-
-TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one example
 
 
 def refresh_norms(model: nn.Module, loader: Iterable[Any]) -> None:
@@ -275,9 +273,5 @@ def norms_by_prefix(model: nn.Module) -> dict[str, _BatchNorm]:
 
 def _trained(model: nn.Module) -> list[str]:
     """Return norms that are not frozen: without parameters, or with a trained one."""
-
-    def is_trained(norm: _BatchNorm) -> bool:
-        own = list(norm.parameters(recurse=False))
-        return not own or any(p.requires_grad for p in own)
-
-    return [name for name, norm in norms_by_prefix(model).items() if is_trained(norm)]
+    norms = norms_by_prefix(model).items()
+    return [prefix for prefix, norm in norms if not is_frozen(norm)]

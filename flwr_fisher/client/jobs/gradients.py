@@ -1,5 +1,7 @@
 """The jobs of FAGH, GIANT, DONE and FedGA, which differentiate a client's loss."""
 
+from typing import Any
+
 from torch import Tensor
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
@@ -18,9 +20,13 @@ _SOLVERS = ("giant", "done")
 
 @register_job("gradient")
 def gradient_job(problem: LocalProblem, request: Request) -> Reply:
-    """Return the gradient of the mean loss over all of the client's examples."""
-    loss_fn = problem.differentiable_loss
-    vector, loss = gradient(problem.model, problem.train_batches, loss_fn=loss_fn)
+    """Return the gradient of the mean loss over all of the client's examples.
+
+    It is in train mode if ``train-mode`` of the options says so, or else in eval mode.
+    """
+    vector, loss = gradient(
+        problem.model, problem.train_batches, **_how(problem, request)
+    )
     upload = Additive({"gradient": vector})
     return Reply({"train_loss": loss}, upload.to_arrays())
 
@@ -31,7 +37,7 @@ def probe_job(problem: LocalProblem, request: Request) -> Reply:
 
     ``probe`` is ``first`` (the first trained coordinate), ``random`` (drawn here with
     the server's ``probe-seed``) or ``momentum`` (the vector ``probe`` that the server
-    sent).
+    sent). ``train-mode`` is :func:`gradient_job`'s.
     """
     kind = str(request.options.get("probe", "first"))
     check_known("probe", kind, _PROBES)
@@ -42,10 +48,16 @@ def probe_job(problem: LocalProblem, request: Request) -> Reply:
     elif kind == "momentum":
         probe = request.vector("probe", problem.trainable())
     slope, product, loss = gradient_and_hvp(
-        problem.model, problem.train_batches, probe, loss_fn=problem.differentiable_loss
+        problem.model, problem.train_batches, probe, **_how(problem, request)
     )
     upload = Additive({"gradient": slope, "hvp": product})
     return Reply({"train_loss": loss}, upload.to_arrays())
+
+
+def _how(problem: LocalProblem, request: Request) -> dict[str, Any]:
+    """Return how the loss is evaluated, as keywords: which loss, and in which mode."""
+    in_train_mode = request.options.get("train-mode", False) is True
+    return {"loss_fn": problem.differentiable_loss, "train_mode": in_train_mode}
 
 
 @register_job("direction")
