@@ -23,7 +23,8 @@ from flwr_fisher.client.trial import log_once, upload_summary
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
 from flwr_fisher.curvature.batches import count_of
-from flwr_fisher.curvature.models import copied, place_of
+from flwr_fisher.curvature.kept_model import copied
+from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU, has_float64
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import Params, trainable_names

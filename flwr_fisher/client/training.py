@@ -26,6 +26,7 @@ from torch.utils.data import BatchSampler
 from flwr_fisher.client.training_checkpoint import KeptTraining, TrainingCheckpoint
 from flwr_fisher.curvature.batch import Batch, Inputs, num_correct
 from flwr_fisher.curvature.batches import batches_of, count_of, unwrapped
+from flwr_fisher.curvature.kept_model import copied
 from flwr_fisher.curvature.losses import (
     Loss,
     check_mean_over_labels,
@@ -33,7 +34,7 @@ from flwr_fisher.curvature.losses import (
     cross_entropy,
     loss_of,
 )
-from flwr_fisher.curvature.models import TOO_FEW, copied, evaluating
+from flwr_fisher.curvature.models import TOO_FEW, evaluating
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,

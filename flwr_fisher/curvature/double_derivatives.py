@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.gradients import Derivatives
 from flwr_fisher.curvature.losses import Loss, MeanLoss
-from flwr_fisher.curvature.models import is_refusal, outputs_with
+from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 
@@ -59,7 +59,7 @@ class DoubleDerivatives:
                 if derivatives := self._forward_over_reverse(x, y):
                     return derivatives
             except RuntimeError as error:
-                if not is_refusal(error):
+                if not _is_refusal(error):
                     raise
             self.forward_mode = False
         try:
@@ -241,3 +241,24 @@ def _dual(value: Tensor, tangent: Tensor) -> Tensor:
 def _value_and_tangent(dual: Tensor) -> tuple[Tensor, Tensor | None]:
     value, tangent = forward_ad.unpack_dual(dual)  # type: ignore[no-untyped-call]
     return value, tangent
+
+
+_SAID = (
+    *("not implemented", "not been implemented", "does not support", "forward AD"),
+    *("jvp", "vmap", "functorch", "torch.func", "torch.utils.checkpoint"),
+    # vmap: the memory of a wrapped tensor, and a GRU's and LSTM's own steps.
+    *("Cannot access", "the broadcast shape"),
+)
+
+
+def _is_refusal(error: RuntimeError) -> bool:
+    """Return whether an error says that torch does not support a transformation.
+
+    Examples
+    --------
+    >>> _is_refusal(RuntimeError("vmap: we don't support .item()"))
+    True
+    >>> _is_refusal(RuntimeError("CUDA out of memory"))
+    False
+    """
+    return isinstance(error, NotImplementedError) or any(s in str(error) for s in _SAID)

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.batch import Batch, Inputs
 from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.losses import Loss, MeanLoss
-from flwr_fisher.curvature.models import (
-    TOO_FEW,
+from flwr_fisher.curvature.model_checks import (
     check_examples_are_independent,
     check_examples_do_not_mix,
-    device_of,
-    evaluating,
-    into_train_mode,
 )
+from flwr_fisher.curvature.models import TOO_FEW, device_of, evaluating, into_train_mode
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import DataError, StructureError, check_whole
 from flwr_fisher.params import Params, trainable

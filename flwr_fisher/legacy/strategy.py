@@ -8,7 +8,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import nn
 
-from flwr_fisher.client.problem import checked_metrics
+from flwr_fisher.client.loops import checked_metrics
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.legacy.lists import (
     NDArray,

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.models import check_examples_are_independent, copied
+from flwr_fisher.curvature.kept_model import copied
+from flwr_fisher.curvature.model_checks import check_examples_are_independent
 from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
 from flwr_fisher.randomness import random_stream
 

@@ -30,11 +30,11 @@ from flwr_fisher.curvature.estimate.layers import (
 )
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.curvature.estimate.tied_layers import Pair, tied_pairs
-from flwr_fisher.curvature.models import (
+from flwr_fisher.curvature.model_checks import (
     check_examples_do_not_mix,
     check_outputs_have_rows,
-    outputs_with,
 )
+from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.curvature.sums import widened, within
 from flwr_fisher.devices import CPU
 from flwr_fisher.params import trainable, trainable_names

@@ -17,11 +17,8 @@ from flwr_fisher.curvature.estimate.taps import (
     layer_by_layer,
     tapped_once,
 )
-from flwr_fisher.curvature.models import (
-    check_examples_are_independent,
-    device_of,
-    evaluating,
-)
+from flwr_fisher.curvature.model_checks import check_examples_are_independent
+from flwr_fisher.curvature.models import device_of, evaluating
 from flwr_fisher.curvature.operators.layer import from_matrices, to_matrices
 from flwr_fisher.errors import DataError, check_range
 from flwr_fisher.params import Params

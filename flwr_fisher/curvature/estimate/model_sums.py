@@ -25,7 +25,7 @@ from flwr_fisher.curvature.estimate.jacobians import (
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer
 from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.curvature.estimate.tied_layers import TiedSquares
-from flwr_fisher.curvature.models import check_examples_are_independent
+from flwr_fisher.curvature.model_checks import check_examples_are_independent
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal

@@ -25,7 +25,8 @@ from flwr_fisher.curvature.estimate.layers import (
     is_packed,
     prepares_inputs,
 )
-from flwr_fisher.curvature.models import check_examples_do_not_mix, outputs_with
+from flwr_fisher.curvature.model_checks import check_examples_do_not_mix
+from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.errors import StructureError
 
 

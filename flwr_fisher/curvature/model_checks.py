@@ -1,0 +1,129 @@
+"""Checks of a model by a few examples: whether each example has outputs of its own."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flwr_fisher.curvature.batch import Inputs
+from flwr_fisher.curvature.sums import within
+from flwr_fisher.errors import StructureError
+from flwr_fisher.randomness import seeded
+
+
+def check_examples_are_independent(model: nn.Module, consequence: str) -> None:
+    """Raise unless every batch norm of the model has running statistics.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model, which is used in eval mode.
+    consequence : str
+        What cannot be computed otherwise; a clause for the error message.
+
+    Raises
+    ------
+    StructureError
+        If a batch norm uses its batch's own statistics.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise StructureError(
+                f"layer '{name}' normalises by the statistics of each batch, so "
+                f"{consequence}: use track_running_stats=True, or group norm"
+            )
+
+
+_LEAST = 0.05  # relative: far above the rounding of other kernels, TF32's too
+_EQUAL = 1e-3  # of the same kernels
+
+
+def check_outputs_have_rows(inputs: Inputs, outputs: Tensor) -> None:
+    """Raise unless each example has a row of outputs, with gradients.
+
+    Parameters
+    ----------
+    inputs : Inputs
+        Several examples.
+    outputs : Tensor
+        What the model returned for them, with gradients.
+
+    Raises
+    ------
+    StructureError
+        If outputs have another first dimension, or depend on no trainable parameter.
+    """
+    n = len(inputs)
+    if outputs.shape[:1] != (n,):
+        raise StructureError(
+            f"the model's outputs have shape {tuple(outputs.shape)} for {n} examples, "
+            "but must have a row for each: undo what joins examples with something "
+            "else, outputs.unflatten(0, (n, -1)) for example, in the model or in an "
+            "output_fn; inputs must have the examples first, too"
+        )
+    if not (outputs.requires_grad and outputs.is_floating_point()):
+        raise StructureError(
+            "the model's outputs depend on no trainable parameter, or not by real "
+            "numbers, so they have no gradient: return logits, before any argmax() or "
+            "detach(), and without torch.no_grad"
+        )
+
+
+def check_examples_do_not_mix(
+    model: nn.Module, inputs: Inputs, outputs: Tensor
+) -> None:
+    """Raise unless an example's outputs are its own.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode. It is called again; a graph of its outputs may be of no use then.
+    inputs : Inputs
+        Several examples.
+    outputs : Tensor
+        What the model returned for them.
+
+    Raises
+    ------
+    StructureError
+        If outputs depend on the other examples of a batch; or if the model takes no
+        other number of examples, because of what it keeps of former calls.
+
+    Notes
+    -----
+    Where outputs differ from call to call, by random numbers or by what the model
+    remembers, nothing is known of other examples.
+    """
+    try:
+        alone = inputs[:1](model)
+    except Exception as error:  # a model may take no single example
+        _check_keeps_nothing(model, inputs, error)
+        return
+    if not _near(alone, outputs[:1]) and _near(inputs(model), outputs):
+        raise StructureError(
+            "the model's outputs of an example depend on the other examples of its "
+            "batch, in eval mode, too, so an example has no gradient of its own: use "
+            "nothing that is of the whole batch, such as x.mean(0)"
+        )
+
+
+def _check_keeps_nothing(model: nn.Module, inputs: Inputs, error: Exception) -> None:
+    """Raise unless a model's outputs are the same in each call, but for randomness."""
+    outputs = []
+    for _ in range(2):
+        with seeded(0):
+            outputs.append(inputs(model))
+    if not _near(outputs[1], outputs[0], _EQUAL):
+        raise StructureError(
+            f"the model fails on another number of examples ({error}), and its outputs "
+            "of the same ones differ from call to call: it keeps something, such as a "
+            "hidden state. Begin each call of forward from the same state"
+        ) from error
+
+
+def _near(found: Tensor, wanted: Tensor, least: float = _LEAST) -> bool:
+    """Return whether outputs are equal, or not finite."""
+    if found.shape != wanted.shape:
+        return False
+    tolerance = max(least, 16 * torch.finfo(wanted.dtype).eps)
+    near = within(tolerance, found, wanted)
+    return bool(near | ~wanted.isfinite().all())
