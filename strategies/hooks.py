@@ -12,7 +12,7 @@ from flwr_fisher.server.exchange import Exchange, Groups, ServerState, check_gro
 from flwr_fisher.server.journal import Journal
 from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.round import ExchangeRun, Strategy, with_secure_sums
-from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire import tensors_to_arrays
 
 
 def initial_groups_of(strategy: Strategy) -> Groups:
@@ -34,6 +34,7 @@ class HookedRounds:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self._state: ServerState | None = None  # after the last round
+        self._last_round = 0
         self._under_way: ExchangeRun[Any] | None = None
         self._requested = Requested()
 
@@ -41,12 +42,15 @@ class HookedRounds:
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Sample clients and return their messages, without changing `config`."""
-        strategy, last = self.strategy, self._state
+        strategy = self.strategy
         if strategy.fraction_train == 0.0:
             return []
+        if server_round <= self._last_round:  # another run, with the same strategy
+            self._state, self._last_round = None, 0
+        last = self._state
         exchange = self._only_exchange(server_round)
         groups = initial_groups_of(strategy) if last is None else last.groups
-        state = ServerState(arrays_to_tensors(arrays), groups)
+        state = ServerState.first(arrays, groups)
         strategy.check(state)
         journal = Journal(None).exchange_journal(server_round, 1)
         self._under_way = ExchangeRun(
@@ -73,6 +77,7 @@ class HookedRounds:
             under_way.door.take(self._requested.reply(message))
         step, _, metrics = under_way.step()
         state = self._state = step.state
+        self._last_round = server_round
         if norms := self.strategy.norms_to_refresh(
             under_way.state.params, state.params
         ):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import tutorials
@@ -356,6 +357,11 @@ def test_weights_may_come_from_another_metric(row):
     app = Watched(tamper=dict.fromkeys(range(3), trust))
     result = run(row(weighted_by_key="trust"), app)
     assert same_bits(result.arrays, plain(row).arrays)
+
+
+def test_a_weight_that_no_client_reports_is_told():
+    with pytest.raises(RoundError, match=r"'trust': .* weighted_by_key: return it"):
+        run(FAGH(weighted_by_key="trust"))
 
 
 def test_the_model_is_not_the_start_and_each_round_goes_on(row):
@@ -719,6 +725,24 @@ def test_evaluation_can_be_left_out(row):
     assert not result.evaluate_metrics_clientapp
 
 
+def test_a_start_from_flowers_mean_of_batch_counts(row):
+    """Flower averages integers to floats, as it does in its FedAvg."""
+    start, count = tiny_arrays(), Array(np.array(4.6))
+    start = ArrayRecord({**start, "1.num_batches_tracked": count})
+    result = virtual.start(row(), arrays=start)
+    assert result.arrays["1.num_batches_tracked"].dtype == "int64"
+
+
+def test_a_start_in_another_dtype_is_refused_before_anything_trains(row):
+    def never(*arguments):
+        raise AssertionError
+
+    app = tiny_client(train_fn=never, loss_fn=never).as_client_app()
+    double = {k: v.double() for k, v in arrays_to_tensors(tiny_arrays()).items()}
+    with pytest.raises(RoundError, match=r"float64, but .* start from arrays"):
+        virtual.start(row(), app, arrays=ArrayRecord(double))
+
+
 def test_without_training_the_start_is_evaluated_as_with_fedavg(row):
     app = Watched()
     mine = run(row(fraction_train=0.0, fraction_evaluate=1.0), app)
@@ -869,14 +893,16 @@ def test_flowers_own_loop_gives_the_same(row):
         train_config=config,
         evaluate_fn=evaluate,
     )
-    theirs = Strategy.start(
-        row(fraction_evaluate=1.0),
-        LocalGrid(quick_app(), 3),
-        tiny_arrays(),
-        num_rounds=2,
-        train_config=config,
-        evaluate_fn=evaluate,
-    )
+    strategy = row(fraction_evaluate=1.0)
+    for _ in range(2):
+        theirs = Strategy.start(
+            strategy,
+            LocalGrid(quick_app(), 3),
+            tiny_arrays(),
+            num_rounds=2,
+            train_config=config,
+            evaluate_fn=evaluate,
+        )
     assert same_bits(ours.arrays, theirs.arrays)
     assert ours.train_metrics_clientapp == theirs.train_metrics_clientapp
     assert ours.evaluate_metrics_serverapp == theirs.evaluate_metrics_serverapp

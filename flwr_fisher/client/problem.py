@@ -445,10 +445,12 @@ class LocalProblem:
         """
         own = self.model.state_dict()
         for name, tensor in params.items():
-            if own[name].is_floating_point() and own[name].dtype != tensor.dtype:
+            if own[name].dtype != tensor.dtype:
                 raise ClientError(
                     f"the server sent {name!r:.80} in {tensor.dtype}, but the client's "
-                    f"model has {own[name].dtype}: convert the model, for example by "
+                    f"model has {own[name].dtype}: start from arrays of the model's "
+                    "dtypes (Flower's strategies return means of integers in float64, "
+                    "FedAdam all arrays), or convert the model, for example by "
                     "model.float(). To train in half precision, use "
                     "LocalSGD(autocast=torch.bfloat16)"
                 )

@@ -22,7 +22,7 @@ from flwr_fisher.server.exchange import WEIGHT, P, Upload, metrics_from
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes, remembered
-from flwr_fisher.wire import reply_bytes
+from flwr_fisher.wire import NUM_EXAMPLES, reply_bytes
 from flwr_fisher.wire.answer import split_frozen
 from flwr_fisher.wire.options import LONGEST_NAME, MOST_METRICS, MOST_NUMBERS
 
@@ -84,6 +84,13 @@ def weight_of(metrics: MetricRecord, key: str) -> float:
     reason = "the weight must be a positive number"
     if isinstance(weight, int | float) and weight > _HEAVIEST:
         reason = f"must be at most {_HEAVIEST:g} examples"
+    if weight is None and key != NUM_EXAMPLES:
+        raise WireError(
+            "is not among the client's metrics, but is the strategy's weighted_by_key: "
+            "return it from train_fn and evaluate_fn, and let a mod add it to replies "
+            "to requests that call neither",
+            field=key,
+        )
     reason += f", got {printable(repr(weight))}"
     raise WireError(reason, field=key)
 

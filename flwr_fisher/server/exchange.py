@@ -15,11 +15,12 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from torch import Tensor
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError, check_known
-from flwr_fisher.params import Params, weighted_mean
+from flwr_fisher.params import NORM_STATISTICS, Params, weighted_mean
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import (
     ConfigValue,
     Payload,
+    arrays_to_tensors,
     join_groups,
     named_options,
     split_groups,
@@ -29,6 +30,7 @@ from flwr_fisher.wire import (
 P = TypeVar("P", bound=Payload)
 Groups = Mapping[str, Params]
 _GROUPS = "groups/"
+*_, _COUNT = NORM_STATISTICS
 _CLIENTS = ("sampled", "all")
 # options that the library sets itself
 _RESERVED = ("query", "report-local", "run", "seed", "tell-frozen")
@@ -90,6 +92,19 @@ class ServerState:
     def from_tensors(cls, tensors: Params) -> "ServerState":
         """Return the state from the tensors of :meth:`to_tensors`."""
         return cls(*split_groups(tensors, _GROUPS))
+
+    @classmethod
+    def first(cls, arrays: ArrayRecord, groups: Groups) -> "ServerState":
+        """Return a run's first state.
+
+        Flower's own strategies average a batch norm's count of batches, too, and return
+        it as a float. Here it becomes an integer again, as clients have it.
+        """
+        params = arrays_to_tensors(arrays)
+        for name, value in params.items():
+            if name.rpartition(".")[2] == _COUNT and value.is_floating_point():
+                params[name] = value.round().long()
+        return cls(params, groups)
 
 
 @dataclass(frozen=True)
@@ -409,7 +424,8 @@ class Exchange(Generic[P]):
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record with the caller's entries and the options."""
-        return ConfigRecord({**base, **named_options(self.options)})
+        own = named_options({"job": "train", **self.options})
+        return ConfigRecord({**base, **own})
 
     @property
     def log_name(self) -> str:

@@ -17,7 +17,7 @@ from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.journal import ExchangeJournal, Journal
-from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire import tensors_to_arrays
 
 _HISTORIES = (
     "train_metrics_clientapp",
@@ -92,7 +92,7 @@ class Run:
             )
         if reopen and not resume:
             raise ConfigurationError("reopen=True needs resume=True: pass both")
-        state = ServerState(arrays_to_tensors(initial_arrays), dict(groups or {}))
+        state = ServerState.first(initial_arrays, dict(groups or {}))
         if resume and checkpoint_dir is None:
             raise CheckpointError("resume=True needs a checkpoint_dir")
         journal = Journal(checkpoint_dir)
