@@ -1,5 +1,6 @@
 """Lets the tests import the tools and shared oracles: ``from oracles import …``."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -24,6 +25,7 @@ collect_ignore_glob = [] if devices.pretended else ["accelerator/*"]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose where it is: the first process's workers have its environment."""
+    gc.disable()  # until all files are imported
     if not hasattr(config, "workerinput"):
         check_installed()
         os.environ[_FOLDER] = tempfile.mkdtemp(prefix="flwr-fisher-")
@@ -37,7 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start it first."""
+    """Start it first. Collections of garbage pass over what was imported."""
+    gc.freeze()
+    gc.enable()
     wanted = any(item.get_closest_marker("beside") for item in session.items)
     if wanted and not session.config.option.collectonly:
         Beside(Path(os.environ[_FOLDER])).start()
