@@ -1,8 +1,8 @@
 """Kill servers and clients with ``kill -9``, and start them again until they finish.
 
 ``python tools/killing.py FOLDER --random 100`` prints a line of JSON for each trial.
-Modules are imported once: each start of a server is a fork of this process, and each
-training of a client is a fork of the server's process.
+Modules are imported once: each start of a server is a fork of this process, and where a
+client may die, each training is a fork of the server's process.
 """
 
 import argparse
@@ -80,14 +80,20 @@ POINTS: dict[str, tuple[str, object, str, str]] = {
 
 
 class ForkedGrid(LocalGrid):
-    """Each training is a process, which may outlive the server's."""
+    """Each training is a process, which may outlive the server's.
 
-    def __init__(self, *args: Any, where: Path, in_client: Callable[[], None]) -> None:
+    Where no client is to die (`in_client` is None), the server's process trains: a fork
+    costs as much as the training.
+    """
+
+    def __init__(
+        self, *args: Any, where: Path, in_client: Callable[[], None] | None
+    ) -> None:
         super().__init__(*args)
         self.where, self.in_client = where, in_client
 
     def _handle(self, message: Message) -> Message:
-        if message.metadata.message_type != "train":
+        if message.metadata.message_type != "train" or self.in_client is None:
             return super()._handle(message)
         receiver, sender = os.pipe()
         if (pid := os.fork()) == 0:
@@ -170,7 +176,7 @@ STRATEGIES: dict[str, Callable[..., CurvatureStrategy]] = {
 
 
 def life(
-    where: Path, in_server: Callable[[], None], in_client: Callable[[], None]
+    where: Path, in_server: Callable[[], None], in_client: Callable[[], None] | None
 ) -> int:
     """Be a server, from start or resumed; return the exit status."""
     in_server()
@@ -217,7 +223,7 @@ def nothing() -> None:
 
 
 def begin(
-    where: Path, in_server: Callable[[], None], in_client: Callable[[], None]
+    where: Path, in_server: Callable[[], None], in_client: Callable[[], None] | None
 ) -> int:
     """Fork a life; return its process."""
     if (pid := os.fork()) == 0:
@@ -232,7 +238,7 @@ def begin(
 def finish(where: Path, lives: int) -> int:
     """Start lives until one ends well; return how many there were."""
     for number in range(lives, LIVES):
-        _, status = os.waitpid(begin(where, nothing, nothing), 0)
+        _, status = os.waitpid(begin(where, nothing, None), 0)
         if status == 0:
             return number + 1
         if not os.WIFEXITED(status) or os.WEXITSTATUS(status) != FAILED:
@@ -243,7 +249,7 @@ def finish(where: Path, lives: int) -> int:
 def named(where: Path, point: str, count: int) -> dict[str, Any]:
     """Die at a point, and go on."""
     plan, whose = die_at(point, count), POINTS[point][0]
-    hooks = (plan, nothing) if whose == "server" else (nothing, plan)
+    hooks = (plan, None) if whose == "server" else (nothing, plan)
     _, status = os.waitpid(begin(where, *hooks), 0)
     died = os.WIFSIGNALED(status) or (
         os.WIFEXITED(status) and os.WEXITSTATUS(status) == FAILED
