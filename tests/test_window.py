@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 from clocked import Behaviour, ClockedGrid, options_of
-from virtual import LIFTED, Watched, quick_app, same_bits, tiny_arrays
+from virtual import LIFTED, Watched, quick_app, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.strategies import FedFisherOneShot, Waiting
@@ -84,6 +84,19 @@ def test_enough_closes_the_window(clock):
     result = start(grid, Waiting(window=DAY, enough_replies=3))
     assert len(result.uploads) == 3
     assert clock.now < 2 * HOUR + 100
+
+
+def test_what_asks_known_clients_again_waits_for_no_other(clock, tmp_path, monkeypatch):
+    """K-FAC's sums: a training, and five requests to those who have trained."""
+    comes = {p: between(HOUR * p, inf) for p in range(2)}
+    comes[2] = between(DAY + 70, inf)
+    monkeypatch.setenv("HOME", str(tmp_path))  # clients keep their Fishers
+    strategy = FedFisherOneShot(
+        **options_of(aggregate="sums", waiting=Waiting(window=DAY))
+    )
+    result = strategy.start(ClockedGrid(tiny_app(), comes, clock, 3), tiny_arrays())
+    assert result.train_metrics_clientapp[1]["num-rejected"] == 0
+    assert clock.now < DAY + HOUR
 
 
 class KilledError(Exception):
@@ -226,7 +239,7 @@ def test_a_window_that_closed_with_too_few_opens_again(clock, tmp_path):
     comes = {0: between(0, inf), 1: between(2 * DAY, inf)}
     app, waiting = Watched(), Waiting(window=DAY)
     options = {"checkpoint_dir": tmp_path}
-    with pytest.raises(RoundError, match="1 usable replies"):
+    with pytest.raises(RoundError, match=r"1 usable replies.*\n.*reopen=True open it"):
         start(ClockedGrid(app, comes, clock, 2), waiting, **options)
     clock.now = 2.5 * DAY
     options["resume"] = True

@@ -78,7 +78,8 @@ class ClientServerBarrier:
             reason = (
                 f"none of {len(cohort)} clients replied with a local-loss. Start the "
                 "strategy with the MeasuredGrid, and use FisherClient. If clients "
-                "train no model, as in FAGH or TCT's stage 2, there is no barrier"
+                "train no model, as in FAGH or TCT's stage 2, or hide their metrics in "
+                "a secure sum, there is no barrier"
             )
             warn_unmeasured("client-server barrier", server_round, reason)
             return None

@@ -153,7 +153,7 @@ def take_keys(
     if len(public) < _FEWEST:
         raise RoundError(
             f"only {len(public)} clients sent valid keys for a secure sum, but "
-            f"{_FEWEST} are needed"
+            f"{_FEWEST} are needed: ask more, by fraction_train or min_train_nodes"
         )
     usable = [upload for upload in uploads if upload.number in public]
     numbers = sorted(public)

@@ -321,6 +321,7 @@ class Door(Generic[P]):
         self._sizes: dict[str, Sizes] = {}
         self._weights: dict[str, float] = {}  # after the policy
         self._digests: dict[str, str] = {}  # of parameters frozen and not sent
+        self.way_out = ""  # the end of an error, if there are too few uploads
 
     # --- one reply
 
@@ -509,12 +510,14 @@ class Door(Generic[P]):
         if (count := len(self.admitted) + awaited) >= needed:
             return
         lines = self.rejected.lines() + self._missing_lines()
+        lines += [self.way_out] if self.way_out else []
         wanted = f"min_train_nodes={needed}"
         if self.stage != TRAIN:
             wanted = f"at least {needed} is needed"
         possible = " are possible" if awaited else ""
+        reasons = "\n" + "\n".join(lines) if lines else " no other client was asked"
         raise RoundError(
-            f"only {count} usable replies{possible}, but {wanted}:\n" + "\n".join(lines)
+            f"only {count} usable replies{possible}, but {wanted}:{reasons}"
         )
 
     def _fold_held(self) -> None:

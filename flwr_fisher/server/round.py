@@ -364,7 +364,7 @@ class ExchangeRun(Generic[P]):
             record = self.journal.reopen(lost)
         if record is not None:
             self._log_newcomers(record)
-        elif self.waiting.window is not None:
+        elif self.waiting.window is not None and isinstance(self.exchange.clients, str):
             record = self.journal.open(None, 0, 0)
         else:
             record, messages = self.open()
@@ -372,6 +372,11 @@ class ExchangeRun(Generic[P]):
             timeout = self._window() - max(0.0, time.time() - record.opened)
             left = max(timeout, 0.0)
             logger.info("configure_train: the window closes in %.0f s", left)
+            self.door.way_out = (
+                "the window has closed: resume=True and reopen=True open it again"
+                if self.journal.on_disk
+                else "the window has closed: a longer one waits for more clients"
+            )
             enough = self.waiting.enough_in_window
         else:
             self._sampled, timeout = set(record.clients), self.timeout
