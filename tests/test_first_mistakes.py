@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import (
@@ -830,6 +830,25 @@ def test_costs_begin_anew_with_another_run():
     histories = [r.evaluate_metrics_serverapp for r in (first, second)]
     assert histories[0] == histories[1]
     assert histories[0][0]["uploaded-bytes"] == 0 < histories[0][1]["uploaded-bytes"]
+
+
+def test_a_resumed_run_does_not_know_its_costs(tmp_path, caplog):
+    def start(**options):
+        grid = MeasuredGrid(LocalGrid(tiny_app(), 3))
+        fagh, options["evaluate_fn"] = FAGH(fraction_evaluate=0.0), costs(grid, 2)
+        result = fagh.start(grid, tiny_arrays(), checkpoint_dir=tmp_path, **options)
+        return result.evaluate_metrics_serverapp
+
+    start()
+    assert dict(start(num_rounds=2, resume=True)[2]) == {"gradient-evaluations": 4}
+    assert "No uploaded-bytes in round 2: the run was resumed" in caplog.text
+
+
+def test_a_tct_models_arrays_are_no_networks():
+    arrays = tiny_arrays()
+    arrays["tct/weight"] = Array(np.zeros((2, 3)))
+    with pytest.raises(RoundError, match="it is a TCT model's"):
+        FAGH().start(LocalGrid(tiny_app(), 3), arrays)
 
 
 def test_a_run_is_not_resumed_with_another_model(tmp_path):

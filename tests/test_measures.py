@@ -50,7 +50,7 @@ from flwr_fisher.measures import (
     costs,
 )
 from flwr_fisher.randomness import seed_of_clients
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot, FedGA, FedPM, Scaffold
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -160,6 +160,17 @@ def test_the_barrier_is_what_the_paper_says(make_strategy):
         for key, value in expected.items():
             assert metrics[key] == pytest.approx(value / 4, rel=1e-5, abs=1e-7), key
         assert {k: metrics[k] for k in counts} == counts
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [FedGA, FedPM, Scaffold, partial(FEDFISHER, aggregate="sums")],
+)
+def test_every_training_has_a_barrier(strategy, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # some clients keep a state
+    app = tiny_client(train_fn=LocalSGD(lr=0.1, momentum=0)).as_client_app()
+    found, _ = run(strategy(fraction_evaluate=0.0), ClientServerBarrier, app)
+    assert found[1]["barrier-clients"] == 4
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -58,6 +58,7 @@ from flwr_fisher.progress import watching
 from flwr_fisher.wire.answer import some
 from flwr_fisher.wire.options import NUM_EXAMPLES
 
+_OF_TCT = "tct/"  # the prefix of its keys
 _FUNCTIONS = "train_fn", "evaluate_fn", "loss_fn", "batch_fn", "output_fn"
 _LOOPS = "train_fn", "evaluate_fn"
 _MOST, _CPU = 10**7, torch.device("cpu")  # examples to count in a stream
@@ -480,6 +481,11 @@ class LocalProblem:
                     way_out = (
                         "an ArrayRecord of a list numbers its arrays; start from "
                         "shared_state(model)"
+                    )
+                if name.startswith(_OF_TCT):
+                    way_out = (
+                        "it is a TCT model's, and this request is for the network "
+                        f"alone, without the keys that begin with {_OF_TCT!r}"
                     )
                 if hasattr(self.model, "peft_config") and name not in own:
                     way_out = (

@@ -12,7 +12,8 @@ def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
     """Return an ``evaluate_fn`` that reports the costs of all rounds so far.
 
     Its metrics are ``uploaded-bytes``, the serialised size of all train replies of all
-    clients in all exchanges, and ``gradient-evaluations``.
+    clients in all exchanges, and ``gradient-evaluations``. A resumed run has only
+    the latter, because the uploads before the resume are not known.
 
     Parameters
     ----------
@@ -38,12 +39,21 @@ def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
     """
     check_measured(grid)
     check_range("gradient_evaluations", gradient_evaluations, 0)
-    before = grid.count_uploads()
+    before: int | None = None
+    grid.count_uploads()
 
     def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         nonlocal before
+        evaluations = {"gradient-evaluations": gradient_evaluations * server_round}
         if server_round == 0:  # another run begins
             before = grid.count_uploads()
+        if before is None:
+            logger.warning(
+                "No uploaded-bytes in round %d: the run was resumed, and what clients "
+                "uploaded before is not known here",
+                server_round,
+            )
+            return MetricRecord({**evaluations})
         uploaded = grid.count_uploads() - before
         if server_round and not uploaded:
             logger.warning(
@@ -51,9 +61,6 @@ def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
                 "with it, too",
                 server_round,
             )
-        evaluations = gradient_evaluations * server_round
-        return MetricRecord(
-            {"uploaded-bytes": uploaded, "gradient-evaluations": evaluations}
-        )
+        return MetricRecord({"uploaded-bytes": uploaded, **evaluations})
 
     return evaluate_fn

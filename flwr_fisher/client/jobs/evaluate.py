@@ -27,9 +27,14 @@ _SETS = ("validation", "train")
 _FEWEST = 4  # examples, so that a client can fine-tune on a quarter of them
 
 
-def local_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
-    """Return ``local-loss`` and ``local-accuracy`` on the client's training data."""
-    scores = _training_scores(problem, partition)
+def local_scores(problem: LocalProblem, request: Request) -> dict[str, float]:
+    """Return ``local-loss`` and ``local-accuracy`` on the client's training data.
+
+    Return nothing unless the server requests them, by the option ``report-local``.
+    """
+    if not request.options.get("report-local"):
+        return {}
+    scores = _training_scores(problem, request.client)
     return {f"local-{key}": scores[key] for key in scores if key != NUM_EXAMPLES}
 
 

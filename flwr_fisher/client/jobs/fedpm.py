@@ -1,6 +1,7 @@
 """FedPM's job: local steps, preconditioned by second moments of layers' inputs."""
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
+from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import InputCovariance, input_covariances
@@ -51,7 +52,7 @@ def fedpm_job(problem: LocalProblem, request: Request) -> Reply:
             "damping"
         )
     upload = CovarianceUpload(problem.state_like(request.params), after)
-    return Reply(metrics, upload.to_arrays())
+    return Reply(metrics | local_scores(problem, request), upload.to_arrays())
 
 
 def _covariances(problem: LocalProblem) -> dict[str, InputCovariance]:

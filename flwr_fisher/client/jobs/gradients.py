@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
+from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.limits import real_number, whole_number
 from flwr_fisher.curvature import gradient, gradient_and_hvp, hvp
 from flwr_fisher.curvature.random_probe import random_probe
@@ -108,4 +109,4 @@ def displaced_job(problem: LocalProblem, request: Request) -> Reply:
     model.load_state_dict(start, strict=False)
     metrics = problem.train(request.config)
     upload = Additive({"params": problem.state_like(request.params)})
-    return Reply(metrics, upload.to_arrays())
+    return Reply(metrics | local_scores(problem, request), upload.to_arrays())

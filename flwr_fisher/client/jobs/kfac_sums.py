@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
+from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.jobs.train import TrainingJob, try_upload
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.state import STATE
@@ -116,7 +117,8 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     curvature = balanced(curvature, **wanted)
     _save(problem, request, LocalPosterior(params, curvature, count))
     upload = Additive({"params": params})
-    return Reply({**metrics, NUM_EXAMPLES: count}, upload.to_arrays())
+    metrics |= {NUM_EXAMPLES: count, **local_scores(problem, request)}
+    return Reply(metrics, upload.to_arrays())
 
 
 @register_job("kfac-traces")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
+from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.training import TrainFn, local_sgd
@@ -50,7 +51,8 @@ def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
             _CONTROL: subtract(new, own),
         }
     )
-    return Reply({**metrics, "state-lost": int(lost)}, upload.to_arrays())
+    metrics |= {"state-lost": int(lost), **local_scores(problem, request)}
+    return Reply(metrics, upload.to_arrays())
 
 
 class _Correction:

@@ -133,8 +133,7 @@ class TrainingJob:
         metrics, curvature = self.train(problem, request.config)
         count = request.weight(metrics, problem)
         arrays = self.packed(problem, request, curvature, count)
-        if request.options.get("report-local"):
-            metrics |= local_scores(problem, request.client)
+        metrics |= local_scores(problem, request)
         logger.info("Partition %s: trained on %g examples", request.client, count)
         return Reply({**metrics, NUM_EXAMPLES: count}, arrays)
 
