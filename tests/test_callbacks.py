@@ -199,6 +199,12 @@ def test_a_metric_that_is_not_there_is_named():
         EarlyStopping(mode="up")
 
 
+def test_a_metric_that_nothing_measures_is_told_once(caplog):
+    run(BestModel("unused"), EarlyStopping(patience=1), scores="")
+    told = [r for r in caplog.messages if "start(evaluate_fn=...)" in r]
+    assert len(told) == 2
+
+
 # Tables and trackers
 
 

@@ -7,6 +7,7 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg, FedProx
 from virtual import (
     Watched,
@@ -204,6 +205,12 @@ def test_create_message_is_a_message():
     (reply,) = grid.send_and_receive([message])
     assert reply.metadata.group_id == "7"
     assert reply.metadata.src_node_id == node
+
+
+def test_what_is_no_client_app_is_refused():
+    for other in (tiny_client(), lambda context: tiny_client(), ServerApp()):
+        with pytest.raises(ConfigurationError, match=r"client\.as_client_app\(\)"):
+            LocalGrid(other, 2)
 
 
 def test_no_nodes_are_refused():

@@ -32,6 +32,7 @@ class Watched:
 
     def __init__(self, name: str, mode: str) -> None:
         check_known("mode", mode, _MODES)
+        self._told = False
         self.name, self._sign = name, 1.0 if mode == "max" else -1.0
 
     def values(self, server_round: int, history: History) -> dict[int, float]:
@@ -63,6 +64,15 @@ class Watched:
             raise ConfigurationError(
                 f"no round up to {server_round} has the metric '{self.name}'. The "
                 f"metrics are: {', '.join(names)}"
+            )
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "no round up to %d has the metric '%s', or any '%s/…': 'server/…' come "
+                "from start(evaluate_fn=...), 'evaluate/…' from clients that evaluate",
+                server_round,
+                self.name,
+                kind,
             )
 
     def _better(self, value: Value) -> float:

@@ -8,7 +8,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from flwr_fisher.errors import check_whole
+from flwr_fisher.errors import ConfigurationError, check_whole
 from flwr_fisher.flower_internals import (
     ErrorCode,
     Run,
@@ -41,6 +41,11 @@ class LocalGrid(Grid):
     seed : int, optional
         Determines node ids and the order of replies; by default they differ every time.
 
+    Raises
+    ------
+    ConfigurationError
+        If `client_app` is no ``ClientApp``, or `num_supernodes` is out of range.
+
     Attributes
     ----------
     nodes : dict[int, int]
@@ -70,6 +75,11 @@ class LocalGrid(Grid):
         run_config: Mapping[str, Any] | None = None,
         seed: int | None = None,
     ) -> None:
+        if not isinstance(client_app, ClientApp):
+            raise ConfigurationError(
+                f"client_app must be a ClientApp, got {client_app!r:.80}: pass "
+                "client.as_client_app(), or make_client_app(client_fn)"
+            )
         check_whole("num_supernodes", num_supernodes, 1)
         self.client_app, self.num_supernodes = client_app, num_supernodes
         self._random = random.Random(seed)
