@@ -20,8 +20,18 @@ from flwr_fisher.errors import FlwrFisherError
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+
+class Later:
+    """A package that the first test imports: not each process that finds the tests."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __getattr__(self, key):
+        return getattr(pytest.importorskip(self.name), key)
+
+
+T, peft = Later("transformers"), Later("peft")
 # Of transformers, when PEFT asks for a name that it has changed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
@@ -31,7 +41,6 @@ SMALL |= {"hidden_size": 8, "intermediate_size": 12, "max_position_embeddings": 
 OF_DISTIL = {"n_layers": 1, "n_heads": 2, "dim": 8, "hidden_dim": 12}
 OF_GPT = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}
 ENDS = {"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
-T = transformers
 TEXT = {
     "bert": lambda: T.BertForSequenceClassification(
         T.BertConfig(**SMALL, num_labels=CLASSES)

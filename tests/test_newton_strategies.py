@@ -104,7 +104,7 @@ def plane_app(same):
 
 EXACT = {
     "giant": row(GIANT, iterations=20),
-    "done": row(DONE, iterations=80, alpha=0.4),
+    "done": row(DONE, iterations=30, alpha=0.4),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import strategy as flowers
 from torch import nn
-from virtual import LIFTED, arrays_to_tensors, same_bits
+from virtual import LIFTED, Remembering, arrays_to_tensors, same_bits
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
@@ -54,6 +54,7 @@ class Federation:
 
     def __init__(self, examples):
         self.examples, features = examples, examples[0][0].shape[1]
+        self.app = make_client_app(self._client)
         torch.manual_seed(0)
         self.model = nn.Sequential(
             nn.Linear(features, 10), nn.ReLU(), nn.Linear(10, 10)
@@ -66,7 +67,7 @@ class Federation:
         model = copy.deepcopy(self.model)
         return FisherClient(model, batches, batches[:2], train_fn=train, device="cpu")
 
-    def run(self, strategy, rounds):
+    def run(self, strategy, rounds, app=None):
         """Return a run's result, and the models after each of its rounds."""
         models = []
 
@@ -74,7 +75,7 @@ class Federation:
             models.append(ArrayRecord(arrays.to_torch_state_dict()))
             return MetricRecord({})
 
-        grid = LocalGrid(make_client_app(self._client), len(self.examples))
+        grid = LocalGrid(app or self.app, len(self.examples))
         start = ArrayRecord(shared_state(self.model))
         config = ConfigRecord({})
         result = strategy.start(
@@ -135,10 +136,10 @@ def metrics_apart(ours, theirs):
 def without_limits(federation, name, **options):
     """Whether limits change a method's model, and how many clients' uploads."""
     make, rounds = METHODS[name]
-    found = []
+    app, found = Remembering(federation.app, lambda _: federation), []
     for policy in ({}, {"policy": LIFTED}):
         strategy = make(fraction_evaluate=0.0, **policy, **options)
-        found.append(federation.run(strategy, rounds)[0])
+        found.append(federation.run(strategy, rounds, app)[0])
     by_default, lifted = found
     metrics = by_default.train_metrics_clientapp.values()
     limited = sum(int(own.get("num-limited", 0)) for own in metrics)
