@@ -5,33 +5,39 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TOOL = Path(__file__).parents[1] / "tools" / "killing.py"
+TOOLS = Path(__file__).parents[1] / "tools"
+# SCAFFOLD's clients keep something from round to round, too.
+TRIALS = {
+    "named": ["--named", "1"],
+    "random": ["--random", "5", "--strategy", "scaffold"],
+}
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """In memory where there is such a place: every life waits for its disk often.
+@pytest.fixture(scope="module")
+def trials() -> dict[str, list[dict[str, Any]]]:
+    """The verdicts of ``killing.py`` by its trials, the uninterrupted run's first.
 
-    What a killed process wrote is there all the same: no test takes away the power.
+    All in one process, in memory where there is such a place: every life waits for its
+    disk often. What a killed process wrote is there all the same: no test takes away
+    the power.
     """
     memory = Path("/dev/shm")
     where = memory if os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=where) as name:
-        yield Path(name)
-
-
-def trials(where: Path, *options: str) -> list[dict[str, Any]]:
-    """The verdicts of ``killing.py``, the uninterrupted run's first."""
-    command = [sys.executable, str(TOOL), str(where), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory(dir=where) as folder:
+        calls = [[f"{folder}/{name}", *options] for name, options in TRIALS.items()]
+        code = "import json, sys; sys.path.append(sys.argv[1]); import killing\n"
+        code += "for each in json.loads(sys.argv[2]): killing.main(each); print()"
+        command = [sys.executable, "-c", code, str(TOOLS), json.dumps(calls)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    told = done.stdout.strip().split("\n\n")
+    verdicts = [[json.loads(line) for line in text.splitlines()] for text in told]
+    return dict(zip(TRIALS, verdicts, strict=True))
 
 
 def assert_as_if_nothing_had_happened(verdict: dict[str, Any]) -> None:
@@ -41,8 +47,8 @@ def assert_as_if_nothing_had_happened(verdict: dict[str, Any]) -> None:
     assert verdict["twice"] == [], verdict
 
 
-def test_killed_at_every_named_point(folder: Path) -> None:
-    whole, *killed = trials(folder, "--named", "1")
+def test_killed_at_every_named_point(trials: dict[str, Any]) -> None:
+    whole, *killed = trials["named"]
     assert whole["epochs"] == 2 * 2 * 2
     assert len(killed) >= 12
     for verdict in killed:
@@ -51,9 +57,8 @@ def test_killed_at_every_named_point(folder: Path) -> None:
         assert_as_if_nothing_had_happened(verdict)
 
 
-def test_killed_at_random_moments(folder: Path) -> None:
-    """Of SCAFFOLD: its clients keep something from round to round, too."""
-    _, *killed = trials(folder, "--random", "5", "--strategy", "scaffold")
+def test_killed_at_random_moments(trials: dict[str, Any]) -> None:
+    _, *killed = trials["random"]
     assert sum(verdict["kills"] for verdict in killed) >= 3
     for verdict in killed:
         assert_as_if_nothing_had_happened(verdict)

@@ -14,7 +14,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -235,10 +235,10 @@ def begin(
     return pid
 
 
-def finish(where: Path, lives: int) -> int:
+def finish(where: Path, lives: int, in_client: Callable[[], None] | None = None) -> int:
     """Start lives until one ends well; return how many there were."""
     for number in range(lives, LIVES):
-        _, status = os.waitpid(begin(where, nothing, None), 0)
+        _, status = os.waitpid(begin(where, nothing, in_client), 0)
         if status == 0:
             return number + 1
         if not os.WIFEXITED(status) or os.WEXITSTATUS(status) != FAILED:
@@ -293,15 +293,18 @@ def outcome(where: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run the trials; print how each one ended beside the uninterrupted run."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the trials; print how each one ended beside the uninterrupted run.
+
+    A test calls it twice in one process, which imports all once.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--random", type=int, default=0)
     parser.add_argument("--named", type=int, nargs="*", default=[])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", choices=sorted(STRATEGIES), default="fedfisher")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     torch.set_num_threads(1)
 
@@ -318,7 +321,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a fork's collections would write to all pages that it shares
     began = time.monotonic()
-    whole = trial("whole", lambda where: {"lives": finish(where, 0)})
+    whole = trial("whole", lambda where: {"lives": finish(where, 0, nothing)})
     seconds = time.monotonic() - began
     rng = random.Random(options.seed)
     runs: list[Callable[[Path], dict[str, Any]]] = [
