@@ -149,7 +149,7 @@ def generator_states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "accelerator": random_states(),
         "python": random.getstate(),
-        "numpy": (str(name), [int(k) for k in keys], *map(float, rest)),
+        "numpy": (str(name), np.asarray(keys).tolist(), *map(float, rest)),
     }
 
 

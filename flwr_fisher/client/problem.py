@@ -501,7 +501,8 @@ class LocalProblem:
                 f"the server did not send the trainable parameters {some(missing)}: "
                 "start from shared_state(model), or freeze them on the client"
             )
-        if second := [name for name in params if name in _second_names(self.model)]:
+        twice = _second_names(self.model)
+        if second := [name for name in params if name in twice]:
             raise ClientError(
                 f"the server sent {some(second)}, the second names of tied parameters, "
                 "and these would undo the merge of the first: start from "
