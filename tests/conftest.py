@@ -67,6 +67,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> object:
     return stop(monkeypatch)
 
 
+@pytest.fixture
+def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw none: a picture takes as long as a round, and other tests have them."""
+
+    def touch(figure: object, path: Path, **options: object) -> None:
+        path.touch()
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", touch)
+
+
 @pytest.fixture(autouse=True)
 def home() -> Iterator[None]:
     """Give a test a home of its own: it leaves nothing, and finds nothing."""

@@ -55,6 +55,7 @@ def test_mistakes_are_told_before_any_round(app, options, error, culprit, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_fedfisher_takes_secure_sums(tmp_path):
     own = {"aggregate": "secure-sums", "local_epochs": 2, "max_examples": 600}
     metrics, _ = run("fedfisher", tmp_path, 3, **own)
@@ -82,6 +83,7 @@ def test_fedfish_learns_and_measures(tmp_path):
     assert metrics["seconds"]["total"] > 0
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_all_of_fedfish_can_be_chosen(tmp_path):
     chosen = {"held_out": 0.0, "barrier_every": 0, "personalisation_fraction": 0.0}
     metrics, _ = run(
@@ -156,6 +158,7 @@ def test_fagh_learns_in_fewer_rounds_than_one_local_step(tmp_path):
     }
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_all_methods_run_on_the_same_cohorts_and_tell_their_costs(tmp_path):
     methods = globals_of(APPS / "fagh", "server")["METHODS"]
     readme = (APPS / "fagh/README.md").read_text()
@@ -244,6 +247,7 @@ def test_tcts_file_is_a_model_that_predicts(two_stages):
     assert 4 * weights < sizes["fedavg_per_client"] < 4 * weights + 5000
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_all_of_tct_can_be_chosen(tmp_path):
     metrics, _ = run(
         "tct",

@@ -256,6 +256,7 @@ FEW = {
 }
 
 
+@pytest.mark.usefixtures("empty_pictures")
 @pytest.mark.parametrize("app", sorted(FEW))
 def test_an_app_gives_the_same_with_the_same_data_on_nodes(app, tmp_path):
     """In a simulation, and on nodes that find their share on their own disk."""
