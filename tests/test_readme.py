@@ -133,14 +133,21 @@ def test_the_tests_of_a_strategy_of_ones_own_find_what_is_lost(tmp_path):
     tutorial = (ROOT / "examples" / "own_method.py").read_text()
     strategy = tutorial.partition("# %%\n# A run\n")[0]
     spoiled = strategy.replace('(params, {"velocity": velocity})', "(params)")
-    (tmp_path / "test_my_strategy.py").write_text(blocks(DOCS / "testing.md")[2])
-    for text, which, outcome in (
-        (strategy, [], "7 passed"),
-        (spoiled, ["-k", "by_hand"], "1 failed, 6 deselected"),
-    ):
-        (tmp_path / "my_strategy.py").write_text(text)
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", *which]
-        told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    for name, text in (("right", strategy), ("spoiled", spoiled)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "my_strategy.py").write_text(text)
+        tests = blocks(DOCS / "testing.md")[2]
+        (tmp_path / name / "test_my_strategy.py").write_text(tests)
+    # In one process, whose imports take longer than the tests.
+    code = """if True:
+        import sys, pytest
+        for which in (["right"], ["spoiled", "-k", "by_hand"]):
+            pytest.main(["-q", "--tb=no", *which])
+            del sys.modules["my_strategy"], sys.modules["test_my_strategy"]
+    """
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    for outcome in ("7 passed", "1 failed, 6 deselected"):
         assert outcome in told.stdout, told.stdout + told.stderr
 
 
