@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flwr.app import MetricRecord
 from virtual import (
     LIFTED,
     Watched,
@@ -72,6 +73,22 @@ def test_the_mean_is_where_a_strong_anchor_holds_the_model(tmp_path):
         torch.testing.assert_close(
             arrays[name].float(), value.float(), rtol=0, atol=1e-4
         )
+
+
+def test_own_aggregation_may_read_what_the_training_reports(tmp_path):
+    def worst(contents, key):
+        return MetricRecord(
+            {"worst": max(c["metrics"]["train_loss"] for c in contents)}
+        )
+
+    def failing(contents, key):
+        raise ValueError("out of cheese")
+
+    options = {"aggregate": "sums", "iterations": 1}
+    result = merged(app_of(tmp_path), train_metrics_aggr_fn=worst, **options)
+    assert result.train_metrics_clientapp[1]["worst"] > 0.1
+    with pytest.raises(ValueError, match="out of cheese"):
+        merged(app_of(tmp_path), train_metrics_aggr_fn=failing, **options)
 
 
 def test_rounds_follow_one_another_and_leave_one_file_a_client(tmp_path):

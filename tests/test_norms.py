@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from clocked import Behaviour, ClockedGrid
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from oracles import randn
 from test_pairings import Plain
 from test_secure_sums import secure_app
@@ -526,6 +526,20 @@ def test_another_metric_may_weight_clients():
     app, options = make_client_app(client_fn), {**OPTIONS, "weighted_by_key": "tokens"}
     made = [start(FedAvg(**options, **own), app) for own in (AVERAGE, REFRESH)]
     assert_refresh_of(*made, weights=tokens)
+
+
+@pytest.mark.parametrize("strategy", [FedFisherOneShot, FedAvg])
+def test_own_aggregation_of_metrics_hears_of_trainings_alone(strategy):
+    heard = []
+
+    def mine(contents, key):
+        heard.append([content["metrics"]["train_loss"] for content in contents])
+        return MetricRecord({"worst": max(heard[-1])})
+
+    made = strategy(**OPTIONS, **REFRESH, train_metrics_aggr_fn=mine)
+    metrics = start(made, num_rounds=2).train_metrics_clientapp
+    assert [metrics[n]["worst"] for n in (1, 2)] == [max(each) for each in heard]
+    assert metrics[2]["num-norms-refreshed"] == 1
 
 
 def in_eval_mode(model, loader, device, config):

@@ -562,7 +562,16 @@ class Door(Generic[P]):
         for client, reason in mismatched.items():
             logger.warning("%s: metrics without %s: it %s", self.stage, client, reason)
         contents = [RecordDict({"metrics": record}) for record in kept.values()]
-        returned = aggregate(contents, key) if contents else None
+        returned = None
+        if contents:
+            try:
+                returned = aggregate(contents, key)
+            except Exception as error:  # it may read what only trainings report
+                if any(record.keys() - {key, NUM_EXAMPLES} for record in kept.values()):
+                    raise
+                if not self.quiet:
+                    text = "%s: no metrics here for train_metrics_aggr_fn: %r"
+                    logger.info(text, self.stage, error)
         averaged = metrics_from(returned, "train_metrics_aggr_fn") or MetricRecord()
         counts = {"num-replies": len(self.admitted), "num-rejected": len(self.rejected)}
         if self.missing:

@@ -550,6 +550,8 @@ class ExchangeRun(Generic[P]):
         finally:
             for client, reason in self.door.withdrawn.items():
                 self.journal.set_aside(client, reason)
+        if self.optional:  # it reports nothing
+            return self._with_remembered(step), uploads, MetricRecord()
         metrics = self.door.metrics(self.strategy.train_metrics_aggr_fn)
         return self._with_remembered(step), uploads, metrics
 
