@@ -5,8 +5,10 @@ Long: this file alone reads every form that a batch and a model's output may hav
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -478,9 +480,27 @@ def _arguments(model: Callable[..., Any]) -> tuple[set[str], bool]:
     return names, Parameter.VAR_KEYWORD in kinds_there
 
 
+_SIGNATURES: WeakKeyDictionary[FunctionType, Signature] = WeakKeyDictionary()
+
+
+def _signature(model: Callable[..., Any]) -> Signature:
+    """Return the signature of a model's ``forward``.
+
+    Of a class's own it is read once: each batch needs it, and reading it takes longer
+    than a small layer.
+    """
+    forward = _forward(model)
+    function = getattr(forward, "__func__", None)
+    if type(function) is not FunctionType:
+        return signature(forward)
+    if function not in _SIGNATURES:
+        _SIGNATURES[function] = signature(forward)
+    return _SIGNATURES[function]
+
+
 def _parameters(model: Callable[..., Any]) -> Mapping[str, Parameter]:
     try:
-        return signature(_forward(model)).parameters
+        return _signature(model).parameters
     except (TypeError, ValueError):  # compiled code
         anything = Parameter("kwargs", Parameter.VAR_KEYWORD)
         return {"args": Parameter("args", Parameter.VAR_POSITIONAL), "kwargs": anything}
@@ -489,7 +509,7 @@ def _parameters(model: Callable[..., Any]) -> Mapping[str, Parameter]:
 def _check_call(inputs: Inputs, model: Callable[..., Any], batch: Any) -> None:
     """Raise :class:`DataError` if the model's ``forward`` cannot take these inputs."""
     try:
-        call = signature(_forward(model))
+        call = _signature(model)
     except (TypeError, ValueError):
         return
     try:

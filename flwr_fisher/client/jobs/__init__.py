@@ -84,7 +84,8 @@ def get_job(name: str, kind: str = "train") -> Job:
             "pass mods=[SecureSumsMod()], from flwr_fisher.secure, to make_client_app "
             "or to the app's ClientApp"
         )
-    _read(name, kind)
+    if name not in _JOBS[kind]:
+        _read(name, kind)
     check_known("job", name, sorted(_JOBS[kind]))
     return _JOBS[kind][name]
 
@@ -93,9 +94,9 @@ def _read(name: str, kind: str) -> None:
     """Import this folder's files until one registers the job, its namesake first."""
     files = [module.name for module in iter_modules(__path__)]
     for file in sorted(files, key=lambda file: file != name.replace("-", "_")):
+        import_module(f"{__name__}.{file}")
         if name in _JOBS[kind]:
             return
-        import_module(f"{__name__}.{file}")
 
 
 def _origin(job: Job) -> tuple[str, str, str]:
