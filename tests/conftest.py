@@ -109,6 +109,20 @@ def power_stays() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def quick_seeds() -> Iterator[None]:
+    """Seed the CPU alone where it is alone.
+
+    torch notes the caller's stack for each kind of device that may come.
+    """
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        if devices.ACCELERATOR is None:
+            patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def long_lines():
     """A test reads what the log says; where lines end, test_log_lines.py looks at."""
     with pytest.MonkeyPatch.context() as patch:

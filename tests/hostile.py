@@ -66,7 +66,7 @@ def points(seed, n, shares):
 def make_model(normalised=False):
     """A small network, with a batch norm if wanted."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # the CPU's alone: it is quick
+        torch.manual_seed(0)
         middle = [nn.BatchNorm1d(16)] if normalised else []
         return nn.Sequential(nn.Linear(4, 16), *middle, nn.ReLU(), nn.Linear(16, 3))
 

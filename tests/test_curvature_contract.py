@@ -1,7 +1,7 @@
 """What `fisher` refuses."""
 
 import warnings
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -210,7 +210,14 @@ def test_every_structure_refuses_the_same(structure, engine):
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it is deprecated, but users have such
     SCRIPTED = nn.Sequential(torch.jit.script(nn.Linear(3, 3)))
-EXPORTED = torch.export.export(nn.Linear(3, 3), (VECTORS,)).module()
+
+
+@cache
+def exported():
+    """It takes seconds, which a process that only finds the tests need not wait."""
+    return torch.export.export(nn.Linear(3, 3), (VECTORS,)).module()
+
+
 WITHOUT_A_FISHER = {
     "joined rows": (Then(lambda x, y: y.flatten()), r"\(15,\) for 5 examples"),
     "fewer rows": (Then(lambda x, y: y[:1]), r"\(1, 3\) for 5 examples"),
@@ -222,7 +229,7 @@ WITHOUT_A_FISHER = {
     "made": (Makes(again=False), r"makes its parameters .'head.weight', 'head.bias'"),
     "made again": (Makes(again=True), r"makes its parameters .'layer.weight'"),
     "a script": (SCRIPTED, "layer '0' is a ScriptModule"),
-    "an export": (EXPORTED, "has no eval mode"),
+    "an export": (exported, "has no eval mode"),
     "complex": (Then(abs, nn.Linear(3, 3, dtype=torch.cfloat)), "'layer.weight' has"),
 }
 
@@ -231,6 +238,7 @@ WITHOUT_A_FISHER = {
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_model_without_a_fisher_is_refused(name, structure):
     model, why = WITHOUT_A_FISHER[name]
+    model = exported() if model is exported else model
     with pytest.raises(StructureError, match=why):
         fisher(model, ONE, structure=structure)
 

@@ -112,6 +112,7 @@ def torch_state(result):
     return dict(result.arrays.to_torch_state_dict())
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_the_last_round_is_scored_if_it_was_not(tmp_path):
     task, result = outcome(FedFish, num_rounds=3, every=2)
     metrics = report(tmp_path, task, result)
@@ -127,6 +128,7 @@ def test_the_last_round_is_scored_if_it_was_not(tmp_path):
     assert 3 not in result.evaluate_metrics_serverapp
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_of_flowers_fedavg_there_are_no_bytes(tmp_path, caplog):
     task, result = outcome(FedAvg, num_rounds=1)
     metrics = report(tmp_path, task, result, method="FedAvg")
@@ -135,6 +137,7 @@ def test_of_flowers_fedavg_there_are_no_bytes(tmp_path, caplog):
     assert "Upload" not in caplog.text
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_only_what_was_measured_is_reported(tmp_path, caplog):
     task = digits()
     arrays = ArrayRecord(shared_state(task.make_model()))
