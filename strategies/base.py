@@ -392,6 +392,7 @@ class CurvatureStrategy(FedAvg):
             resume,
             initial_groups_of(self),
             reopen=reopen,
+            num_rounds=num_rounds,
         )
         try:
             self.check(run.state)

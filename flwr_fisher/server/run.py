@@ -76,11 +76,14 @@ class Run:
         groups: Groups | None = None,
         *,
         reopen: bool = False,
+        num_rounds: int | None = None,
     ) -> "Run":
         """Start from the initial arrays and `groups`, or resume after the last round.
 
         Raises
         ------
+        ConfigurationError
+            If the last round is to be opened again, but `num_rounds` are fewer.
         CheckpointError
             If there is a run on disk but `resume` is false, if it is another run, or if
             another server uses it.
@@ -112,6 +115,11 @@ class Run:
                 )
             _check_options(journal, options)
             last = rounds[-1]
+            if reopen and num_rounds is not None and num_rounds < last:
+                raise ConfigurationError(
+                    f"reopen=True repeats round {last}, but num_rounds={num_rounds}: "
+                    f"pass num_rounds={last}"
+                )
             if reopen and journal.reopen(last):
                 last -= 1
             return cls._resumed(journal, last, state.params)
