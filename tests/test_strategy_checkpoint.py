@@ -26,6 +26,7 @@ from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.journal import Journal
 from flwr_fisher.strategies import (
+    FAGH,
     FedFisherOneShot,
     FedGA,
     MergeOptions,
@@ -406,6 +407,13 @@ def test_the_same_train_config_is_gone_on_with(tmp_path, value):
     options |= {"seed": np.int64(3), "min_train_nodes": np.int64(2)}
     start(where=tmp_path, **options)
     start(where=tmp_path, resume=True, **options)
+
+
+def test_numpys_numbers_in_a_settings_table_are_gone_on_with(tmp_path):
+    fagh = FAGH(betas=(np.float32(0.5), 0.5), fraction_evaluate=0.0)
+    for resume in (False, True):
+        options = {"checkpoint_dir": tmp_path, "resume": resume}
+        fagh.start(LocalGrid(Watched(), 2), tiny_arrays(), **options)
 
 
 def test_a_directory_with_a_run_is_refused_without_resume(once):

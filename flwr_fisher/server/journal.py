@@ -154,10 +154,8 @@ class Journal:
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Record the begin of a run with its options."""
-        plain = {  # NumPy's numbers as JSON's
-            name: value.item() if isinstance(value, np.generic) else value
-            for name, value in options.items()
-        }
+        # NumPy's numbers as JSON's
+        plain = json.loads(json.dumps(dict(options), default=np.generic.item))
         self.run, self._end = secrets.token_hex(8) if self.path else "", 0
         self.append("begun", format=FORMAT, options=plain)
 
