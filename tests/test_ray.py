@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, Message
 from flwr.clientapp import ClientApp
-from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
-from ray import cloudpickle
 from safetensors.torch import load_file
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
@@ -170,7 +169,7 @@ def test_ray_and_local_grid_give_the_same_bits(outcome, tmp_path):
 class RayGrid(LocalGrid):
     """Its clients are in a process of Ray's, as Flower's simulation has them."""
 
-    backend: RayBackend
+    backend: Any
 
     def _handle(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
@@ -181,6 +180,9 @@ class RayGrid(LocalGrid):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_secure_sum_gives_the_model_of_the_plain_one(tmp_path):
+    from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
+    from ray import cloudpickle
+
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
     def app() -> ClientApp:
