@@ -35,8 +35,6 @@ from flwr_fisher.errors import (
     StructureError,
 )
 from flwr_fisher.params import shared_state
-from flwr_fisher.tasks.examples import Examples
-from flwr_fisher.tasks.task import batches
 from flwr_fisher.wire.codec import FORMAT_VERSION
 
 # --- nothing fails after training that could have failed before
@@ -503,13 +501,6 @@ def test_model_loader_and_generators_are_as_they_were():
 def test_a_file_is_opened_in_a_worker(workers):
     loader = DataLoader(Noisy(), 4, num_workers=workers)
     assert tried(loader).trainloader.dataset.file is None
-
-
-def test_a_tasks_examples_are_read_without_a_worker(monkeypatch):
-    monkeypatch.setattr("sys.platform", "darwin")  # where there is none
-    data = Examples(torch.rand(16, 1, 2, 2), torch.arange(16) % 3, (0.5,), (0.5,))
-    loader = batches(data, range(16), batch_size=4)
-    assert examples_of(loader)[1].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("stuck", ["fork", "platform"])

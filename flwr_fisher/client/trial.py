@@ -221,9 +221,8 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
     data = loader.dataset
     while type(data) is Subset:
         data = data.dataset
-    own = type(data).__module__.startswith("flwr_fisher.tasks.")
     collates = (default_collate, default_convert)
-    return (type(data) is TensorDataset or own) and loader.collate_fn in collates
+    return type(data) is TensorDataset and loader.collate_fn in collates
 
 
 def _positions(loader: DataLoader[Any], count: int | None) -> Any:
