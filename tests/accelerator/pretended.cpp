@@ -2,7 +2,8 @@
 // with the CPU's kernels. Every operation goes through `fallback`: its tensors are seen
 // as the CPU's, in the same memory, and what comes out is the device's again. What is
 // below `by hand` has no kernel of the CPU's that fits, or must be told of (copies).
-#include <torch/extension.h>
+#include <torch/csrc/Generator.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/CPUGeneratorImpl.h>
