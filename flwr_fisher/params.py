@@ -51,6 +51,10 @@ class DeferredParams(Mapping[str, Tensor]):
             raise KeyError(key)
         return self._make(key)
 
+    def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
+        """Pickle and copy what it computes, since its function may be a local one."""
+        return dict, (dict(self),)
+
     def __contains__(self, key: object) -> bool:
         return key in self.layout
 

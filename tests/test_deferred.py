@@ -1,6 +1,7 @@
 """What takes no memory until it is used."""
 
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 
@@ -134,3 +135,14 @@ def test_a_packed_upload_stays_packed_until_it_is_merged(codec: str) -> None:
     later, now = (fedfisher([client, client], anchor=0.1).params for client in clients)
     for key, value in now.items():
         assert torch.equal(later[key], value)
+
+
+def test_a_packed_upload_is_pickled_as_what_it_holds() -> None:
+    sent = upload_of("wide", "kfac")
+    chosen = resolve(Codec("fedavg"), sent.params)
+    got = FisherUpload.from_arrays(sent.to_arrays(chosen), sent.params, chosen)
+    copy = pickle.loads(pickle.dumps(got))
+    assert torch.equal(copy.curvature.to_dense(), got.curvature.to_dense())
+    assert all(
+        torch.equal(copy.params[key], value) for key, value in got.params.items()
+    )

@@ -49,6 +49,10 @@ class Deferred(Curvature):
         self.shapes, self._kind, self._make = dict(like.shapes), like.kind, make
         self._trace, self.groups = trace, like.groups
 
+    def __reduce__(self) -> tuple[Callable[[Curvature], Curvature], tuple[Curvature]]:
+        """Pickle and copy what it computes, since its function may be a local one."""
+        return _made, (self.made(),)
+
     @property
     def kind(self) -> str:
         """The name of the kind of curvature that is computed."""
@@ -101,6 +105,10 @@ class Deferred(Curvature):
     def summary(self) -> str:
         """Return a description of the curvature that is computed."""
         return f"{self.kind}, {super().summary()}"
+
+
+def _made(curvature: Curvature) -> Curvature:
+    return curvature
 
 
 class WeightedSum(Curvature):
