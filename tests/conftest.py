@@ -41,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start it first. Collections of garbage pass over what was imported."""
     gc.freeze()
+    gc.set_threshold(700, 10, 100)  # whole ones as rarely as if nothing were frozen
     gc.enable()
     wanted = any(item.get_closest_marker("beside") for item in session.items)
     if wanted and not session.config.option.collectonly:

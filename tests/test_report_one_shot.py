@@ -43,6 +43,7 @@ def examples(task):
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_every_methods_accuracy_is_as_by_hand(tmp_path):
     task = load_task(
         dataset="digits", model="logistic", partition="iid", num_partitions=3, seed=0

@@ -650,6 +650,7 @@ def test_a_run_with_parts_is_not_continued_with_sums(tmp_path):
 # The report
 
 
+@pytest.mark.usefixtures("empty_pictures")
 def test_the_report_leaves_out_what_the_server_cannot_know(tmp_path):
     task = load_task(
         dataset="digits", model="mlp", partition="dirichlet-client", alpha=0.5,
