@@ -25,12 +25,23 @@ collect_ignore_glob = [] if devices.pretended else ["accelerator/*"]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose where it is: the first process's workers have its environment."""
-    gc.disable()  # until all files are imported
     if not hasattr(config, "workerinput"):
         check_installed()
         os.environ[_FOLDER] = tempfile.mkdtemp(prefix="flwr-fisher-")
         # Matplotlib lists a machine's fonts once a home, which takes seconds.
         os.environ["MPLCONFIGDIR"] = os.environ[_FOLDER] + "/matplotlib"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Let collections of garbage pass over what is imported here: they take a tenth."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(700, 10, 100)  # whole ones as rarely as if nothing were frozen
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,10 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start it first. Collections of garbage pass over what was imported."""
-    gc.freeze()
-    gc.set_threshold(700, 10, 100)  # whole ones as rarely as if nothing were frozen
-    gc.enable()
+    """Start it first."""
     wanted = any(item.get_closest_marker("beside") for item in session.items)
     if wanted and not session.config.option.collectonly:
         Beside(Path(os.environ[_FOLDER])).start()
