@@ -7,11 +7,21 @@ import pytest
 import torch
 from flwr.app import MetricRecord
 from oracles import randn
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import start, tiny_data, tiny_model
 
 from flwr_fisher.curvature import Diagonal
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import fedfisher
 from flwr_fisher.report import report_one_shot
-from flwr_fisher.strategies import CurvatureResult, Upload
+from flwr_fisher.strategies import (
+    CurvatureResult,
+    FedAvg,
+    FedFisherOneShot,
+    Upload,
+)
 from flwr_fisher.tasks import load_task
 from flwr_fisher.wire import FisherUpload
 
@@ -100,3 +110,29 @@ def test_a_model_and_a_test_set_of_ones_own_are_enough(tmp_path):
     written = {path.name for path in (tmp_path / "own").iterdir()}
     assert {"metrics.json", "model.safetensors", "accuracy.png"} <= written
     assert "labels.png" not in written
+
+
+def test_with_batch_norm_the_model_is_the_runs_result(tmp_path):
+    data = TensorDataset(*tiny_data(9, n=50).tensors)
+    task = SimpleNamespace(
+        make_model=tiny_model, test_loader=lambda: DataLoader(data, batch_size=25)
+    )
+    result = start(FedFisherOneShot(fraction_evaluate=0.0))
+    found = report_one_shot(tmp_path, task=task, result=result)
+    models = {
+        "fedfisher": result.arrays.to_torch_state_dict(),
+        "fedfisher_averaged": result.details.params,
+    }
+    expected = accuracies(tiny_model(), models, task.test_loader())
+    assert {name: found[name] for name in expected} == expected
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[k], v) for k, v in models["fedfisher"].items())
+    assert not torch.equal(
+        saved["1.running_var"], result.details.params["1.running_var"]
+    )
+
+
+def test_a_result_without_a_merge_is_refused(tmp_path):
+    for result in (start(FedAvg(fraction_evaluate=0.0)), CurvatureResult()):
+        with pytest.raises(ConfigurationError, match=r"reopen=True.* report_rounds"):
+            report_one_shot(tmp_path, task=None, result=result)

@@ -5,9 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from flwr_fisher.devices import default_device
+from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.measures import ensemble_accuracy
 from flwr_fisher.measures.accuracy import Loader
 from flwr_fisher.merge import MergeResult, fedavg
@@ -17,11 +19,13 @@ from flwr_fisher.report.influence import influences, log_influences
 from flwr_fisher.report.plots import plot_accuracies, plot_residuals, plot_shares
 from flwr_fisher.strategies import CurvatureResult, Upload
 from flwr_fisher.tasks import Task
+from flwr_fisher.wire import arrays_to_tensors
 
 _TITLES = {
     "fedavg": "FedAvg",
     "best_client": "best client",
     "fedfisher": "FedFisher",
+    "fedfisher_averaged": "FedFisher, averaged norms",
     "ensemble": "ensemble (reference)",
 }
 
@@ -48,9 +52,11 @@ def report_one_shot(
 
     The alternatives are FedAvg's mean, the best single client (on the test set, so a
     generous reference), and the ensemble of all clients, which is not one model. With
-    ``aggregate="sums"`` only FedAvg's mean can be computed. For at most twenty clients,
-    and a model whose merge takes seconds, a table shows each client's influence: how
-    far it moves the model, and the accuracy without it.
+    ``aggregate="sums"`` only FedAvg's mean can be computed. If the clients have
+    measured the merged model's batch norms, there is also the merge before that, whose
+    norms are averaged as FedAvg's are. For at most twenty clients, and a model whose
+    merge takes seconds, a table shows each client's influence: how far it moves the
+    model, and the accuracy without it.
 
     Parameters
     ----------
@@ -68,18 +74,32 @@ def report_one_shot(
     -------
     dict[str, float]
         Accuracy by method, as in ``metrics.json``.
+
+    Raises
+    ------
+    ConfigurationError
+        If the result has no merge: it is of another strategy, or of a resumed run that
+        had nothing left to do.
     """
-    merged: MergeResult = result.details
+    merged = result.details
+    if not isinstance(merged, MergeResult):
+        raise ConfigurationError(
+            "report_one_shot needs the last merge of FedFisherOneShot, and this result "
+            "has none. If a resumed run had nothing left to do, start it with "
+            "reopen=True, too; for other strategies, call report_rounds"
+        )
+    # The clients may have measured its norms after the merge.
+    final = {**merged.params, **arrays_to_tensors(result.arrays)}
     device = default_device()
     score = partial(_accuracy, task.make_model().to(device), task.test_loader())
-    accuracy = _accuracies(score, result.uploads, merged)
+    accuracy = _accuracies(score, result.uploads, merged, final)
     influence = influences(result.uploads, merged, score)
     sizes = reply_sizes(result, merged.params)
     measured: dict[str, Any] = {"accuracy": accuracy, "bytes": sizes}
     if influence:
         measured["influence"] = influence
     own = {"config": config or {}, "seconds": seconds or {}}
-    save_report(path, merged.params, **own, **measured)
+    save_report(path, final, **own, **measured)
     titled = {_TITLES[name]: value for name, value in accuracy.items()}
     plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])
     labels = path / "labels.png"
@@ -102,17 +122,24 @@ def _accuracy(
 
 
 def _accuracies(
-    score: Callable[..., float], uploads: Sequence[Upload[Any]], merged: MergeResult
+    score: Callable[..., float],
+    uploads: Sequence[Upload[Any]],
+    merged: MergeResult,
+    final: Params,
 ) -> dict[str, float]:
-    own = score(merged.params)
+    own = {"fedfisher": score(final)}
+    if any(
+        not torch.equal(final[name], value) for name, value in merged.params.items()
+    ):
+        own["fedfisher_averaged"] = score(merged.params)
     if merged.mean is not None:  # a merge from sums: no client's part is known
-        return {"fedavg": score(merged.mean), "fedfisher": own}
+        return {"fedavg": score(merged.mean), **own}
     posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
     members = [posterior.params for posterior in posteriors]
     weights = [posterior.num_examples for posterior in posteriors]
     return {
         "fedavg": score(fedavg(posteriors)),
         "best_client": max(score(params) for params in members),
-        "fedfisher": own,
+        **own,
         "ensemble": score(*members, weights=weights),
     }
