@@ -84,11 +84,11 @@ def without_config(content):
         content[name] = ConfigRecord()
 
 
-def many_arrays(content):
-    """A hundred thousand arrays."""
+def many_arrays(content, count=10**5):
+    """A hundred thousand arrays, or so many."""
     (name,) = content.array_records
     tiny = Array(np.zeros(1, np.float32))
-    more = {f"server/{i}": tiny for i in range(10**5)}
+    more = {f"server/{i}": tiny for i in range(count)}
     content[name] = ArrayRecord({**content.array_records[name], **more})
 
 
