@@ -117,7 +117,8 @@ class CurvatureStrategy(FedAvg):
         stay as they are (:doc:`/pretrained`).
     secure : flwr_fisher.secure.SecureSums, optional
         Let the server see sums over clients, and no single client's upload; see
-        :class:`~flwr_fisher.secure.SecureSums`. Then `policy` has no effect.
+        :class:`~flwr_fisher.secure.SecureSums`. Then a `policy` cannot limit uploads,
+        and a strict one is refused.
     **kwargs
         ``FedAvg``'s keywords: ``fraction_train``, ``min_train_nodes``,
         ``weighted_by_key``, …. ``min_train_nodes`` is also how many usable replies a
@@ -179,6 +180,12 @@ class CurvatureStrategy(FedAvg):
             raise ConfigurationError(
                 "Waiting(window=...) does not go with secure=, because a secure sum "
                 "needs all its clients at the same time: leave one of them out"
+            )
+        if secure is not None and self.policy.limits_more_than_default:
+            raise ConfigurationError(
+                "policy= does not go with secure=, because the server sees no client's "
+                "upload that it could limit: leave one of them out. "
+                "Policy(limit_scores=True) limits evaluations alone"
             )
         self.seed, self.cohort = seed, Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # for waiting for nodes; `start` sets its own
