@@ -286,7 +286,7 @@ class LocalProblem:
         """Call a user's loop; within it, `batch_fn` reads the loaders by default.
 
         What the loop leaves on the model beside values is taken away
-        (:func:`~flwr_fisher.client.loops.left_as_known`).
+        (``left_as_known``).
 
         Raises
         ------

@@ -128,16 +128,6 @@ class Policy:
         """Whether there is any limit."""
         return min(self.max_weight, self.max_distance, self.max_curvature) < inf
 
-    @property
-    def limits_more_than_default(self) -> bool:
-        """Whether it limits uploads more than the default policy does."""
-        default = Policy()
-        return (
-            self.max_weight < default.max_weight
-            or self.max_distance < default.max_distance
-            or self.max_curvature < default.max_curvature
-        )
-
     def limit(
         self,
         uploads: Sequence[Upload[P]],

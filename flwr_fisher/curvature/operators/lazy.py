@@ -1,4 +1,7 @@
-"""Lazy curvatures: a weighted sum of several, and one that is computed at each use."""
+"""Lazy curvatures: a weighted sum of several, and one that is computed at each use.
+
+Long: each class has the whole interface of a curvature.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
