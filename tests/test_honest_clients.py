@@ -1,9 +1,10 @@
-"""Honest clients of very unlike sizes get what Flower's FedAvg gives them."""
+"""A hundred honest clients of very unlike sizes get what Flower's FedAvg gives them."""
 
 from functools import cache
 
 import pytest
 from unequal import (
+    CLIENTS,
     METHODS,
     SIZES,
     Federation,
@@ -25,14 +26,14 @@ def some_clients():
 def test_fedavg_is_flowers_in_every_round():
     """Sizes by Zipf's law over three decades, in parameters and in metrics.
 
-    Every third client, the largest and the smallest among them, has a fifth of its
-    examples; benchmarks/honest_clients.py has them all.
+    Of each client's examples comes a fifth; benchmarks/honest_clients.py has them all.
     """
-    assert (SIZES[::-3][0], SIZES[::-3][-1]) == (10, 10_000)
-    clients = Federation(holdings("digits", alpha=0.1, share=5)[::-3])
-    every = {"min_train_nodes": len(clients.examples)}
-    ours, our_models = clients.run(FedAvg(**every), 2)
-    theirs, their_models = clients.run(FlowersFedAvg(our_models, **every), 2)
+    assert (SIZES[0], SIZES[-1], len(SIZES)) == (10_000, 10, 100)
+    clients = Federation(holdings("digits", alpha=0.1, share=5))
+    ours, our_models = clients.run(FedAvg(min_train_nodes=CLIENTS), 2)
+    theirs, their_models = clients.run(
+        FlowersFedAvg(our_models, min_train_nodes=CLIENTS), 2
+    )
     assert len(our_models) == 3
     assert max(furthest(our_models, their_models)) <= 1e-6
     most, count = metrics_apart(ours, theirs)
