@@ -2,11 +2,12 @@
 
 import random
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
+from flwr.serverapp import Grid, ServerApp
 
 from flwr_fisher.errors import ConfigurationError, check_whole
 from flwr_fisher.flower_internals import (
@@ -75,7 +76,7 @@ class LocalGrid(Grid):
         run_config: Mapping[str, Any] | None = None,
         seed: int | None = None,
     ) -> None:
-        if not isinstance(client_app, ClientApp):
+        if not _answers_messages(client_app):
             raise ConfigurationError(
                 f"client_app must be a ClientApp, got {client_app!r:.80}: pass "
                 "client.as_client_app(), or make_client_app(client_fn)"
@@ -163,6 +164,17 @@ class LocalGrid(Grid):
         if received is not None:
             reply.content = received
         return reply
+
+
+def _answers_messages(app: object) -> bool:
+    """Return whether it is a ``ClientApp``, or can be called as one."""
+    if not callable(app) or isinstance(app, ServerApp):
+        return False
+    try:
+        signature(app).bind(Message, Context)
+    except TypeError:
+        return False
+    return True
 
 
 def _answers_another(message: Message, reply: Message) -> Message:
