@@ -55,7 +55,6 @@ STEPS = {
     "cifar": (0.5, 1.0, 2.0),
     "cnn": (0.05, 0.1, 0.2),
 }
-RHO = 0.1
 
 
 def _or_one(values: Sequence[float], one: float) -> dict[str, Sequence[float]]:
@@ -75,6 +74,11 @@ def _grids(**values: Any) -> dict[str, tuple[Options, ...]]:
 def _grid(**values: Sequence[Any]) -> tuple[Options, ...]:
     pairs = [[(key, value) for value in tried] for key, tried in values.items()]
     return tuple(product(*pairs))
+
+
+# Each batch normalised by itself bounds the gradients.
+IN_TRAIN_MODE = STEPS | {"cnn": (0.1, 0.2, 0.5)}
+RHO = 0.1
 
 
 def _fagh(*, step: float, beta1: float, probe: str, **kwargs: Any) -> FAGH:
@@ -97,9 +101,17 @@ _PRECONDITIONED = {
     "lenet": _grid(client_lr=(0.1, 0.2), damping=(1.0,))
     + _grid(client_lr=(0.03,), damping=(0.1,)),
 }
-_STEPS = _grids(step=STEPS, beta1=_or_one((0.5, 0.9), 0.9))
+_BETAS = _or_one((0.5, 0.9), 0.9)
+_STEPS = _grids(step=STEPS, beta1=_BETAS)
 METHODS = {
     "FAGH, first": Method(partial(_fagh, probe="first"), 1, 2, _STEPS),
+    # And a forward pass, for the norms' statistics, which is not counted.
+    "FAGH, train mode": Method(
+        partial(_fagh, probe="first", train_mode=True),
+        1,
+        2,
+        _grids(step=IN_TRAIN_MODE, beta1=_BETAS),
+    ),
     "FAGH, random": Method(partial(_fagh, probe="random"), 1, 2, _STEPS),
     "FAGH, momentum": Method(partial(_fagh, probe="momentum"), 1, 2, _STEPS),
     "momentum alone": Method(partial(_fagh, probe="none"), 1, 1, _STEPS),
