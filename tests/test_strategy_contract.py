@@ -830,6 +830,7 @@ CHANGED = [
     ("fagh-first", {"lr": 1.0}, "lr: 0.3 -> 1.0"),
     ("fagh-first", {"betas": (0.9, 0.9)}, "betas: [0.9, 0.99] -> [0.9, 0.9]"),
     ("fagh-first", {"probe": "random"}, "probe: 'first' -> 'random'"),
+    ("fagh-first", {"train_mode": True}, "train_mode: False -> True"),
     ("giant", {"iterations": 4}, "iterations: 3 -> 4"),
     ("giant", {"lr": 1.0}, "lr: 0.5 -> 1.0"),
     ("done", {"iterations": 4}, "iterations: 3 -> 4"),

@@ -580,7 +580,10 @@ def test_the_defaults_give_the_model_of_parts_without_clients_weights():
 
 
 def test_clients_are_asked_for_sums_and_only_then():
-    for strategy, asked in ((sums(), "diagonal-sums"), (fedfisher_with(**PARTS), None)):
+    for strategy, asked in (
+        (sums(), "diagonal-sums"),
+        (fedfisher_with(**PARTS), "train"),
+    ):
         app = Watched()
         run(strategy, app, 2)
         trained = [c for c in app.configs if "structure" in c]
