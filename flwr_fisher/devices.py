@@ -42,7 +42,7 @@ def defaults_kept() -> Iterator[None]:
 
     A client's process does other clients' work afterwards.
     """
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    dtype, device = torch.get_default_dtype(), _default_device()
     grad = torch.is_grad_enabled()
     kinds = {"cpu", found.type if (found := accelerator()) else "cpu"}
     autocast = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
@@ -53,14 +53,19 @@ def defaults_kept() -> Iterator[None]:
             torch.set_autocast_enabled(kind, enabled)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
-        if torch.get_default_device() != device:
+        if _default_device() != device:
             # Of the CPU, None: its name would leave a mode in every call of torch's.
             torch.set_default_device(None if device == CPU else device)
 
 
+def _default_device() -> torch.device:
+    # Not get_default_device: torch 2.6 raises in it after set_default_device(None).
+    return torch.empty(0).device
+
+
 def check_default_device() -> None:
     """Raise :class:`ConfigurationError` if torch makes tensors elsewhere by default."""
-    device = torch.get_default_device()
+    device = _default_device()
     if device.type != "cpu":
         raise ConfigurationError(
             f"torch's default device is {device!s}, and this library's own tensors "

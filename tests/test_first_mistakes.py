@@ -265,7 +265,7 @@ def other_defaults(model):
 
 
 def defaults():
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    dtype, device = torch.get_default_dtype(), torch.empty(0).device
     has_mode = torch.overrides.has_torch_function((torch.ones(()),))
     modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), has_mode
     return dtype, device, *modes
