@@ -133,7 +133,7 @@ class CurvatureStrategy(FedAvg):
         If a keyword is not known. It names the one that may be meant.
     """
 
-    # Whether clients use train mode, which changes the statistics of batch norms.
+    # Whether clients upload statistics of batch norms that their training changed.
     moves_norms: ClassVar[bool] = True
     # For errors: which options object has a keyword as its field.
     grouped: ClassVar[Mapping[str, str]] = {}

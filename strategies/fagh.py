@@ -100,7 +100,7 @@ class FAGH(CurvatureStrategy):
         result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=100)
     """
 
-    moves_norms = False  # by the steps of clients
+    moves_norms = False  # clients do not upload any statistics
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Calls of a user's loop: what it must take, may leave on the model, and returns."""
+"""A user's loop: its arguments, what it leaves on the model, and its metrics."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,12 +54,12 @@ def check_loop(name: str, loop: Any) -> None:
 
 @contextmanager
 def left_as_known(model: nn.Module, loop: object) -> Iterator[None]:
-    """Leave a model, after a ``with`` block, as the server knows it, but for values.
+    """Undo what a loop, run in a ``with`` block, changed on a model beside values.
 
-    It keeps its dtypes, and trains the same parameters, whatever a loop made of them.
-    Hooks, with what holds their handles, modes and a ``forward`` of the object's own
-    that the loop left on it are taken away: the server's model has none. All of this
-    holds for a loop that fails, too.
+    The model is then as the server knows it. It keeps its dtypes, and trains the same
+    parameters, whatever a loop made of them. Hooks, with what holds their handles,
+    modes and a ``forward`` of the object's own that the loop left on it are taken away:
+    the server's model has none. All of this holds for a loop that fails, too.
 
     Parameters
     ----------

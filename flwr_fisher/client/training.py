@@ -34,7 +34,7 @@ from flwr_fisher.curvature.losses import (
     cross_entropy,
     loss_of,
 )
-from flwr_fisher.curvature.models import TOO_FEW, evaluating
+from flwr_fisher.curvature.models import evaluating, refusing_batches_of_one
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
@@ -357,16 +357,8 @@ def _check_last_batch(loader: Loader, model: nn.Module, inputs: Inputs) -> None:
         return
     with evaluating(model), torch.no_grad():
         model.train()
-        try:
+        with refusing_batches_of_one("the trainloader's last batch is of"):
             inputs[:1](model)
-        except ValueError as error:
-            if TOO_FEW not in str(error):
-                raise
-            raise DataError(
-                "the trainloader's last batch is of one example, on which batch norm "
-                "cannot train: pass DataLoader(..., drop_last=True), or another "
-                "batch_size"
-            ) from error
 
 
 def local_sgd(train_fn: TrainFn, why: str) -> LocalSGD:

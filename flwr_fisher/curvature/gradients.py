@@ -1,7 +1,6 @@
 """The exact gradient of a mean loss, summed over all examples of a loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +14,12 @@ from flwr_fisher.curvature.model_checks import (
     check_examples_are_independent,
     check_examples_do_not_mix,
 )
-from flwr_fisher.curvature.models import TOO_FEW, device_of, evaluating, into_train_mode
+from flwr_fisher.curvature.models import (
+    device_of,
+    evaluating,
+    into_train_mode,
+    refusing_batches_of_one,
+)
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import DataError, StructureError, check_whole
 from flwr_fisher.params import Params, trainable
@@ -167,7 +171,7 @@ def mean_derivatives(
     device = next(iter(parameters.values())).device
     sums: list[Sums] = []
     count, losses = 0, list[Tensor]()
-    with evaluating(model), _refusals_of_norms():
+    with evaluating(model), refusing_batches_of_one("a batch of the loader has"):
         if train_mode:
             into_train_mode(model)
         batches = batches_of(loader, model, device, labelled=True)
@@ -189,31 +193,16 @@ def mean_derivatives(
     return [each.mean(count) for each in sums], float(torch.stack(losses).sum()) / count
 
 
-@contextmanager
-def _refusals_of_norms() -> Iterator[None]:
-    """Raise :class:`DataError` where a batch norm refuses a batch of one example."""
-    try:
-        yield
-    except ValueError as error:
-        if TOO_FEW not in str(error):
-            raise
-        raise DataError(
-            "a batch of the loader has one example, on which batch norm cannot train: "
-            "pass DataLoader(..., drop_last=True), or another batch_size"
-        ) from error
-
-
 def _check_first(model: nn.Module, few: Inputs, *, may_mix: bool) -> None:
-    """Raise an error if a few examples show that examples are not independent."""
+    """Raise an error if a few examples have no rows, or mix where they must not."""
     outputs = few(model)
     if not outputs.dim():
         raise StructureError(
             f"the model returns one number for {len(few)} examples: return outputs "
             "with a row for each, and compute the loss by loss_fn"
         )
-    if (
-        len(outputs) == len(few) and not may_mix
-    ):  # a loss may take other rows, such as tokens
+    # A loss may take other rows, such as tokens.
+    if not may_mix and len(outputs) == len(few):
         check_examples_do_not_mix(model, few, outputs)
 
 

@@ -1,4 +1,4 @@
-"""Copies of a model, and of what calls of it may change, which is restored."""
+"""A deep copy of a model; and restoring what calls of a model have changed."""
 
 import copy
 from collections import deque
@@ -128,7 +128,7 @@ class KeptModel:
             )
 
     def restore(self) -> None:
-        """Give the model all of it back."""
+        """Give the model's tensors and attributes their former values."""
         for now, attributes in self._attributes:
             if not _identical(now.items(), attributes.items()):
                 now.clear()

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.kept_model import KeptModel, gradient_hooks
 from flwr_fisher.devices import check_default_device
-from flwr_fisher.errors import ConfigurationError, StructureError
+from flwr_fisher.errors import ConfigurationError, DataError, StructureError
 from flwr_fisher.params import trainable
 from flwr_fisher.randomness import (
     generator_states,
@@ -161,6 +161,26 @@ def into_train_mode(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _BatchNorm) and is_frozen(module):
             module.eval()
+
+
+@contextmanager
+def refusing_batches_of_one(which: str) -> Iterator[None]:
+    """Raise :class:`DataError` where a batch norm in train mode gets one example.
+
+    Parameters
+    ----------
+    which : str
+        How the error's sentence begins, such as "the last batch has".
+    """
+    try:
+        yield
+    except ValueError as error:
+        if TOO_FEW not in str(error):
+            raise
+        raise DataError(
+            f"{which} one example, on which batch norm cannot train: pass "
+            "DataLoader(..., drop_last=True), or another batch_size"
+        ) from error
 
 
 def is_frozen(norm: _BatchNorm) -> bool:

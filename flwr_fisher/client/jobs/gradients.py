@@ -26,7 +26,7 @@ def gradient_job(problem: LocalProblem, request: Request) -> Reply:
     It is in train mode if ``train-mode`` of the options says so, or else in eval mode.
     """
     vector, loss = gradient(
-        problem.model, problem.train_batches, **_how(problem, request)
+        problem.model, problem.train_batches, **_loss_and_mode(problem, request)
     )
     upload = Additive({"gradient": vector})
     return Reply({"train_loss": loss}, upload.to_arrays())
@@ -49,14 +49,14 @@ def probe_job(problem: LocalProblem, request: Request) -> Reply:
     elif kind == "momentum":
         probe = request.vector("probe", problem.trainable())
     slope, product, loss = gradient_and_hvp(
-        problem.model, problem.train_batches, probe, **_how(problem, request)
+        problem.model, problem.train_batches, probe, **_loss_and_mode(problem, request)
     )
     upload = Additive({"gradient": slope, "hvp": product})
     return Reply({"train_loss": loss}, upload.to_arrays())
 
 
-def _how(problem: LocalProblem, request: Request) -> dict[str, Any]:
-    """Return how the loss is evaluated, as keywords: which loss, and in which mode."""
+def _loss_and_mode(problem: LocalProblem, request: Request) -> dict[str, Any]:
+    """Return the loss to differentiate, and the model's mode, as keywords."""
     in_train_mode = request.options.get("train-mode", False) is True
     return {"loss_fn": problem.differentiable_loss, "train_mode": in_train_mode}
 
