@@ -2,14 +2,27 @@
 
 import json
 import logging
+from fractions import Fraction
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from flwr.app import MetricRecord
+import torch
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from safetensors.torch import load_file
 
-from flwr_fisher.report import plot_rounds, rounds_of, save_report
+from flwr_fisher.merge import MergeResult
+from flwr_fisher.report import (
+    plot_rounds,
+    report_one_shot,
+    report_rounds,
+    rounds_of,
+    save_report,
+)
+from flwr_fisher.strategies import CurvatureResult
 
 RUN = {
     0: MetricRecord({"accuracy": 0.1, "personalised-accuracy": 0.2}),
@@ -66,6 +79,35 @@ def test_they_reach_metrics_json(tmp_path):
     assert written["rounds"]["1"]["server"] == dict(RUN[1])
     save_report(tmp_path, {}, config={})
     assert "rounds" not in json.loads((tmp_path / "metrics.json").read_text())
+
+
+def test_any_number_is_written_and_what_is_none_is_named(tmp_path, caplog):
+    accuracy = {"a": torch.tensor(0.5), "b": np.float32(0.25), "c": np.arange(2)}
+    seconds = {"train": Fraction(3, 2), np.int64(7): 1}
+    config = {"seed": np.int64(3), "folder": tmp_path, "names": [tmp_path]}
+    measured = {"accuracy": accuracy, "seconds": seconds}
+    save_report(tmp_path, {"w": torch.ones(2)}, config=config, **measured)
+    written = json.loads((tmp_path / "metrics.json").read_text())
+    assert written["accuracy"] == {"a": 0.5, "b": 0.25, "c": [0, 1]}
+    assert written["seconds"] == {"train": 1.5, "7": 1}
+    assert (written["seed"], written["config"]) == (3, {"seed": 3})
+    assert "config.folder" in caplog.text
+    assert "config.names" in caplog.text
+
+
+def test_an_error_in_a_score_does_not_cost_the_model(tmp_path):
+    task = SimpleNamespace(make_model=lambda: 1 / 0, test_loader=list)
+    weight = torch.ones(2)
+    merged = MergeResult({"w": weight}, [], 0)
+    one_shot = CurvatureResult(arrays=ArrayRecord({"w": weight}), details=merged)
+    rounds = Result(arrays=ArrayRecord({"w": weight}))
+    more = {"method": "FedAvg", "seconds": {}, "config": {}}
+    with pytest.raises(ZeroDivisionError):
+        report_one_shot(tmp_path / "one", task=task, result=one_shot)
+    with pytest.raises(ZeroDivisionError):
+        report_rounds(tmp_path / "many", task=task, result=rounds, **more)
+    for name in "one", "many":
+        assert load_file(tmp_path / name / "model.safetensors")["w"].equal(weight)
 
 
 def test_one_run_is_drawn(tmp_path, drawn):

@@ -66,13 +66,41 @@ def save_report(
     config : Mapping[str, Any]
         The run's config. Its ``seed`` is also written on its own.
     **measured
-        ``accuracy`` by method, ``bytes``, ``seconds``, …, as JSON values.
+        ``accuracy`` by method, ``bytes``, ``seconds``, …, as JSON values. Tensors and
+        numbers of NumPy are written as plain numbers. What JSON does not have is left
+        out, and a warning names it.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    save_model(path, params)
     content = {"seed": config.get("seed"), "config": dict(config), **measured}
-    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    text = json.dumps(_as_json(content), indent=2, sort_keys=True) + "\n"
     (path / "metrics.json").write_text(text)
+
+
+def save_model(path: Path, params: Params) -> None:
+    """Write ``model.safetensors`` to a directory, which is made if necessary."""
+    path.mkdir(parents=True, exist_ok=True)
     save_tensors(path / "model.safetensors", params)
+
+
+def _as_json(values: Mapping[Any, Any], where: str = "") -> dict[str | int, Any]:
+    """Return what JSON has of these values, with plain numbers."""
+    kept: dict[str | int, Any] = {}
+    for key, value in values.items():
+        name = key if isinstance(key, int) else str(key)
+        if isinstance(value, Mapping):
+            kept[name] = _as_json(value, f"{where}{name}.")
+            continue
+        try:
+            kept[name] = json.loads(json.dumps(value, default=_plain))
+        except (TypeError, ValueError) as error:
+            text = "metrics.json is written without %s%s: %s"
+            logger.warning(text, where, name, error)
+    return kept
+
+
+def _plain(number: Any) -> Any:
+    """Return a tensor, or another library's number, as Python has it."""
+    return number.tolist() if hasattr(number, "tolist") else float(number)
 
 
 def reply_sizes(result: Result, params: Params) -> dict[str, float]:

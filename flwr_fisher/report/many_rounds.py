@@ -13,7 +13,12 @@ from flwr_fisher.devices import default_device
 from flwr_fisher.errors import check_whole
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.params import shared_state
-from flwr_fisher.report.folder import log_summary, reply_sizes, save_report
+from flwr_fisher.report.folder import (
+    log_summary,
+    reply_sizes,
+    save_model,
+    save_report,
+)
 from flwr_fisher.report.plots import plot_shares
 from flwr_fisher.report.rounds import TITLES, plot_rounds, points_of, rounds_of
 from flwr_fisher.tangent import TCTModel
@@ -107,6 +112,7 @@ def report_rounds(
         were last measured.
     """
     params = arrays_to_tensors(result.arrays)
+    save_model(path, params)  # it is safe, whatever a score raises
     rounds = rounds_of(result)
     last = rounds.setdefault(max(rounds, default=0), {}).setdefault("server", {})
     if "accuracy" not in last:

@@ -14,7 +14,12 @@ from flwr_fisher.measures import ensemble_accuracy
 from flwr_fisher.measures.accuracy import Loader
 from flwr_fisher.merge import MergeResult, fedavg
 from flwr_fisher.params import Params
-from flwr_fisher.report.folder import log_summary, reply_sizes, save_report
+from flwr_fisher.report.folder import (
+    log_summary,
+    reply_sizes,
+    save_model,
+    save_report,
+)
 from flwr_fisher.report.influence import influences, log_influences
 from flwr_fisher.report.plots import plot_accuracies, plot_residuals, plot_shares
 from flwr_fisher.strategies import CurvatureResult, Upload
@@ -90,6 +95,7 @@ def report_one_shot(
         )
     # The clients may have measured its norms after the merge.
     final = {**merged.params, **arrays_to_tensors(result.arrays)}
+    save_model(path, final)  # it is safe, whatever a score raises
     device = default_device()
     score = partial(_accuracy, task.make_model().to(device), task.test_loader())
     accuracy = _accuracies(score, result.uploads, merged, final)
