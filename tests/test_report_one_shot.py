@@ -125,6 +125,10 @@ def test_with_batch_norm_the_model_is_the_runs_result(tmp_path):
     }
     expected = accuracies(tiny_model(), models, task.test_loader())
     assert {name: found[name] for name in expected} == expected
+    # Nobody has measured the norms of merges without a client.
+    rows = json.loads((tmp_path / "metrics.json").read_text())["influence"]
+    assert rows
+    assert all("distance" in row and "accuracy_without" not in row for row in rows)
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[k], v) for k, v in models["fedfisher"].items())
     assert not torch.equal(

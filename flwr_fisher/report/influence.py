@@ -14,10 +14,14 @@ MOST_CLIENTS = 20
 # for a small model, and many minutes for a ResNet of twenty clients.
 MOST_WORK = 1e8
 _QUICK = ("pcg", "cg", "closed-form")
+_NO_SCORES = (
+    "The table of influence has no accuracies: clients have measured the batch norms "
+    "of the merge, and of no merge without one of them"
+)
 
 
 def influences(
-    uploads: Sequence[Upload[Any]], merged: MergeResult, score: Score
+    uploads: Sequence[Upload[Any]], merged: MergeResult, score: Score | None
 ) -> list[dict[str, Any]]:
     """Return one row for each client, the largest influence first.
 
@@ -27,15 +31,16 @@ def influences(
         The merged uploads.
     merged : MergeResult
         The merge.
-    score : Callable[[dict[str, Tensor]], float]
-        The accuracy of parameters.
+    score : Callable[[dict[str, Tensor]], float], optional
+        The accuracy of parameters. None if clients have measured the merge's norms:
+        they have not measured those of the merges without one of them.
 
     Returns
     -------
     list[dict[str, Any]]
         ``client``, ``examples``, ``share`` (of the curvature), ``distance`` (see
-        :class:`~flwr_fisher.merge.Influence`) and ``accuracy_without``. Empty if the
-        influences are not computed; the log says why.
+        :class:`~flwr_fisher.merge.Influence`) and, with a score, ``accuracy_without``.
+        Empty if the influences are not computed; the log says why.
     """
     posteriors = []
     if merged.shares:  # or else the uploads are sums
@@ -43,6 +48,8 @@ def influences(
     if reason := _why_not(posteriors, merged):
         logger.info("Skipping the table of influence: %s", reason)
         return []
+    if score is None:
+        logger.info(_NO_SCORES)
     each = influence(posteriors, merged, score=score)
     rows = [
         {
@@ -50,7 +57,7 @@ def influences(
             "examples": upload.num_examples,
             "share": share,
             "distance": own.distance,
-            "accuracy_without": own.score,
+            **({} if score is None else {"accuracy_without": own.score}),
         }
         for upload, share, own in zip(uploads, merged.shares, each, strict=True)
     ]
@@ -61,17 +68,20 @@ def log_influences(rows: Sequence[Mapping[str, Any]]) -> None:
     """Log the table, if there are rows."""
     if not rows:
         return
-    columns = "client", "examples", "share", "moves model", "accuracy without"
+    columns = ["client", "examples", "share", "moves model"]
     cells = [
-        (
+        [
             row["client"],
             f"{row['examples']:g}",
             f"{100 * row['share']:.1f} %",
             f"{row['distance']:.2f} x",
-            f"{100 * row['accuracy_without']:.1f} %",
-        )
+        ]
         for row in rows
     ]
+    if "accuracy_without" in rows[0]:
+        columns.append("accuracy without")
+        for cell, row in zip(cells, rows, strict=True):
+            cell.append(f"{100 * row['accuracy_without']:.1f} %")
     log_table("Influence: the merge without each client", columns, cells)
 
 

@@ -61,7 +61,7 @@ def report_one_shot(
     measured the merged model's batch norms, there is also the merge before that, whose
     norms are averaged as FedAvg's are. For at most twenty clients, and a model whose
     merge takes seconds, a table shows each client's influence: how far it moves the
-    model, and the accuracy without it.
+    model, and the accuracy without it, if clients have not measured batch norms.
 
     Parameters
     ----------
@@ -98,8 +98,10 @@ def report_one_shot(
     save_model(path, final)  # it is safe, whatever a score raises
     device = default_device()
     score = partial(_accuracy, task.make_model().to(device), task.test_loader())
-    accuracy = _accuracies(score, result.uploads, merged, final)
-    influence = influences(result.uploads, merged, score)
+    measured_norms = any(not torch.equal(final[k], v) for k, v in merged.params.items())
+    accuracy = _accuracies(score, result.uploads, merged, final, measured_norms)
+    scored = None if measured_norms else score
+    influence = influences(result.uploads, merged, scored)
     sizes = reply_sizes(result, merged.params)
     measured: dict[str, Any] = {"accuracy": accuracy, "bytes": sizes}
     if influence:
@@ -132,11 +134,10 @@ def _accuracies(
     uploads: Sequence[Upload[Any]],
     merged: MergeResult,
     final: Params,
+    measured_norms: bool,
 ) -> dict[str, float]:
     own = {"fedfisher": score(final)}
-    if any(
-        not torch.equal(final[name], value) for name, value in merged.params.items()
-    ):
+    if measured_norms:
         own["fedfisher_averaged"] = score(merged.params)
     if merged.mean is not None:  # a merge from sums: no client's part is known
         return {"fedavg": score(merged.mean), **own}
