@@ -95,15 +95,15 @@ def reset(generator: nn.Module) -> None:
 
 def augmented(images: Tensor) -> Tensor:
     """Move each image by up to 4 pixels, and flip half of them; differentiable."""
-    n, _, height, width = images.shape
+    n, channels, height, width = images.shape
     padded = F.pad(images, [_PADDING] * 4)
-    places = torch.randint(2 * _PADDING + 1, (n, 2)).tolist()
-    moved = torch.stack(
-        [
-            image[:, top : top + height, left : left + width]
-            for image, (top, left) in zip(padded, places, strict=True)
-        ]
-    )
+    places = torch.randint(2 * _PADDING + 1, (n, 2)).to(images.device)
+    rows = places[:, :1] + torch.arange(height, device=images.device)
+    columns = places[:, 1:] + torch.arange(width, device=images.device)
+    chosen = rows[:, None, :, None].expand(-1, channels, -1, padded.shape[3])
+    moved = padded.gather(2, chosen)
+    chosen = columns[:, None, None, :].expand(-1, channels, height, -1)
+    moved = moved.gather(3, chosen)
     flipped = (torch.rand(n, 1, 1, 1) < 0.5).to(images.device)
     return torch.where(flipped, moved.flip(-1), moved)
 
@@ -123,5 +123,6 @@ class Pool:
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield all of them once, augmented, in a random order."""
         images, labels = torch.cat(self.images), torch.cat(self.labels)
-        for chosen in torch.split(torch.randperm(len(labels)), size):
+        order = torch.randperm(len(labels)).to(images.device)
+        for chosen in torch.split(order, size):
             yield augmented(images[chosen]), labels[chosen]
