@@ -76,6 +76,7 @@ SCRIPTS = {  # the longest first
     "server": WITHOUT_DATA,
     "small_clients": PLAIN,
     "starts": PLAIN,
+    "students": PLAIN,
     "sums_memory": WITHOUT_DATA,
     "theory": PLAIN,
     "training": PLAIN,

@@ -6,15 +6,7 @@ from pathlib import Path
 
 from harness.size import sized
 from harness.uploads import Setting, posteriors
-from rivals import (
-    Normalised,
-    Synthesis,
-    co_boosting,
-    dense,
-    fedlpa,
-    otfusion,
-    pfnm,
-)
+from rivals import fedlpa, otfusion, pfnm
 
 from flwr_fisher.curvature import Kronecker
 from flwr_fisher.measures import accuracies, ensemble_accuracy
@@ -29,13 +21,9 @@ from flwr_fisher.merge import (
 from studies.rivals.bayes import matched_subspaces, mixtures
 from studies.rivals.exchanges import exchanges, heads
 from studies.rivals.split import Found, Rivals, given, positions_of, started
+from studies.rivals.students import students
 from studies.rivals.sums import from_sums
 
-# A student's epochs, each with a step on all images of the former ones, the width of
-# its generator and the images of a batch: the published 200, 64 and 256 (Co-Boosting:
-# 128) take days on a core.
-EPOCHS = {"mnist": sized(50, 1), "imagefolder:CIFAR10": sized(30, 1)}
-WIDTH, COUNT = 16, 64
 LPA_STEPS, ADAM_STEPS = sized(((0, 10_000), 2000), ((0, 5), 5))
 # What rivals teach: the default's constants, and others, on the server's examples.
 CONSTANTS: dict[str, dict[str, float]] = {
@@ -120,37 +108,6 @@ def adam(setting: Setting, data_dir: Path) -> Found:
     run = partial(fedfisher, solver="adam", iterations=ADAM_STEPS, score=split.score)
     split.run("FedFisher diagonal *", lambda: run(uploads["diagonal"]).params)
     split.run("FedFisher K-FAC, paper's Adam *", lambda: run(uploads["kfac"]).params)
-    return split.found
-
-
-def students(setting: Setting, data_dir: Path) -> Found:
-    """Return the students' accuracy and cost on one split."""
-    split = started(setting, data_dir)
-    task, clients = split.task, []
-    for upload in posteriors(setting, task, "kfac"):
-        clients.append(task.make_model())
-        clients[-1].load_state_dict(dict(upload.params))
-    images = task.data.train
-    channels, height, width = images[[0]][0].shape[1:]
-    shown = Normalised((channels, height, width), images.mean, images.std)
-    made, classes = {"width": WIDTH, "count": COUNT}, task.data.num_outputs
-    how = {
-        "DENSE *": (dense, Synthesis(**made)),
-        "Co-Boosting *": (co_boosting, Synthesis(clip=10.0, **made)),
-    }
-    for name, (method, synthesis) in how.items():
-        run = partial(
-            method,
-            clients,
-            task.make_model(),
-            shown,
-            num_classes=classes,
-            epochs=EPOCHS[setting.dataset],
-            batch_size=COUNT,
-            synthesis=synthesis,
-            score=split.score,
-        )
-        split.run(name, run)
     return split.found
 
 
