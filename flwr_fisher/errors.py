@@ -204,6 +204,24 @@ def check_range(
         raise ConfigurationError(f"{name} must be {span}, got {value}")
 
 
+def plain(value: Any) -> Any:
+    """Return a number or an array of NumPy or torch as Python's own.
+
+    So is each entry of a list or tuple, which becomes a list. Others do not travel in
+    records, and their arithmetic has a precision of its own.
+    """
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def plain_fields(options: object) -> None:
+    """Make the numbers in an options object's fields Python's own."""
+    for name, value in list(vars(options).items()):
+        if isinstance(value, Real):
+            object.__setattr__(options, name, plain(value))
+
+
 def given(name: str, options: Options | None, kind: type[Options]) -> Options:
     """Return options unchanged, or the defaults; raise an error for other objects."""
     if isinstance(options, kind | None):

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from difflib import get_close_matches
 from inspect import signature
 from math import isfinite
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -27,6 +28,7 @@ from flwr_fisher.errors import (
     check_range,
     check_whole,
     given,
+    plain,
 )
 from flwr_fisher.log_lines import logger, width
 from flwr_fisher.measures import EvaluateFn
@@ -195,6 +197,10 @@ class CurvatureStrategy(FedAvg):
         self.timeout = _TIMEOUT  # for waiting for nodes; `start` sets its own
         self._hooked = HookedRounds(self)
         self._to_evaluate = Requested()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keep a number of NumPy as Python's own, which travels in records."""
+        super().__setattr__(name, plain(value) if isinstance(value, Real) else value)
 
     # --- what a subclass defines
 

@@ -532,15 +532,6 @@ MISTAKES = {
         ConfigurationError,
         r"evaluate_fn must return a MetricRecord or None, got \(0.1",
     ),
-    "what only NumPy has": (
-        lambda: FedFisherOneShot().start(
-            LocalGrid(tiny_app(), 3),
-            tiny_arrays(),
-            evaluate_fn=lambda *_: {"accuracy": np.float32(0.5)},
-        ),
-        ConfigurationError,
-        r"evaluate_fn must return a MetricRecord.*\(.*numpy.float32",
-    ),
     "no metrics of the training": (
         lambda: FedFisherOneShot(train_metrics_aggr_fn=lambda *_: [0.5]).start(
             LocalGrid(tiny_app(), 3), tiny_arrays()

@@ -6,6 +6,7 @@ their gradients, the server steps against the sign of their sum.
 
 from functools import partial, wraps
 
+import numpy as np
 import pytest
 import torch
 import tutorials
@@ -93,6 +94,10 @@ WRONG = {
         lambda s: Step(ServerState(s.params, [])),
         r"returned \[\] \(of type list\), but the groups of a state are a dict",
     ),
+    "metrics": (
+        lambda s: Step(s, {"loss": "low"}),
+        r"in the metrics of its Step must return .*'low'",
+    ),
     "no-model": (
         lambda s: Step(ServerState({"w": 0.5})),
         r"the params with 'w' as 0\.5 .*, but it must be a tensor",
@@ -106,6 +111,15 @@ def test_a_step_that_returns_something_else_is_named(returned, message):
     strategy.returned = returned
     with pytest.raises(ConfigurationError, match=rf"^Forgetful\.vote .*{message}"):
         strategy.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
+
+
+def test_any_kind_of_number_is_a_metric_of_a_step():
+    strategy, one = Forgetful(fraction_evaluate=0.0), np.float32(0.5)
+    metrics = {"numpy": one, "torch": torch.tensor(2), "list": [one, one]}
+    strategy.returned = lambda state: Step(state, metrics)
+    result = strategy.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
+    kept = result.train_metrics_clientapp[1]
+    assert [kept[name] for name in metrics] == [0.5, 2, [0.5, 0.5]]
 
 
 def test_a_first_group_that_is_a_number_is_named():

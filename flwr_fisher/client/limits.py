@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flwr_fisher.errors import ClientError, check_number, check_range, check_whole
+from flwr_fisher.errors import (
+    ClientError,
+    check_number,
+    check_range,
+    check_whole,
+    plain_fields,
+)
 from flwr_fisher.wire.options import OPTION
 
 
@@ -43,6 +49,7 @@ class ClientLimits:
     max_epochs: int = 100
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if self.max_examples is not None:
             check_whole("max_examples", self.max_examples, 1)
         check_whole("max_steps", self.max_steps, 1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from flwr_fisher.curvature.kept_model import copies_of, hooks_of, restore
-from flwr_fisher.errors import ClientError, ConfigurationError
+from flwr_fisher.errors import ClientError, ConfigurationError, plain
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import trainable, trainable_names
 from flwr_fisher.wire.options import (
@@ -219,9 +219,7 @@ def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
         return {}
     metrics: dict[str, Any] = {}
     for key, value in returned.items():
-        number = _plain(value)
-        if isinstance(number, (tuple, list)):
-            number = [_plain(each) for each in number]
+        number = plain(value)
         if isinstance(number, list) and all(map(_is_number, number)):
             metrics[str(key)] = _of_one_kind(number)
         elif key == NUM_EXAMPLES and not (
@@ -263,11 +261,6 @@ def _within_limits(metrics: Mapping[str, Any], loop: str) -> dict[str, Any]:
             MOST_NUMBERS,
         )
     return kept
-
-
-def _plain(value: Any) -> Any:
-    """Return a number or an array of NumPy or torch as Python's own."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _is_number(value: object) -> bool:

@@ -43,6 +43,7 @@ from flwr_fisher.errors import (
     check_positive,
     check_range,
     check_whole,
+    plain_fields,
 )
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import all_finite, trainable
@@ -122,6 +123,7 @@ class LocalSGD:
     on_epoch: Callable[[int, float], None] | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_whole("epochs", self.epochs, 1)
         check_range("lr", self.lr, 0)
         check_range("momentum", self.momentum, 0, 1)

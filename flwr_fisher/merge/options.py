@@ -12,6 +12,7 @@ from flwr_fisher.errors import (
     check_known,
     check_range,
     check_whole,
+    plain_fields,
 )
 from flwr_fisher.params import NORM_STATISTICS, Params
 
@@ -92,6 +93,7 @@ class MergeOptions:
     iterations: int | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         _check_ranges(self)
 
     def settings(self, solver: str) -> "MergeSettings":
@@ -118,6 +120,7 @@ class MergeSettings:
     lr: float = 0.01
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         _check_ranges(self)
 
     def for_round(self, number: int) -> "MergeSettings":

@@ -165,6 +165,7 @@ def fagh_step(
             f"step {t} of FAGH got {'' if t == 1 else 'no '}moments: pass the moments "
             "that the last step returned, and none to step 1"
         )
+    betas = float(betas[0]), float(betas[1])
     M1 = _moment(gradient, moments.gradient if moments else None, betas[0])
     M2 = _moment(hvp, moments.hvp if moments else None, betas[1])
     last = moments.curvature if moments else 0.0

@@ -27,7 +27,12 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, check_range, check_whole
+from flwr_fisher.errors import (
+    ConfigurationError,
+    check_range,
+    check_whole,
+    plain_fields,
+)
 from flwr_fisher.secure import steps
 from flwr_fisher.secure.aggregator import degree_for
 from flwr_fisher.secure.fixed_point import word_type
@@ -137,6 +142,7 @@ class SecureSums:
     neighbours: int | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_whole("bits", self.bits)
         word_type(self.bits)
         check_range("threshold", self.threshold, 0.5, 1)

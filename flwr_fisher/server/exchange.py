@@ -8,13 +8,13 @@ Long: half of it is docstrings.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from torch import Tensor
 
-from flwr_fisher.errors import CheckpointError, ConfigurationError, check_known
+from flwr_fisher.errors import CheckpointError, ConfigurationError, check_known, plain
 from flwr_fisher.params import NORM_STATISTICS, Params, weighted_mean
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import (
@@ -221,7 +221,10 @@ def metrics_from(returned: object, who: str) -> MetricRecord | None:
         If a run's journal, and a ``MetricRecord``, cannot hold them.
     """
     try:
-        return None if returned is None else MetricRecord(dict(returned))  # type: ignore[call-overload]
+        if returned is None:
+            return None
+        every = dict(returned)  # type: ignore[call-overload]
+        return MetricRecord({name: plain(value) for name, value in every.items()})
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{who} must return a MetricRecord or None, got {returned!r:.80}: return "
@@ -270,7 +273,8 @@ def _checked(step: object, function: Callable[..., object]) -> Step:
         )
     _check_tensors(step.state.params, f"{who} returned the params")
     check_groups(step.state.groups, who)
-    return step
+    own: Any = metrics_from(step.metrics, f"{who} in the metrics of its Step")
+    return replace(step, metrics=own or {})
 
 
 class Total(Protocol):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
-from flwr_fisher.errors import WireError, check_range
+from flwr_fisher.errors import WireError, check_range, plain_fields
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import WEIGHT, P, Upload
 from flwr_fisher.wire import Payload
@@ -119,6 +119,7 @@ class Policy:
         return cls(max_weight=1, max_distance=1, max_curvature=1, limit_scores=True)
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_range("max_weight", self.max_weight, 1)
         check_range("max_distance", self.max_distance, 1)
         check_range("max_curvature", self.max_curvature, 1)

@@ -25,6 +25,7 @@ from flwr_fisher.errors import (
     check_positive,
     check_whole,
     extra,
+    plain_fields,
 )
 from flwr_fisher.params import Params
 
@@ -71,6 +72,7 @@ class Privacy:
     honest: float = 0.5
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_positive("noise_multiplier", self.noise_multiplier)
         check_positive("clipping_norm", self.clipping_norm)
         check_positive("honest", self.honest, most=1)

@@ -8,6 +8,7 @@ from flwr_fisher.errors import (
     check_known,
     check_positive,
     check_whole,
+    plain_fields,
 )
 
 _ON_FAILED_ROUND = ("raise", "skip")
@@ -69,6 +70,7 @@ class Waiting:
     on_failed_round: str = "raise"
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_positive("enough_fraction", self.enough_fraction, most=1)
         if self.enough_replies is not None:
             check_whole("enough_replies", self.enough_replies, 1)

@@ -13,6 +13,7 @@ from flwr_fisher.errors import (
     WireError,
     check_known,
     check_range,
+    plain_fields,
     printable,
 )
 from flwr_fisher.wire.arrays import bytes_of
@@ -53,6 +54,7 @@ class Codec:
     budget: float | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_known("codec", self.name, _NAMES)
         if self.budget is None:
             object.__setattr__(self, "budget", _BUDGETS.get(self.name))

@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from flwr_fisher.errors import ConfigurationError, check_known, check_range, check_whole
+from flwr_fisher.errors import (
+    ConfigurationError,
+    check_known,
+    check_range,
+    check_whole,
+    plain_fields,
+)
 
 STRUCTURES = ("kfac", "diagonal", "ekfac", "block", "dense")
 WEIGHT_SHARINGS = ("expand", "reduce")
@@ -75,6 +81,7 @@ class FisherOptions:
     weight_sharing: str = "expand"
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_known("expectation", self.expectation, EXPECTATIONS)
         check_known("weight_sharing", self.weight_sharing, WEIGHT_SHARINGS)
         check_range("tolerance", self.tolerance, 0, 1)

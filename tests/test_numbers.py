@@ -1,0 +1,82 @@
+"""NumPy's numbers as options are the numbers that they are."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+
+from flwr_fisher.client import ClientLimits, LocalSGD
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.secure import SecureSums
+from flwr_fisher.strategies import (
+    AFL,
+    DONE,
+    FAGH,
+    GIANT,
+    TCT,
+    Codec,
+    FedAvg,
+    FedExP,
+    FedFish,
+    FedGA,
+    FedPM,
+    FisherOptions,
+    MergeOptions,
+    Policy,
+    Privacy,
+    Scaffold,
+    Waiting,
+)
+
+STRATEGIES = {
+    FAGH: {"lr": 0.5, "rho": 0.5, "seed": 3},
+    FedFish: {"server_lr": 0.5, "power": 0.5, "balance": 1},
+    partial(FedFish, server_optimizer="adam"): {"server_lr": 0.5},
+    TCT: {"stage1_rounds": 1, "num_features": 20, "local_steps": 5, "lr": 0.5},
+    AFL: {"ridge": 0.5},
+    FedExP: {"epsilon": 0.5},
+    FedGA: {"beta": 0.5},
+    FedPM: {"damping": 0.5, "mixing_damping": 0.5},
+    GIANT: {"lr": 0.5, "iterations": 2},
+    DONE: {"lr": 0.5, "alpha": 0.5, "iterations": 2},
+    Scaffold: {"server_lr": 0.5},
+    FedAvg: {"min_train_nodes": 2, "fraction_train": 0.5},
+}
+OPTIONS = {
+    FisherOptions: {"examples": 5, "max_passes": 2, "tolerance": 0.5},
+    MergeOptions: {"anchor": 0.5, "outlier": 2.0, "iterations": 3},
+    partial(Codec, "fedavg"): {"budget": 1.5},
+    Policy: {"max_weight": 1.5, "max_distance": 2},
+    Privacy: {"noise_multiplier": 1.0, "clipping_norm": 0.5},
+    Waiting: {"enough_fraction": 0.5, "over_selection": 0.5, "window": None},
+    SecureSums: {"bits": 32, "threshold": 0.75, "neighbours": 2},
+    ClientLimits: {"max_examples": 5, "max_steps": 2},
+    LocalSGD: {"epochs": 2, "lr": 0.5, "swa_epochs": 1},
+}
+KINDS = {int: np.int64, float: np.float32, type(None): lambda none: none}
+
+
+def numpys(numbers):
+    return {name: KINDS[type(value)](value) for name, value in numbers.items()}
+
+
+@pytest.mark.parametrize(("make", "numbers"), OPTIONS.items())
+def test_options_of_numpys_numbers_are_the_same_to_the_letter(make, numbers):
+    assert repr(make(**numpys(numbers))) == repr(make(**numbers))
+
+
+@pytest.mark.parametrize(("make", "numbers"), STRATEGIES.items())
+def test_a_strategy_of_numpys_numbers_requests_and_keeps_the_same(make, numbers):
+    own, plain = make(**numpys(numbers)), make(**numbers)
+    for name in numbers:
+        assert type(getattr(own, name)) is type(getattr(plain, name))
+    assert json.dumps(own.options()) == json.dumps(plain.options())
+    for one, other in zip(own.exchanges(2), plain.exchanges(2), strict=True):
+        assert one.options == other.options
+
+
+def test_numpys_booleans_are_no_numbers():
+    for wrong in (True, np.True_):
+        with pytest.raises(ConfigurationError, match="examples must be an integer"):
+            FisherOptions(examples=wrong)
