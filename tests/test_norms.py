@@ -52,6 +52,7 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.strategies import (
+    DONE,
     FAGH,
     GIANT,
     TCT,
@@ -570,6 +571,33 @@ def test_norms_that_clients_keep_in_eval_mode_are_left_alone(secure, tmp_path):
     assert torch.allclose(state[f"1.{MEAN}"], torch.zeros(4), atol=1e-6)
     jobs = {c.get(key) for c in watched.configs for key in ("job", "secure-job")}
     assert "norm-statistics" not in jobs
+
+
+def with_frozen_norm():
+    """A norm that is a part of what is frozen, one that is trained, one without."""
+    norms = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)
+    norms[0].requires_grad_(False)
+    return nn.Sequential(*norms, nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("make", [FAGH, GIANT, DONE, partial(FAGH, train_mode=True)])
+def test_where_no_training_moves_statistics_frozen_norms_keep_theirs(make):
+    def client_fn(context):
+        data = tiny_data(int(context.node_config["partition-id"]))
+        return FisherClient(
+            with_frozen_norm(), DataLoader(data, batch_size=4), device="cpu"
+        )
+
+    arrays, app = shared_state(with_frozen_norm()), make_client_app(client_fn)
+    assert f"0.{MEAN}" in arrays
+    assert "0.weight" not in arrays
+    strategy = make(**OPTIONS, **REFRESH)
+    result = start(strategy, app, arrays=ArrayRecord(arrays)).arrays
+    after = arrays_to_tensors(result)
+    for name in (MEAN, VARIANCE):
+        assert torch.equal(after[f"0.{name}"], arrays[f"0.{name}"])
+        assert not torch.equal(after[f"1.{name}"], arrays[f"1.{name}"])
+        assert not torch.equal(after[f"2.{name}"], arrays[f"2.{name}"])
 
 
 def test_nothing_more_is_asked_without_batch_norm_or_by_other_strategies():

@@ -180,7 +180,7 @@ class Driver:
             return
         present = self.cohort.present(self.grid, self.timeout)
         weights = who_can_measure(self.cohort, present, clients)
-        exchange = norm_exchange(prefixes, weights)
+        exchange = norm_exchange(prefixes, weights, frozen=strategy.moves_norms)
         try:
             if not weights:
                 raise RoundError("no client of the round can measure them")

@@ -56,7 +56,7 @@ def who_can_measure(
 
 
 def norm_exchange(
-    prefixes: Sequence[str], weights: Mapping[int, float]
+    prefixes: Sequence[str], weights: Mapping[int, float], *, frozen: bool = True
 ) -> Exchange[Additive]:
     """Return the exchange that asks for norms' shifts, and takes their mean.
 
@@ -67,8 +67,12 @@ def norm_exchange(
     weights : Mapping[int, float]
         The clients' weights in the merge, by their numbers. A secure sum is weighted by
         the clients' examples.
+    frozen : bool, default True
+        Whether to measure norms whose parameters a client does not train, as where a
+        training has changed their statistics.
     """
     asked: dict[str, ConfigValue] = {"job": "norm-statistics", "norms": [*prefixes]}
+    asked["frozen"] = frozen
     return Exchange(
         asked,
         partial(_read, frozenset(prefixes)),

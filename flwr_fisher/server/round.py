@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Protocol
+from typing import Any, ClassVar, Generic, Protocol
 
 import torch
 from flwr.app import (
@@ -79,6 +79,7 @@ class Strategy(Protocol):
     arrayrecord_key: str
     configrecord_key: str
     train_metrics_aggr_fn: MetricsAggregator
+    moves_norms: ClassVar[bool]
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return the exchanges of a round, in their order."""

@@ -1,9 +1,10 @@
 """The job that measures a merged model's batch norms by one pass over the data."""
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
+from flwr_fisher.curvature.models import is_frozen
 from flwr_fisher.errors import ClientError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.merge.batch_norms import norms_of
+from flwr_fisher.merge.batch_norms import norms_of, zero_shifts
 from flwr_fisher.merge.refresh import norm_shifts, norms_by_prefix
 from flwr_fisher.wire import Additive
 from flwr_fisher.wire.additive import NORMS
@@ -14,7 +15,8 @@ def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the shifts from batch norms' statistics to those of their inputs.
 
     The option ``norms`` names the norms to measure, by the keys of their statistics up
-    to ``running_mean``.
+    to ``running_mean``. With ``frozen`` false, those that the client does not train
+    stay as they are.
 
     Raises
     ------
@@ -37,6 +39,11 @@ def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
             "stay the clients' mean, which may not fit the merged model",
             others,
         )
-    shifts = norm_shifts(problem.model, problem.train_batches, prefixes)
+    kept = set[str]()
+    if request.options.get("frozen") is False:
+        kept = {prefix for prefix, norm in known.items() if is_frozen(norm)}
+    measured = [each for each in prefixes if each not in kept]
+    shifts = zero_shifts(request.params, prefixes)
+    shifts |= norm_shifts(problem.model, problem.train_batches, measured)
     own = {name: value.to(request.params[name].dtype) for name, value in shifts.items()}
     return Reply({}, Additive({NORMS: own}).to_arrays())
