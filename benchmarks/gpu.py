@@ -79,7 +79,7 @@ def merges(found: dict[str, dict[str, float]]) -> list[str]:
 
 
 def main() -> None:
-    """Write the tables and the numbers."""
+    """Measure merges, and then one network after another."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default=sized("cuda", "cpu"))
     parser.add_argument("--runs", type=int, default=sized(5, 1))
@@ -89,11 +89,17 @@ def main() -> None:
         raise SystemExit("there is no GPU that PyTorch can use: try --device cpu")
     torch.backends.cudnn.allow_tf32 = False
     peer = importlib.util.find_spec(PEER) is not None
+    found = {name: merging(name, options.runs, device) for name in MODELS}
     engine: dict[str, Any] = {}
     for name, (model, batches) in cases().items():
         engine[name] = measure(model, batches, options.runs, device, peer)
-        print(name, engine[name], flush=True)
-    found = {name: merging(name, options.runs, device) for name in MODELS}
+        write(engine, found, device)  # a run that is stopped keeps what it has
+
+
+def write(
+    engine: dict[str, Any], found: dict[str, dict[str, float]], device: torch.device
+) -> None:
+    """Write the tables and the numbers of the networks that were measured."""
     card = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
     where = f"Measured on {card}, torch {torch.__version__}; medians."
     passes = statistics.fmean(each["seconds"]["pass"] for each in engine.values())

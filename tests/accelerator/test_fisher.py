@@ -9,7 +9,7 @@ from oracles import randn, relative, seeded
 from test_devices import case
 from torch import nn
 
-from flwr_fisher.curvature import STRUCTURES, fisher
+from flwr_fisher.curvature import STRUCTURES, fisher, fisher_plan
 
 DEVICE = pretended.NAME
 
@@ -160,3 +160,12 @@ def test_what_was_held_is_given_back():
     for structure in STRUCTURES:
         fisher(model, [inputs] * 2, structure=structure)
         assert pretended.settled(held) <= held, structure
+
+
+def test_a_batch_is_not_split_where_each_part_costs_a_pass_of_launches():
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 2))
+    model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), head)
+    x = torch.zeros(128, 3, 32, 32)
+    assert fisher_plan(model, x).examples_at_once < 128
+    there = fisher_plan(model.to(DEVICE), x.to(DEVICE))
+    assert there.examples_at_once == 128

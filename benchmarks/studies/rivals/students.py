@@ -1,5 +1,6 @@
 """Students of the clients' networks: a part of `merges.py`, and `students.py`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from harness.size import sized
 from harness.timing import seconds
 from harness.uploads import Setting, posteriors
 from rivals import Normalised, Synthesis, co_boosting, dense
+from torch import nn
 
 from flwr_fisher.measures import accuracies
 from studies.rivals.split import Found, Params, Rivals, started
@@ -81,13 +83,19 @@ def taught(
     for upload in posteriors(setting, task, "kfac"):
         clients.append(task.make_model().to(device))
         clients[-1].load_state_dict(dict(upload.params))
+    student = task.make_model().to(device)
     images, count = task.data.train, length.counts[name]
     channels, height, width = images[[0]][0].shape[1:]
+    if device.type == "cuda":
+        for model in clients:
+            model.eval().requires_grad_(False)
+        for model in (*clients, student):
+            recorded(model, (count, channels, height, width), device)
     method, clip = {DENSE: (dense, None), CO_BOOSTING: (co_boosting, 10.0)}[name]
     return partial(
         method,
         clients,
-        task.make_model().to(device),
+        student,
         Normalised((channels, height, width), images.mean, images.std),
         num_classes=task.data.num_outputs,
         epochs=length.epochs,
@@ -95,3 +103,12 @@ def taught(
         synthesis=Synthesis(width=length.width, count=count, clip=clip),
         score=split.score,
     )
+
+
+def recorded(model: nn.Module, shape: Sequence[int], device: torch.device) -> None:
+    """Have a network's passes replayed: small networks' launches take most of the time.
+
+    For inputs of one shape, in the mode in which the network is.
+    """
+    sample = torch.rand(shape, device=device, requires_grad=True)
+    torch.cuda.make_graphed_callables(model, (sample,))

@@ -22,7 +22,9 @@ from flwr_fisher.params import flatten
 Columns = Sequence[Tensor]  # of some examples, one tensor for each backward pass
 Share = Tensor | None  # [n], of each example's positions; None: all of them
 
-_BLOCK = 128  # rows; below, a product of matrices is no faster for being half of one
+# Rows, below which a product of matrices is no faster for being half of one: on a CPU,
+# and on another device, which waits for launches.
+_BLOCK, _BLOCK_ELSEWHERE = 128, 1024
 _MOST = 16  # blocks of rows
 
 
@@ -43,7 +45,8 @@ class SecondMoment:
 
     def __init__(self, groups: int, size: int, like: Tensor) -> None:
         self.total = like.new_zeros(groups, size, size)
-        self.block = max(_BLOCK, -(-size // _MOST))
+        least = _BLOCK if like.device.type == "cpu" else _BLOCK_ELSEWHERE
+        self.block = max(least, -(-size // _MOST))
 
     def add(self, columns: Tensor, weight: float = 1.0) -> None:
         """Add the columns' outer products, of ``[groups, size, count]``, weighted."""

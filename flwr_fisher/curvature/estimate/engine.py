@@ -35,7 +35,7 @@ from flwr_fisher.curvature.sums import widened
 from flwr_fisher.errors import DataError
 
 _SLOW = 3  # passes that a piece takes where each example's gradient is taken
-_QUEUE = 64  # examples that are run together, where memory allows
+_QUEUE = 64  # examples that a CPU runs together, where memory allows
 _MOST_BUNDLED = 16  # pieces of an example whose gradients are summed at once
 _MOST_ENTRIES = 2**20  # entries that the gradients of these pieces have
 
@@ -89,7 +89,9 @@ class Engine:
         self.accumulators = {n: [*x.values()] for n, x in sums.accumulators.items()}
         self.layers = {name: each[0].layer for name, each in self.accumulators.items()}
         self._tapped = self.layers | {n: x.layer for n, x in sums.direct.items()}
-        self._generator = torch.Generator(device_of(model, None))
+        device = device_of(model, None)
+        self._enough = min(chunk, _QUEUE) if device.type == "cpu" else chunk
+        self._generator = torch.Generator(device)
         self._generator.manual_seed(expectation.seed)
         self.count, self._passes = 0, 0
         # Of every example, whether its outputs and its inputs are finite. They are read
@@ -165,7 +167,7 @@ class Engine:
         key = group.size, inputs.form, group.pieces.shape[1:], tuple(shares)
         waiting = self._waiting.setdefault(key, [])
         waiting.append(later)
-        if sum(len(x) for x, *_ in waiting) >= min(self.chunk, _QUEUE):
+        if sum(len(x) for x, *_ in waiting) >= self._enough:
             self._run_waiting(key)
 
     def _run_waiting(self, key: Any) -> None:

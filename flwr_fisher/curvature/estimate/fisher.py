@@ -177,7 +177,8 @@ def fisher(
     max_batch_bytes : int, optional
         A limit for unfolded inputs and gradients; a larger batch is computed in parts.
         By default the whole computation takes about as much memory as a training step
-        on the batch, or 64 MiB if that is more.
+        on the batch, or 64 MiB if that is more (512 MiB on a device other than the
+        CPU).
 
     Returns
     -------

@@ -15,7 +15,9 @@ from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.params import trainable
 
 _SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
-_LEAST = 2**26  # bytes that may be taken even if a step takes less
+# Bytes that may be taken even if a step takes less: 64 MiB, and where each part costs
+# the launches of a whole pass, however few its examples are, 512 MiB.
+_LEAST, _LEAST_ELSEWHERE = 2**26, 2**29
 _FEWEST = 8  # examples at once, unless the caller bounds the memory
 
 
@@ -30,7 +32,8 @@ def examples_at_once(
     """Return the largest number of examples to run at once.
 
     By default they take about as much memory as a training step, which holds all of a
-    batch's examples and the gradients. Beside the examples the sums are held.
+    batch's examples and the gradients; or 64 MiB if that is more, on a device other
+    than the CPU 512 MiB. Beside the examples the sums are held.
 
     Parameters
     ----------
@@ -59,9 +62,12 @@ def examples_at_once(
     if max_batch_bytes is not None:
         return max(1, max_batch_bytes // max(beyond, 1))
     held = sum(each.nbytes for of_layer in layers.values() for each in of_layer)
-    gradients = sum(p.nbytes for p in trainable(model).values())
+    parameters = [*trainable(model).values()]
+    on_cpu = all(p.device.type == "cpu" for p in parameters)
+    gradients = sum(p.nbytes for p in parameters)
     forward = sum(each.forward for each in sizes)
-    step = max(_SHARE * (batch_size * forward + gradients), _LEAST)
+    least = _LEAST if on_cpu else _LEAST_ELSEWHERE
+    step = max(_SHARE * (batch_size * forward + gradients), least)
     return max(_FEWEST, int((step - held) / max(forward + beyond, 1)))
 
 
