@@ -197,6 +197,26 @@ def test_metrics_show_the_stages(caplog):
 # Stage 2 against the functions that it is made of
 
 
+def test_own_aggregation_may_read_what_the_trainings_of_stage_1_report(caplog):
+    def train(*args):
+        return {**LocalSGD(lr=0.1)(*args), "tokens": 5.0}
+
+    def most(contents, key):
+        return MetricRecord({"most": max(c["metrics"]["tokens"] for c in contents)})
+
+    def failing(contents, key):
+        raise ValueError("out of cheese")
+
+    app = client_app(train_fn=train)
+    result = run(tct(train_metrics_aggr_fn=most), app)
+    metrics = result.train_metrics_clientapp
+    have = [n for n in metrics if "most" in metrics[n]]
+    assert have == list(range(1, STAGE1 + 1))
+    assert "KeyError('tokens')" in caplog.text
+    with pytest.raises(ValueError, match="out of cheese"):
+        run(tct(train_metrics_aggr_fn=failing), app)
+
+
 def by_functions(problem, rounds, *, lr, steps):
     """SCAFFOLD's algorithm, over who takes part in each round; all weigh in at once."""
     rates = {"lr": lr, "local_steps": steps}

@@ -83,6 +83,7 @@ class Cohort(NodeNames):
         self._frozen: dict[int, frozenset[str]] = {}
         self._alike: dict[frozenset[str], frozenset[str]] = {}  # one of equal ones
         self._products_told = False
+        self.told: set[str] = set()  # warnings that a run logs once
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the grid's mailbox, which knows the outstanding replies."""

@@ -552,7 +552,11 @@ class Door(Generic[P]):
     def metrics(
         self, aggregate: Callable[[list[RecordDict], str], MetricRecord]
     ) -> MetricRecord:
-        """Return the admitted replies' aggregated metrics, and their number."""
+        """Return the admitted replies' aggregated metrics, and their number.
+
+        An error of the user's function ends the run, unless the replies have no metrics
+        or not the one that it reads: not all of a run's requests are trainings.
+        """
         key, weights = self.weighted_by_key, self._weights
         own = {
             u.client: MetricRecord({**u.metrics, key: weights[u.client]})
@@ -566,12 +570,18 @@ class Door(Generic[P]):
         if contents:
             try:
                 returned = aggregate(contents, key)
-            except Exception as error:  # it may read what only trainings report
-                if any(record.keys() - {key, NUM_EXAMPLES} for record in kept.values()):
+            except Exception as error:
+                names = {name for record in kept.values() for name in record}
+                lacking = isinstance(error, KeyError) and names.isdisjoint(error.args)
+                if names - {key, NUM_EXAMPLES} and not lacking:
                     raise
-                if not self.quiet:
-                    text = "%s: no metrics here for train_metrics_aggr_fn: %r"
-                    logger.info(text, self.stage, error)
+                text = (
+                    f"{self.stage}: no metrics of train_metrics_aggr_fn, which failed "
+                    f"for replies with {listed(names)} alone: {error!r}"
+                )
+                if text not in self.cohort.told:
+                    self.cohort.told.add(text)
+                    logger.warning("%s", text)
         averaged = metrics_from(returned, "train_metrics_aggr_fn") or MetricRecord()
         counts = {"num-replies": len(self.admitted), "num-rejected": len(self.rejected)}
         if self.missing:
