@@ -245,6 +245,8 @@ def test_without_examples_there_is_nothing_to_score_or_to_train_on():
         client = FisherClient(tiny_model(), loader, device="cpu")
         with pytest.raises(DataError, match="partition 6 has no training examples"):
             ask(client, partition=6)
+        with pytest.raises(DataError, match=r"^node 4611686018427387904 has no"):
+            client.problem.count_examples(2**62)  # a node without a partition-id
 
 
 # What does not fit

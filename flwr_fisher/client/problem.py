@@ -55,7 +55,7 @@ from flwr_fisher.devices import defaults_kept, has_float64
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.params import Params, select, trainable, trainable_names
 from flwr_fisher.progress import watching
-from flwr_fisher.wire.answer import some
+from flwr_fisher.wire.answer import client_name, some
 from flwr_fisher.wire.options import NUM_EXAMPLES
 
 _OF_TCT = "tct/"  # the prefix of its keys
@@ -344,7 +344,7 @@ class LocalProblem:
             n = self._read_to_count()
         if n == 0:
             raise DataError(
-                f"partition {partition} has no training examples: leave this client "
+                f"{client_name(partition)} has no training examples: leave this client "
                 "out, or distribute the data in another way"
             )
         return n

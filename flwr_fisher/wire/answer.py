@@ -18,6 +18,7 @@ from flwr_fisher.wire.options import LIBRARY
 
 ANY_JOB = "any-job"  # the key by which a client says that it does every job
 _LARGEST_ID = 2**63
+_MOST_PARTITIONS = 2**32
 _MOST_FROZEN = 2**23  # characters, of all names and digests
 # The key of a digest of all parameters that are frozen and not sent, beside an upload.
 # A secure sum sends it unmasked, because of the key's ending.
@@ -85,6 +86,19 @@ class Answer:
             problem,
             any(record.get(ANY_JOB) is True for record in configs),
         )
+
+
+def client_name(number: int) -> str:
+    """Return what texts call a client, by its number: its partition, or its node's id.
+
+    Flower draws ids of nodes from 64 bits, and partitions are counted.
+
+    Examples
+    --------
+    >>> client_name(3), client_name(6094201937443016153)
+    ('partition 3', 'node 6094201937443016153')
+    """
+    return f"{'partition' if number < _MOST_PARTITIONS else 'node'} {number}"
 
 
 def frozen_name(described: str) -> str:

@@ -22,6 +22,7 @@ from flwr_fisher.errors import ClientError, DataError, check_known, check_positi
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import derive_seed, seeded
 from flwr_fisher.wire import NUM_EXAMPLES
+from flwr_fisher.wire.answer import client_name
 
 _SETS = ("validation", "train")
 _FEWEST = 4  # examples, so that a client can fine-tune on a quarter of them
@@ -172,7 +173,7 @@ def _halves(
     n = len(own)
     if n < _FEWEST:
         raise DataError(
-            f"partition {partition} has {n} examples, but personalisation needs at "
+            f"{client_name(partition)} has {n} examples, but personalisation needs at "
             f"least {_FEWEST}: personalise only clients that have more"
         )
     chosen = derive_seed("personalise", seed, partition)

@@ -25,6 +25,7 @@ from flwr_fisher.progress import watching
 from flwr_fisher.randomness import derive_seed, seeded
 from flwr_fisher.tangent import Spectrum, TangentFeatures, gram_spectrum
 from flwr_fisher.tangent.spectrum import MOST_EXAMPLES, largest_gram_eigenvalue
+from flwr_fisher.wire.answer import client_name
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _SOLVERS = ("closed-form", "steps")
@@ -118,7 +119,7 @@ def read_examples(loader: Loader, model: nn.Module, partition: int) -> Examples:
     batches = [batch for batch in batches if batch.num_labels]
     if not batches:
         raise DataError(
-            f"the training loader of partition {partition} has no example with a "
+            f"the training loader of {client_name(partition)} has no example with a "
             "label other than -100"
         )
     return Examples.of(batches)
@@ -286,7 +287,7 @@ class ClientFeatures:
         stored = scaled.to(self.dtype)
         if not stored.isfinite().all():
             raise ClientError(
-                f"standardised features of partition {self.partition} overflow "
+                f"standardised features of {client_name(self.partition)} overflow "
                 f"{self.dtype}: use Regression(feature_dtype='float32')"
             )
         held = {_FEATURES: stored, "labels": self.examples.labels}
@@ -320,8 +321,8 @@ class ClientFeatures:
     def _computed(self) -> Tensor:
         n = len(self.examples.labels)
         logger.info(
-            "Partition %s: computing %s features of %s examples",
-            self.partition,
+            "%s: computing %s features of %s examples",
+            client_name(self.partition).capitalize(),
             self.tangent.num_features,
             n,
         )
@@ -334,7 +335,7 @@ class ClientFeatures:
                     progress.advance(len(some))
         if not out.isfinite().all():
             raise ClientError(
-                f"the features of partition {self.partition} hold NaN or infinity: "
+                f"the features of {client_name(self.partition)} hold NaN or infinity: "
                 "check its inputs for such values"
             )
         return out

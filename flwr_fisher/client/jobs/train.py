@@ -41,6 +41,7 @@ from flwr_fisher.wire import (
     resolve,
     tensors_to_arrays,
 )
+from flwr_fisher.wire.answer import client_name
 
 _ENTRIES, _CUBES = 3 * 10**5, 10**8  # that take about a tenth of a second to pack
 J = TypeVar("J", bound="type[TrainingJob]")
@@ -134,7 +135,8 @@ class TrainingJob:
         count = request.weight(metrics, problem)
         arrays = self.packed(problem, request, curvature, count)
         metrics |= local_scores(problem, request)
-        logger.info("Partition %s: trained on %g examples", request.client, count)
+        name = client_name(request.client).capitalize()
+        logger.info("%s: trained on %g examples", name, count)
         return Reply({**metrics, NUM_EXAMPLES: count}, arrays)
 
     def train(
