@@ -166,7 +166,9 @@ class FedFish(CurvatureStrategy):
         self.fisher_source, self.upload = fisher_source, upload
         self.reduction, self.power, self.balance = reduction, power, balance
         self.server_optimizer, self.server_lr = server_optimizer, server_lr
-        self._make_optimizer = make_optimizer(server_optimizer, self.server_lr)
+        self._make_optimizer = make_optimizer(
+            server_optimizer, self.server_lr, name="server_optimizer"
+        )
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return one exchange: training, with the Fisher or its product."""

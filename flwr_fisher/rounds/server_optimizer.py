@@ -35,7 +35,10 @@ _PLAIN: dict[str, Callable[[Tensor], Any]] = {
 
 
 def make_optimizer(
-    optimizer: str | OptimizerFactory, lr: float | None = None
+    optimizer: str | OptimizerFactory,
+    lr: float | None = None,
+    *,
+    name: str = "optimizer",
 ) -> OptimizerFactory:
     """Return a factory of server optimisers for :func:`server_step`.
 
@@ -47,6 +50,8 @@ def make_optimizer(
     lr : float, optional
         The server's learning rate, by default torch's. A factory has its own, and this
         is not used.
+    name : str, default "optimizer"
+        What errors call the first argument.
 
     Raises
     ------
@@ -65,14 +70,14 @@ def make_optimizer(
     """
     if isinstance(optimizer, str):
         if optimizer.lower() not in _CLASSES:
-            raise UnknownNameError("optimizer", optimizer, OPTIMIZERS)
+            raise UnknownNameError(name, optimizer, OPTIMIZERS)
         optimizer = _CLASSES[optimizer.lower()]
         if lr is not None:
             check_range("lr", lr, 0)
             optimizer = partial(optimizer, lr=lr)
     elif not callable(optimizer):
         raise ConfigurationError(
-            "optimizer must be a name or a factory such as functools.partial("
+            f"{name} must be a name or a factory such as functools.partial("
             f"torch.optim.SGD, lr=1.0), got {type(optimizer).__name__}"
         )
     _build(optimizer, [nn.Parameter(torch.zeros(1, 1))])
