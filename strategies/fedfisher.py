@@ -359,6 +359,7 @@ class FedFisherOneShot(CurvatureStrategy):
         wanted = {f"client-{name}": n for name, n in self._requested().items()}
         own = {"aggregate": self.aggregate, **settings_of(self.privacy)}
         own |= {"matching": True} if self.matching else {}
+        own |= {} if self.score is None else {"score": "given"}
         return wanted | merge | own
 
 
