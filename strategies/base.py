@@ -50,7 +50,6 @@ from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.strategies.hooks import HookedRounds, initial_groups_of
 
 _FUNCTIONS = ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
-_LIMITS = ("max_weight", "max_distance", "max_curvature")  # a policy's, of uploads
 _FRACTIONS = ("fraction_train", "fraction_evaluate")
 _FEWEST = {"min_train_nodes": 1, "min_evaluate_nodes": 0, "min_available_nodes": 1}
 _NORM_STATISTICS = ("average", "refresh")
@@ -184,10 +183,7 @@ class CurvatureStrategy(FedAvg):
                 "Waiting(window=...) does not go with secure=, because a secure sum "
                 "needs all its clients at the same time: leave one of them out"
             )
-        default = Policy()
-        if secure is not None and any(
-            getattr(self.policy, limit) < getattr(default, limit) for limit in _LIMITS
-        ):
+        if secure is not None and self.policy.is_stricter:
             raise ConfigurationError(
                 "policy= does not go with secure=, because the server sees no client's "
                 "upload that it could limit: leave one of them out. "

@@ -1,8 +1,11 @@
-"""The policy of a round: limits on a single client's influence."""
+"""The policy of a round: limits on a single client's influence.
+
+Long: half of it is docstrings.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from math import inf, isfinite
 
 from flwr_fisher.errors import WireError, check_range, plain_fields
@@ -128,6 +131,18 @@ class Policy:
     def limits(self) -> bool:
         """Whether there is any limit."""
         return min(self.max_weight, self.max_distance, self.max_curvature) < inf
+
+    @property
+    def is_stricter(self) -> bool:
+        """Whether it limits uploads more than the default does.
+
+        Examples
+        --------
+        >>> Policy(max_curvature=9).is_stricter, Policy(limit_scores=True).is_stricter
+        (True, False)
+        """
+        both = zip(astuple(self), astuple(Policy()), strict=True)
+        return any(own < default for own, default in both)
 
     def limit(
         self,
