@@ -7,6 +7,7 @@ import textwrap
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from difflib import get_close_matches
 from inspect import signature
@@ -47,7 +48,11 @@ from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
-from flwr_fisher.strategies.hooks import HookedRounds, initial_groups_of
+from flwr_fisher.strategies.hooks import (
+    HookedRounds,
+    check_hooks,
+    initial_groups_of,
+)
 
 _FUNCTIONS = ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
 _FRACTIONS = ("fraction_train", "fraction_evaluate")
@@ -161,10 +166,7 @@ class CurvatureStrategy(FedAvg):
         for name in kwargs.keys() & _FEWEST.keys():
             check_whole(name, kwargs[name], _FEWEST[name])
         for name in kwargs.keys() & _FUNCTIONS:
-            if not callable(kwargs[name] or len):
-                raise ConfigurationError(
-                    f"{name} must be a function, got {kwargs[name]!r:.80}"
-                )
+            _check_aggregation(name, kwargs[name])
         check_whole("seed", seed)
         self.policy = given("policy", policy, Policy)
         self.waiting = given("waiting", waiting, Waiting)
@@ -382,7 +384,7 @@ class CurvatureStrategy(FedAvg):
         check_whole("num_rounds", num_rounds, 0)
         check_range("timeout", timeout, 0)
         self.check_rounds(num_rounds)
-        self._check_hooks()
+        check_hooks(type(self), CurvatureStrategy)
         if self.secure is not None:
             self.check_secure()
             if reopen:
@@ -422,25 +424,6 @@ class CurvatureStrategy(FedAvg):
         logger.info("")
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         return run.result()
-
-    def _check_hooks(self) -> None:
-        """Raise an error for a subclass with hooks that `start` would not call.
-
-        Raises
-        ------
-        ConfigurationError
-            With the hooks that it calls.
-        """
-        for name in ("configure_train", "aggregate_train"):
-            if not getattr(type(self), name).__module__.startswith("flwr_fisher."):
-                raise ConfigurationError(
-                    f"start() does not call {type(self).__name__}.{name}: for a config "
-                    "of each round, such as its lr, override round_config(); to keep "
-                    "each round's model, pass start(callbacks=...); for another step, "
-                    "override exchanges() (the documentation's \"A method of your "
-                    "own, in your app\"). Flower's own loop calls it: "
-                    "Strategy.start(strategy, ...), of flwr.serverapp.strategy"
-                )
 
     # --- Flower's hooks, for other loops than `start`, with one exchange a round
 
@@ -492,6 +475,24 @@ class CurvatureStrategy(FedAvg):
             'it in an @app.main(). The documentation\'s "Change a NumPyClient app" and '
             '"Change a FedAvg app" show how'
         )
+
+
+def _check_aggregation(name: str, function: Any) -> None:
+    """Raise :class:`ConfigurationError` unless a function can aggregate metrics."""
+    if function is None:
+        return
+    if not callable(function):
+        raise ConfigurationError(f"{name} must be a function, got {function!r:.80}")
+    try:
+        with suppress(ValueError):  # of a built-in function, without a signature
+            signature(function).bind([], "num-examples")
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{name} is called with a list of RecordDict and the name of the weights, "
+            f"and {function!r:.80} cannot be ({error}): of Flower's older strategies' "
+            "function of pairs (num_examples, metrics), make one of (records, "
+            "weighted_by_key); record['metrics'] has what a client returned"
+        ) from error
 
 
 def _as_json(value: object) -> object:

@@ -1,4 +1,4 @@
-"""A training round in Flower's own loop, which calls two hooks of a strategy."""
+"""Flower's hooks of a strategy: which are called, and a round in its own loop."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +20,43 @@ def initial_groups_of(strategy: Strategy) -> Groups:
     groups = strategy.initial_groups()
     check_groups(groups, f"{type(strategy).__name__}.initial_groups")
     return groups
+
+
+def check_hooks(strategy: type, own: type) -> None:
+    """Raise an error for a user's hooks that `start`, or nobody, would call.
+
+    Parameters
+    ----------
+    strategy : type
+        A user's class, which may have other bases beside this library's.
+    own : type
+        The base of this library's strategies.
+
+    Raises
+    ------
+    ConfigurationError
+        With the hooks that `start` calls, or the order of the bases.
+    """
+    name, order = strategy.__name__, strategy.__mro__
+    for base in order:
+        if issubclass(own, base) or base.__module__.startswith("flwr_fisher."):
+            continue
+        for hook in vars(base).keys() & {"configure_train", "aggregate_train"}:
+            raise ConfigurationError(
+                f"start() does not call {base.__name__}.{hook}: for a config of each "
+                "round, such as its lr, override round_config(); to keep each round's "
+                "model, pass start(callbacks=...); for another step, override "
+                "exchanges() (the documentation's \"A method of your own, in your "
+                "app\"). Flower's own loop calls it: Strategy.start(strategy, ...), of "
+                "flwr.serverapp.strategy"
+            )
+        hidden = order.index(base) > order.index(own)
+        if hidden and "configure_evaluate" in vars(base):
+            raise ConfigurationError(
+                f"{base.__name__}.configure_evaluate is never called, since {name} has "
+                f"this library's in front of it: name {base.__name__} first among the "
+                f"bases of {name}"
+            )
 
 
 class HookedRounds:

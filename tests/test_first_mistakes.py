@@ -5,7 +5,15 @@ import copy
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import strategy as flowers
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import (
@@ -43,7 +51,14 @@ from flwr_fisher.measures import MeasuredGrid, costs
 from flwr_fisher.merge import LocalPosterior, fedfisher, regmean
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums
-from flwr_fisher.strategies import FAGH, GIANT, TCT, FedAvg, FedFisherOneShot
+from flwr_fisher.strategies import (
+    FAGH,
+    GIANT,
+    TCT,
+    FedAvg,
+    FedFish,
+    FedFisherOneShot,
+)
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import tensors_to_arrays
@@ -482,6 +497,23 @@ def trained_by(train):
     return app
 
 
+class Halving(flowers.FedAvg):
+    """A strategy of a user's, which beside this library's is not called."""
+
+    def configure_train(self, server_round, arrays, config, grid):
+        raise AssertionError
+
+
+class EverySecond(flowers.FedAvg):
+    def configure_evaluate(self, server_round, arrays, config, grid):
+        raise AssertionError
+
+
+def beside(*bases, **hooks):
+    strategy = type("Beside", bases, hooks)()
+    return strategy.start(LocalGrid(tiny_app(), 2), tiny_arrays())
+
+
 def fedavgs_reply(message, context):
     metrics = MetricRecord({"num-examples": 1})
     content = RecordDict({"arrays": message.content["arrays"], "metrics": metrics})
@@ -566,6 +598,11 @@ MISTAKES = {
         ConfigurationError,
         "loss_fn must be a function, got None",
     ),
+    "a class of a loss": (
+        lambda: LocalSGD(loss_fn=nn.CrossEntropyLoss),
+        ConfigurationError,
+        r"loss_fn is a class: pass an object of it, CrossEntropyLoss\(\)",
+    ),
     "a dict of limits": (
         lambda: FisherClient(nn.Linear(3, 2), [], limits={"max_steps": 3}),
         ConfigurationError,
@@ -590,6 +627,36 @@ MISTAKES = {
         lambda: FedFisherOneShot(evaluate_metrics_aggr_fn="mean"),
         ConfigurationError,
         "evaluate_metrics_aggr_fn must be a function, got 'mean'",
+    ),
+    "an aggregation of pairs": (
+        lambda: FedFish(evaluate_metrics_aggr_fn=lambda pairs: {}),
+        ConfigurationError,
+        "evaluate_metrics_aggr_fn is called with a list of RecordDict and the name",
+    ),
+    "a strategy in front": (
+        lambda: beside(Halving, FedFish),
+        ConfigurationError,
+        r"does not call Halving.configure_train: .* round_config\(\)",
+    ),
+    "a strategy behind": (
+        lambda: beside(FedFish, Halving),
+        ConfigurationError,
+        r"does not call Halving.configure_train: .* round_config\(\)",
+    ),
+    "Flower's strategy behind": (
+        lambda: beside(FedFish, flowers.FedProx),
+        ConfigurationError,
+        "does not call FedProx.configure_train",
+    ),
+    "an evaluation behind": (
+        lambda: beside(FedFish, EverySecond),
+        ConfigurationError,
+        "name EverySecond first among the bases of Beside",
+    ),
+    "no config of a round": (
+        lambda: beside(FedFish, round_config=lambda self, number, config: None),
+        ConfigurationError,
+        r"round_config\(\) must return the config of round 1, got None: return Conf",
     ),
     "a model for a client": (
         lambda: FedFisherOneShot().start(
@@ -752,6 +819,19 @@ MISTAKES = {
 def test_a_mistake_is_told_with_the_way_out(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+def test_a_schedule_that_changes_its_config_leaves_the_callers():
+    class Schedule(FedAvg):
+        def round_config(self, server_round, config):
+            config["lr"] = 0.1 / server_round
+            return config
+
+    given = ConfigRecord({"note": "mine"})
+    Schedule(fraction_evaluate=0.0).start(
+        LocalGrid(tiny_app(), 2), tiny_arrays(), train_config=given
+    )
+    assert dict(given) == {"note": "mine"}
 
 
 @pytest.mark.parametrize(

@@ -400,6 +400,10 @@ def check_functions(owner: object, names: Iterable[str]) -> None:
             makes = {"optimizer": "an optimizer", "scheduler": "a schedule"}.get(name)
             what = f"a function that makes {makes}" if makes else "a function"
             raise ConfigurationError(f"{name} must be {what}, got {value!r:.80}")
+        if isinstance(value, type) and issubclass(value, nn.Module):
+            raise ConfigurationError(
+                f"{name} is a class: pass an object of it, {value.__name__}()"
+            )
         if any(is_one(value) for is_one in _RUN_LATER):
             raise ConfigurationError(
                 f"{name} is async or has a yield, so a call of it does nothing: pass "

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_fisher.callbacks import Callback
-from flwr_fisher.errors import RoundError
+from flwr_fisher.errors import ConfigurationError, RoundError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.evaluation import evaluate
@@ -91,13 +91,18 @@ class Driver:
             logger.info("[ROUND %s/%s]", server_round, num_rounds)
             self.server_round, before = server_round, run.state
             try:
-                self.do_exchanges(strategy.round_config(server_round, train_config))
+                config = _config_of(
+                    strategy, "round_config", server_round, train_config
+                )
+                self.do_exchanges(config)
             except RoundError as error:
                 skip = strategy.waiting.on_failed_round == "skip"
                 if not (skip and strategy.may_skip(server_round)):
                     raise
                 run.skip_round(server_round, before, error)
-            config = strategy.evaluation_config(server_round, evaluate_config)
+            config = _config_of(
+                strategy, "evaluation_config", server_round, evaluate_config
+            )
             metrics = evaluate(strategy, server_round, run.arrays(), config, self.grid)
             run.client_evaluated(server_round, metrics)
             if evaluate_fn:
@@ -236,3 +241,22 @@ class Driver:
     def _count_late(self) -> int:
         self.run.count_late(self.server_round)
         return self.server_round
+
+
+def _config_of(
+    strategy: Strategy, name: str, server_round: int, config: ConfigRecord
+) -> ConfigRecord:
+    """Return a strategy's config for a round; the caller's stays as it is.
+
+    Raises
+    ------
+    ConfigurationError
+        If the strategy returns something else.
+    """
+    returned = getattr(strategy, name)(server_round, ConfigRecord({**config}))
+    if not isinstance(returned, Mapping):
+        raise ConfigurationError(
+            f"{name}() must return the config of round {server_round}, got "
+            f"{returned!r:.80}: return ConfigRecord({{**config, 'lr': 0.1}})"
+        )
+    return ConfigRecord({**returned})
