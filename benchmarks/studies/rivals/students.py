@@ -59,6 +59,8 @@ def published(
 
     def score(params: Params) -> float:
         scores.append(split.score(params))
+        if len(scores) % 20 == 0:
+            print(f"{setting.folder.name} {name} epoch {len(scores)}", flush=True)
         return scores[-1]
 
     make = taught(split, setting, name, PUBLISHED)

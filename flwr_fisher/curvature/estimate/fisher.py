@@ -177,8 +177,8 @@ def fisher(
     max_batch_bytes : int, optional
         A limit for unfolded inputs and gradients; a larger batch is computed in parts.
         By default the whole computation takes about as much memory as a training step
-        on the batch, or 64 MiB if that is more (512 MiB on a device other than the
-        CPU).
+        on the batch, or 64 MiB if that is more. On a device other than the CPU, the
+        batch has 1 GiB at least, and the sums are held beside these.
 
     Returns
     -------

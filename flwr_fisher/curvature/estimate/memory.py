@@ -15,9 +15,10 @@ from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.params import trainable
 
 _SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
-# Bytes that may be taken even if a step takes less: 64 MiB, and where each part costs
-# the launches of a whole pass, however few its examples are, 512 MiB.
-_LEAST, _LEAST_ELSEWHERE = 2**26, 2**29
+_LEAST = 2**26  # bytes that may be taken even if a step takes less
+# The same beside the sums where each part of a batch costs a pass of launches, however
+# few its examples are.
+_LEAST_ELSEWHERE = 2**30
 _FEWEST = 8  # examples at once, unless the caller bounds the memory
 
 
@@ -32,8 +33,9 @@ def examples_at_once(
     """Return the largest number of examples to run at once.
 
     By default they take about as much memory as a training step, which holds all of a
-    batch's examples and the gradients; or 64 MiB if that is more, on a device other
-    than the CPU 512 MiB. Beside the examples the sums are held.
+    batch's examples and the gradients, or 64 MiB if that is more. Beside the examples
+    the sums are held. On a device other than the CPU the examples have 1 GiB at
+    least, and the sums are held beside these.
 
     Parameters
     ----------
@@ -66,9 +68,9 @@ def examples_at_once(
     on_cpu = all(p.device.type == "cpu" for p in parameters)
     gradients = sum(p.nbytes for p in parameters)
     forward = sum(each.forward for each in sizes)
-    least = _LEAST if on_cpu else _LEAST_ELSEWHERE
-    step = max(_SHARE * (batch_size * forward + gradients), least)
-    return max(_FEWEST, int((step - held) / max(forward + beyond, 1)))
+    step = max(_SHARE * (batch_size * forward + gradients), _LEAST)
+    room = step - held if on_cpu else max(step - held, _LEAST_ELSEWHERE)
+    return max(_FEWEST, int(room / max(forward + beyond, 1)))
 
 
 class _Bytes(NamedTuple):
