@@ -17,6 +17,7 @@ from flwr_fisher.curvature import LIKELIHOODS, Likelihood, fisher
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
+    DataError,
     StructureError,
     UnknownNameError,
 )
@@ -252,3 +253,26 @@ def test_a_client_without_classes_scores_by_its_likelihood(likelihood):
     assert metrics_of(reply)["loss"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ClientError, match=r"trains with the cross-entropy of classes"):
         ask(FisherClient(model, data, **given), arrays)
+
+
+LAST = {"expectation": "empirical-batch", "structure": "diagonal"}
+MISSING = torch.zeros(4, 2).index_fill(0, torch.tensor([1]), torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels", "options", "text"),
+    [
+        (2, randn(1, 4), {}, "a label is .*: pass likelihood='gaussian' for numbers"),
+        (3, randn(1, 4, 1), {}, "taken for logits of classes"),
+        (2, MISSING, LAST | {"likelihood": "gaussian"}, "a label is NaN or infinite"),
+        (1, torch.ones(4), LAST | {"likelihood": POISSON}, "Poisson.score returned"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_told(outputs, labels, options, text):
+    with pytest.raises((DataError, StructureError), match=text):
+        fisher(nn.Linear(3, outputs), [(randn(0, 4, 3), labels)], **options)
+
+
+def test_classes_that_are_stored_as_floats_are_no_numbers():
+    x = randn(0, 4, 3)
+    fisher(nn.Linear(3, 2), [(x, torch.tensor([0.0, 1, 1, 0]))])

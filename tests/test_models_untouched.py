@@ -178,6 +178,13 @@ class Checkpointed(TwoNames):
         return checkpoint(self.head, self.enc(x), use_reentrant=True)
 
 
+class CheckpointedFirst(TwoNames):
+    """Of inputs with a gradient: torch raises no error, and leaves `enc` out."""
+
+    def forward(self, x):
+        return self.head(checkpoint(self.enc, x.requires_grad_(), use_reentrant=True))
+
+
 class Caching(TwoNames):
     """Keeps a weight that it has computed."""
 
@@ -198,6 +205,9 @@ def made_in_inference_mode():
     [
         (fisher, Checkpointed, "pass use_reentrant=False to checkpoint"),
         (gradient, Checkpointed, "pass use_reentrant=False to checkpoint"),
+        (fisher, CheckpointedFirst, "pass use_reentrant=False to checkpoint"),
+        (gradient, CheckpointedFirst, "pass use_reentrant=False to checkpoint"),
+        (gradient_and_hvp, CheckpointedFirst, "pass use_reentrant=False"),
         (fisher, Caching, "keeps a tensor with a gradient .* in eval mode"),
         (refresh_norms, made_in_inference_mode, "was made under torch.inference_mode"),
     ],

@@ -142,8 +142,8 @@ FAILURES = {
         config=EMPIRICAL,
     ),
     "real-labels": fails(
-        DataError,
-        "must be class indices",
+        StructureError,
+        "a label is .*: pass likelihood='gaussian'",
         loader=with_inputs(lambda x: x, REAL),
         config=EMPIRICAL,
     ),

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.gradients import Derivatives
 from flwr_fisher.curvature.losses import Loss, MeanLoss
+from flwr_fisher.curvature.model_checks import nodes_of
 from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
@@ -156,13 +157,7 @@ def _check_own_functions(loss: Tensor) -> bool:
     The pass through it raises :class:`StructureError` where one's ``backward`` cannot
     be differentiated: torch would leave its derivative out.
     """
-    nodes = set[Any]()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        if (node := waiting.pop()) is not None and node not in nodes:
-            nodes.add(node)
-            waiting += [each for each, _ in node.next_functions]
-    own: list[Any] = [node for node in nodes if isinstance(node, BackwardCFunction)]
+    own: list[Any] = [n for n in nodes_of(loss) if isinstance(n, BackwardCFunction)]
     for node in own:
         node.register_hook(partial(_check_twice, node.name()))
     return bool(own)

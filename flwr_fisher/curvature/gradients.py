@@ -13,6 +13,7 @@ from flwr_fisher.curvature.losses import Loss, MeanLoss
 from flwr_fisher.curvature.model_checks import (
     check_examples_are_independent,
     check_examples_do_not_mix,
+    check_is_not_reentrant,
 )
 from flwr_fisher.curvature.models import (
     device_of,
@@ -201,6 +202,7 @@ def _check_first(model: nn.Module, few: Inputs, *, may_mix: bool) -> None:
             f"the model returns one number for {len(few)} examples: return outputs "
             "with a row for each, and compute the loss by loss_fn"
         )
+    check_is_not_reentrant(outputs)
     # A loss may take other rows, such as tokens.
     if not may_mix and len(outputs) == len(few):
         check_examples_do_not_mix(model, few, outputs)

@@ -1,10 +1,13 @@
 """Checks of a model by a few examples: whether each example has outputs of its own."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_fisher.curvature.batch import Inputs
+from flwr_fisher.curvature.models import REENTRANT
 from flwr_fisher.curvature.sums import within
 from flwr_fisher.errors import StructureError
 from flwr_fisher.randomness import seeded
@@ -50,7 +53,8 @@ def check_outputs_have_rows(inputs: Inputs, outputs: Tensor) -> None:
     Raises
     ------
     StructureError
-        If outputs have another first dimension, or depend on no trainable parameter.
+        If outputs have another first dimension, or depend on no trainable parameter,
+        or torch would leave some of these out.
     """
     n = len(inputs)
     if outputs.shape[:1] != (n,):
@@ -66,6 +70,28 @@ def check_outputs_have_rows(inputs: Inputs, outputs: Tensor) -> None:
             "numbers, so they have no gradient: return logits, before any argmax() or "
             "detach(), and without torch.no_grad"
         )
+    check_is_not_reentrant(outputs)
+
+
+def check_is_not_reentrant(outputs: Tensor) -> None:
+    """Raise :class:`StructureError` for outputs through a reentrant checkpoint.
+
+    In its graph, which its parameters are no part of, torch raises an error itself only
+    if a gradient is computed through it, and not if it begins at the inputs.
+    """
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(outputs)):
+        raise StructureError(f"the model {REENTRANT}")
+
+
+def nodes_of(outputs: Tensor) -> set[Any]:
+    """Return the nodes of autograd's graph of a tensor."""
+    nodes = set[Any]()
+    waiting: list[Any] = [outputs.grad_fn]
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [each for each, _ in node.next_functions]
+    return nodes
 
 
 def check_examples_do_not_mix(

@@ -134,11 +134,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+REENTRANT = (
+    "calls torch.utils.checkpoint in its reentrant form, which has gradients by "
+    "backward() alone: pass use_reentrant=False to checkpoint"
+)
 _EXPLAINED = {  # what torch says, and what the model does
-    "use_reentrant=True": (
-        "calls torch.utils.checkpoint in its reentrant form, which has gradients by "
-        "backward() alone: pass use_reentrant=False to checkpoint"
-    ),
+    "use_reentrant=True": REENTRANT,
     "backward through the graph a second time": (
         "keeps a tensor with a gradient from call to call, such as a weight that it "
         "computes once in eval mode: compute it in each call, or keep its detach()"

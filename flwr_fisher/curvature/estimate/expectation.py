@@ -12,7 +12,7 @@ from flwr_fisher.curvature.estimate.likelihood import Likelihood
 from flwr_fisher.curvature.estimate.pieces import Pieces, given_pieces
 from flwr_fisher.curvature.operators.plain import Diagonal
 from flwr_fisher.curvature.sums import Sums, widened
-from flwr_fisher.errors import DataError
+from flwr_fisher.errors import DataError, StructureError
 from flwr_fisher.params import trainable
 
 _PASSES = 9  # backward passes of an example: a guess, as if there were ten classes
@@ -84,7 +84,7 @@ class Expectation:
             Draws labels, and the random passes that replace those above `max_passes`.
         """
         if self.kind == "empirical":
-            given = self.likelihood.score(outputs, batch.tensor_labels())
+            given = _score(self.likelihood, outputs, batch.tensor_labels())
             return given_pieces(given.unsqueeze(0))
         self.likelihood.check_order(outputs, batch.labels)
         if self.likelihood.labels_are_classes:
@@ -106,6 +106,19 @@ class Expectation:
         labels = batch.labels
         if isinstance(labels, Tensor) and labels.shape == outputs.shape[:-1]:
             check_classes(batch.extremes, outputs.shape[-1])
+
+
+def _score(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return a likelihood's score, after a check of its shape."""
+    score = likelihood.score(outputs, labels)
+    if score.shape != outputs.shape:
+        raise StructureError(
+            f"{type(likelihood).__name__}.score returned shape {tuple(score.shape)} "
+            f"for outputs of shape {tuple(outputs.shape)} and labels of shape "
+            f"{tuple(labels.shape)}: return the outputs' shape; labels may be "
+            "broadcast, so give them that shape by batch_fn"
+        )
+    return score
 
 
 def squared_batch_gradients(
@@ -137,7 +150,7 @@ def squared_batch_gradients(
     for batch in batches:
         given = batch.tensor_labels()
         outputs = batch.inputs(model)
-        score = likelihood.score(widened(outputs), given)
+        score = _score(likelihood, widened(outputs), given)
         mean = (score / likelihood.num_labels(given)).to(outputs.dtype)
         sums.add_squares(torch.autograd.grad(outputs, leaves, mean, allow_unused=True))
         count += 1

@@ -230,8 +230,8 @@ class Categorical(Likelihood):
     def check_order(self, outputs: Tensor, labels: object) -> None:
         """Raise an error if labels show that the last dimension is not the classes.
 
-        They show it if they fit classes as the second dimension, PyTorch's order, or if
-        there is one label for each output.
+        They show it if they fit classes as the second dimension, PyTorch's order, if
+        there is one label for each output, or if they are numbers and no classes.
         """
         if not isinstance(labels, Tensor):
             return
@@ -251,6 +251,15 @@ class Categorical(Likelihood):
                 f"{tuple(outputs.shape)}, is the classes: make it the last, by "
                 "outputs.movedim(1, -1)"
             )
+        own = outputs.shape[1:-1]
+        if labels.is_floating_point() and shape in (own, (*own, 1)):
+            for label in labels[labels != labels.round()][:1]:
+                raise StructureError(
+                    f"a label is {float(label):g}, and the outputs, of shape "
+                    f"{tuple(outputs.shape)}, are taken for logits of classes: pass "
+                    "likelihood='gaussian' for numbers, or a Likelihood of your own; "
+                    "or, if outputs are such logits, their labels in batch_fn"
+                )
 
 
 class Bernoulli(Likelihood):
@@ -286,7 +295,14 @@ class Gaussian(Likelihood):
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return ``y - output``."""
-        return _same_shape(outputs, labels) - outputs
+        labels = _same_shape(outputs, labels)
+        if not labels.isfinite().all():
+            raise DataError(
+                "a label is NaN or infinite, and likelihood='gaussian' has none for a "
+                "missing label: leave such examples out, or pass a Likelihood of your "
+                "own, whose score is 0 there"
+            )
+        return labels - outputs
 
 
 LIKELIHOODS: dict[str, Likelihood] = {
