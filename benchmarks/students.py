@@ -33,9 +33,7 @@ from studies.rivals.students import CO_BOOSTING, DENSE, published
 
 NAME = "students"
 METHODS = {DENSE: "DENSE", CO_BOOSTING: "Co-Boosting"}
-SPLITS = [
-    (name, alpha) for name, alpha in product(sized([*PROBLEMS], ["mnist"]), ALPHAS)
-]
+SPLITS = [*product(sized([*PROBLEMS], ["mnist"]), ALPHAS)]
 
 
 def table(found: dict[str, dict[str, dict[str, Any]]]) -> list[str]:

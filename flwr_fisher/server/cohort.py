@@ -56,6 +56,9 @@ class Sample:
     wanted: int
 
 
+_PRODUCTS = "products of adapters"  # of which a run warns once
+
+
 class Cohort(NodeNames):
     """The nodes of a run, named by partition, and sampled by seed and round.
 
@@ -82,8 +85,7 @@ class Cohort(NodeNames):
         self._trained: dict[int, frozenset[str] | None] = {}
         self._frozen: dict[int, frozenset[str]] = {}
         self._alike: dict[frozenset[str], frozenset[str]] = {}  # one of equal ones
-        self._products_told = False
-        self.told: set[str] = set()  # warnings that a run logs once
+        self.told: set[str] = set()  # what a run warns of once
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the grid's mailbox, which knows the outstanding replies."""
@@ -315,8 +317,8 @@ class Cohort(NodeNames):
 
     def _tell_of_products(self, trained: frozenset[str]) -> None:
         """Log, once, that clients train both factors of adapters."""
-        if not self._products_told and (text := of_products(trained)):
-            self._products_told = True
+        if _PRODUCTS not in self.told and (text := of_products(trained)):
+            self.told.add(_PRODUCTS)
             logger.warning("%s", text)
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
