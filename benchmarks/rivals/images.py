@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -54,11 +55,13 @@ class Normalised:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return images as networks take them."""
-        mean, std = (images.new_tensor(v).reshape(-1, 1, 1) for v in self._both())
+        mean, std = (_by_channel(v, images.device) for v in (self.mean, self.std))
         return (images - mean) / std
 
-    def _both(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return self.mean, self.std
+
+@cache  # a copy to a GPU waits for what runs there
+def _by_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).reshape(-1, 1, 1)
 
 
 def generator_of(shape: tuple[int, int, int], latent: int, width: int) -> nn.Module:
@@ -122,7 +125,7 @@ class Pool:
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield all of them once, augmented, in a random order."""
-        images, labels = torch.cat(self.images), torch.cat(self.labels)
+        images, labels = augmented(torch.cat(self.images)), torch.cat(self.labels)
         order = torch.randperm(len(labels)).to(images.device)
         for chosen in torch.split(order, size):
-            yield augmented(images[chosen]), labels[chosen]
+            yield images[chosen], labels[chosen]
