@@ -1,13 +1,13 @@
 """DENSE and Co-Boosting trained as long as they were published, on a GPU.
 
-    python benchmarks/students.py --data-dir DIR [--workers 12] [--device cpu]
+    python benchmarks/students.py --data-dir DIR [--workers 6] [--device cpu]
 
 The first split of each α of `merges.py`, with the same clients. A student is taught for
 200 epochs, on batches of 256 images (Co-Boosting: 128) of a generator with 64 channels,
 as published; `merges.py` takes 50 epochs (MNIST) and 30 (CIFAR-10), batches of 64 and
 16 channels. The best epoch is chosen on the server's 500 examples, and the split's test
 images are looked at once, at the end. *Best epoch* is the first with that score.
-*Minutes* are those of a run while all others ran beside it.
+*Minutes* are those of a run while five others ran beside it, and other programmes.
 """
 
 from functools import partial
@@ -84,7 +84,15 @@ def main() -> None:
     every = [own for split in found.values() for own in split.values()]
     there = sorted({f"{own['device']}, torch {own['torch']}" for own in every})
     where = f"Measured on {'; '.join(there)}."
-    write_page(NAME, blocks(opening("Students", __doc__), where, table(found)), found)
+    write_page(
+        NAME,
+        blocks(
+            opening("DENSE and Co-Boosting, at full length", __doc__),
+            where,
+            table(found),
+        ),
+        found,
+    )
 
 
 if __name__ == "__main__":
