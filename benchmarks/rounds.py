@@ -19,8 +19,7 @@ norms and dropout, on MNIST: at most 30 images a client, 30 rounds, the same met
 
 **Limits.** FedAvg and FedProx are Flower's, which limits nobody; nor does any other
 method here, as by default: the default cuts what is a thousand times the clients'
-median, and no client comes near. FedGA on *CNN* alone cut steps longer than two
-medians.
+median, and no client comes near.
 
 **Again.** Five rounds on MLR's shards by today's code (without GIANT, DONE and FedPM)
 are the same to the last digit, but for the probes `random` and `momentum`, whose first
