@@ -14,8 +14,7 @@ that fixes the features, 30 rounds of stage 2 with 20 000 features and 500 local
 all else at its defaults. **FedAvg** and **SCAFFOLD** have 50 rounds. *Stage 1* is
 TCT's own model after 20 rounds. In a seed, all have the same split and initial model,
 and TCT's first 20 rounds are FedAvg's. Nobody is limited, as by default: the default
-cuts what is a thousand times the clients' median. But in the part `cifar` TCT and
-SCAFFOLD cut what is longer than two medians.
+cuts what is a thousand times the clients' median.
 
 **Learning rates** of FedAvg, thereby of stage 1, and of SCAFFOLD are chosen for each
 split from 0.003, 0.01, 0.03, 0.1 and 0.3 by the mean validation accuracy of the last
