@@ -391,7 +391,7 @@ def _inputs(value: Any, output_fn: OutputFn | None) -> Inputs:
 def _of_mapping(
     batch: Mapping[Any, Any], model: Callable[..., Any], output_fn: OutputFn | None
 ) -> tuple[Inputs, Any]:
-    entries = ", ".join(f"{key!r:.40}" for key in list(batch)[:12]) or "nothing"
+    form = form_of(batch)
     targets = [key for key in batch if key in TARGETS]
     tensors = {
         str(key): value
@@ -403,23 +403,23 @@ def _of_mapping(
     if len(targets) > 1 or not tensors:
         what = f"labels may be any of {', '.join(targets)}"
         what = what if tensors else "no tensor of inputs"
-        raise DataError(f"a batch is a mapping of {entries}, with {what}: {_WAY_OUT}")
+        raise DataError(f"a batch is {form}, with {what}: {_WAY_OUT}")
     labels = batch[targets[0]] if targets else None
     if not targets and len(known) < len(tensors):
         raise DataError(
-            f"a batch is a mapping of {entries}, and none of these is a name of labels "
+            f"a batch is {form}, and none of these is a name of labels "
             f"({', '.join(TARGETS)}): {_WAY_OUT}"
         )
     chosen = tensors if any_name and len(tensors) > 1 else known
     alone = not known and len(tensors) == 1
     if isinstance(labels, Tensor):
-        labels = _shifted(labels, tensors if alone else chosen, model, entries)
+        labels = _shifted(labels, tensors if alone else chosen, model, form)
     if alone:
         return _inputs(next(iter(tensors.values())), output_fn), labels
     if not chosen:
         arguments = ", ".join(sorted(names)) or "it names none"
         raise DataError(
-            f"a batch is a mapping of {entries}, and none of these is an argument of "
+            f"a batch is {form}, and none of these is an argument of "
             f"the model's forward ({arguments}): {_WAY_OUT}"
         )
     return Inputs((), chosen, output_fn), labels
@@ -429,7 +429,7 @@ def _shifted(
     labels: Tensor,
     inputs: Mapping[str, Tensor],
     model: Callable[..., Any],
-    entries: str,
+    form: str,
 ) -> Tensor:
     """Return labels aligned with the outputs: shifted by one where the model shifts."""
     if labels.dim() != 2 or labels.is_floating_point():
@@ -446,7 +446,7 @@ def _shifted(
         return torch.cat([labels[:, 1:], end], 1)
     for name in copied:
         raise DataError(
-            f"a batch is a mapping of {entries}, and its labels equal its {name!r}: "
+            f"a batch is {form}, and its labels equal its {name!r}: "
             "a causal language model would learn to copy its input. Shift the labels "
             f"by one, and {_WAY_OUT}"
         )
@@ -473,7 +473,10 @@ def _forward(model: Callable[..., Any]) -> Callable[..., Any]:
 
 def _arguments(model: Callable[..., Any]) -> tuple[set[str], bool]:
     """Return the names of a model's arguments, and whether it takes ``**kwargs``."""
-    parameters = _parameters(model)
+    try:
+        parameters = _signature(model).parameters
+    except (TypeError, ValueError):  # compiled code
+        return set(), True
     kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     names = {name for name, each in parameters.items() if each.kind in kinds}
     kinds_there = {each.kind for each in parameters.values()}
@@ -496,14 +499,6 @@ def _signature(model: Callable[..., Any]) -> Signature:
     if function not in _SIGNATURES:
         _SIGNATURES[function] = signature(forward)
     return _SIGNATURES[function]
-
-
-def _parameters(model: Callable[..., Any]) -> Mapping[str, Parameter]:
-    try:
-        return _signature(model).parameters
-    except (TypeError, ValueError):  # compiled code
-        anything = Parameter("kwargs", Parameter.VAR_KEYWORD)
-        return {"args": Parameter("args", Parameter.VAR_POSITIONAL), "kwargs": anything}
 
 
 def _check_call(inputs: Inputs, model: Callable[..., Any], batch: Any) -> None:
@@ -561,7 +556,8 @@ def logits_of(returned: Any) -> Tensor:
 def form_of(batch: Any) -> str:
     """Return a description of a batch's form, for errors."""
     if isinstance(batch, Mapping):
-        return f"a mapping of {', '.join(f'{key!r:.40}' for key in list(batch)[:12])}"
+        keys = ", ".join(f"{key!r:.40}" for key in list(batch)[:12])
+        return f"a mapping of {keys or 'nothing'}"
     if isinstance(batch, (tuple, list)):
         parts = ", ".join(type(part).__name__ for part in batch[:8])
         return f"a {type(batch).__name__} of {len(batch)}: {parts or 'nothing'}"
