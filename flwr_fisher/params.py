@@ -105,6 +105,14 @@ def is_finite(params: Params) -> bool:
     return all(map(all_finite, params.values()))
 
 
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the first name of a tensor that is not finite; a device is read once."""
+    found = [(name, all_finite(tensor)) for name, tensor in tensors]
+    flags = torch.stack([flag for _, flag in found]).tolist() if found else []
+    names = (name for name, _ in found)
+    return next((n for n, fine in zip(names, flags, strict=True) if not fine), None)
+
+
 def all_finite(tensor: Tensor) -> Tensor:
     """Return, as a scalar tensor, whether all entries are finite.
 

@@ -24,13 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flwr_fisher.errors import ClientError, ConfigurationError, check_whole
-from flwr_fisher.files import (
-    aside_of,
-    is_aside,
-    load_record,
-    save_record,
-    to_bytes,
-)
+from flwr_fisher.files import aside_of, is_aside, load_record, save_record, to_bytes
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 

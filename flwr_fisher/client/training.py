@@ -46,7 +46,7 @@ from flwr_fisher.errors import (
     plain_fields,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import all_finite, trainable
+from flwr_fisher.params import first_not_finite, trainable
 from flwr_fisher.progress import Progress, watching
 
 Loader = Iterable[Any]  # batches of any form, or `Pairs`
@@ -413,15 +413,12 @@ def check_functions(owner: object, names: Iterable[str]) -> None:
 
 def check_trained(model: nn.Module) -> None:
     """Raise :class:`ClientError` if a training has left NaN or infinity in a model."""
-    parameters = trainable(model)
-    flags = [all_finite(p.detach()) for p in parameters.values()]
-    finite = torch.stack(flags).tolist() if flags else []
-    for name, fine in zip(parameters, finite, strict=True):
-        if not fine:
-            raise ClientError(
-                f"the training has left NaN or infinity in {name!r}: look for them in "
-                "the data, inputs and labels, or lower the learning rate"
-            )
+    named = ((name, p.detach()) for name, p in trainable(model).items())
+    if (name := first_not_finite(named)) is not None:
+        raise ClientError(
+            f"the training has left NaN or infinity in {name!r}: look for them in the "
+            "data, inputs and labels, or lower the learning rate"
+        )
 
 
 class _OfInputs(nn.Module):

@@ -45,12 +45,7 @@ from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.kept_model import copied
 from flwr_fisher.curvature.losses import LOSSES, Loss, check_mean_over_labels
 from flwr_fisher.curvature.models import evaluating
-from flwr_fisher.errors import (
-    ClientError,
-    DataError,
-    FlwrFisherError,
-    StructureError,
-)
+from flwr_fisher.errors import ClientError, DataError, FlwrFisherError, StructureError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import seeded
 

@@ -114,7 +114,7 @@ class KeptModel:
 
     def values_differ(self) -> bool:
         """Return whether a tensor has another value than before."""
-        return not all(_same(tensor, value) for tensor, value in self._values)
+        return any(x.shape != v.shape or not torch.equal(x, v) for x, v in self._values)
 
     def check_parameters(self) -> None:
         """Raise :class:`StructureError` if calls have made trainable parameters."""
@@ -172,10 +172,6 @@ def _put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
         # On an accelerator, a comparison would wait for it.
         elif tensor.device.type != "cpu" or not torch.equal(tensor, value):
             tensor.data.copy_(value)
-
-
-def _same(tensor: Tensor, value: Tensor) -> bool:
-    return tensor.shape == value.shape and torch.equal(tensor, value)
 
 
 def hooks_of(model: nn.Module) -> list[dict[Any, Any]]:

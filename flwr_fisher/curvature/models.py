@@ -15,10 +15,7 @@ from flwr_fisher.curvature.kept_model import KeptModel, gradient_hooks
 from flwr_fisher.devices import check_default_device
 from flwr_fisher.errors import ConfigurationError, DataError, StructureError
 from flwr_fisher.params import trainable
-from flwr_fisher.randomness import (
-    generator_states,
-    set_generator_states,
-)
+from flwr_fisher.randomness import generator_states, set_generator_states
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:

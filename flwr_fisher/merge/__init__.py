@@ -15,11 +15,7 @@ from flwr_fisher.merge.private_sums import contribution, private_sums
 from flwr_fisher.merge.refresh import refresh_norms
 from flwr_fisher.merge.regmean import regmean
 from flwr_fisher.merge.solve import MergeResult
-from flwr_fisher.merge.sums import (
-    DiagonalSums,
-    fedfisher_from_sums,
-    sums_settings,
-)
+from flwr_fisher.merge.sums import DiagonalSums, fedfisher_from_sums, sums_settings
 
 __all__ = [
     "SOLVERS",

@@ -266,9 +266,7 @@ class ConvolutionLayer(KroneckerLayer):
         inputs, output : Tensor
             The layer's input, and the gradient of its output.
         """
-        inputs, output = inputs.to(self.dtype), output.to(self.dtype)
-        if any(padding := self._padding()):
-            inputs = F.pad(inputs, padding, mode=self._mode())
+        inputs, output = self._padded(inputs.to(self.dtype)), output.to(self.dtype)
         positions, offsets = output[0, 0].numel(), self.kernel[0, 0].numel()
         depthwise = len(self.kernel) == self.groups == inputs.shape[1]
         small = positions <= _FEW_POSITIONS and offsets > _FEW_OFFSETS
@@ -345,8 +343,7 @@ class ConvolutionLayer(KroneckerLayer):
         faster than ``F.unfold``, and it is in the order that second moments want.
         """
         layer, spatial = self.layer, inputs.dim() - 2
-        if any(padding := self._padding()):
-            inputs = F.pad(inputs, padding, mode=self._mode())
+        inputs = self._padded(inputs)
         for axis in range(spatial):
             every = inputs.unfold(2 + axis, self._reach(axis), layer.stride[axis])
             inputs = every[..., :: layer.dilation[axis]]
@@ -359,9 +356,11 @@ class ConvolutionLayer(KroneckerLayer):
         kernel = range(3 + spatial, 3 + 2 * spatial)
         return grouped.permute(1, 2, *kernel, 0, *range(3, 3 + spatial))
 
-    def _mode(self) -> str:
+    def _padded(self, inputs: Tensor) -> Tensor:
+        if not any(padding := self._padding()):
+            return inputs
         mode = self.layer.padding_mode
-        return "constant" if mode == "zeros" else mode
+        return F.pad(inputs, padding, mode="constant" if mode == "zeros" else mode)
 
     def _padding(self) -> list[int]:
         """Return the padding in ``F.pad``'s order: last axis first, both ends."""

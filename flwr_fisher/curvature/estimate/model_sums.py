@@ -3,7 +3,6 @@
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batch import Inputs
@@ -30,7 +29,7 @@ from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal
 from flwr_fisher.errors import StructureError
-from flwr_fisher.params import all_finite, trainable
+from flwr_fisher.params import first_not_finite, trainable
 
 _SHARINGS = {"expand": KroneckerAccumulator, "reduce": ReducedKroneckerAccumulator}
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
@@ -149,18 +148,11 @@ def make_sums(
 
 def not_finite(curvature: Curvature) -> str | None:
     """Return the first parameter with a curvature that is not finite, if any."""
-    names: list[str] = []
-    finite: list[Tensor] = []  # read in the end, at once
-    for block in curvature.blocks():
-        if block.kind == "Diagonal":
-            named = {name: [value] for name, value in block.diagonal().items()}
-        else:
-            named = {next(iter(block.shapes)): block.tensors()}
-        for name, tensors in named.items():
-            names += [name] * len(tensors)
-            finite += [all_finite(tensor) for tensor in tensors]
-    flags = torch.stack(finite).tolist() if finite else []
-    return next((n for n, fine in zip(names, flags, strict=True) if not fine), None)
+    return first_not_finite(
+        (next(iter(block.shapes)), tensor)
+        for block in curvature.blocks()
+        for tensor in block.tensors()
+    )
 
 
 def _check_size(sizes: list[int]) -> None:

@@ -5,7 +5,7 @@ Long: two kinds of factors with one interface, each with all of its algebra.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -284,9 +284,8 @@ class LowRankFactor(SymmetricFactor):
 
     def plus_diagonal(self, entries: Tensor, factor: float = 1) -> "LowRankFactor":
         """Return it times a factor, with entries added to the diagonals."""
-        rest = self.rest * factor + entries
-        lengths = self.lengths * factor**0.5
-        return LowRankFactor(self.directions, lengths, rest, self.rows)
+        scaled = self.scaled(factor)
+        return replace(scaled, rest=scaled.rest + entries)
 
     def with_rows(self, order: Tensor) -> "LowRankFactor":
         """Return it with the rows of the directions moved."""

@@ -54,7 +54,7 @@ class Deferred(Curvature):
 
     def __reduce__(self) -> tuple[Callable[[Curvature], Curvature], tuple[Curvature]]:
         """Pickle and copy what it computes, since its function may be a local one."""
-        return _made, (self.made(),)
+        return Curvature.made, (self.made(),)
 
     @property
     def kind(self) -> str:
@@ -108,10 +108,6 @@ class Deferred(Curvature):
     def summary(self) -> str:
         """Return a description of the curvature that is computed."""
         return f"{self.kind}, {super().summary()}"
-
-
-def _made(curvature: Curvature) -> Curvature:
-    return curvature
 
 
 class WeightedSum(Curvature):
