@@ -6,7 +6,7 @@ layer between two iterations, as tensors.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,8 +115,7 @@ def own_move(traces: Curvature, pull: Params, anchor: float) -> dict[str, Tensor
         Of the merge.
     """
     move: dict[str, Tensor] = {}
-    for block in traces.blocks():
-        system = _layer_system(block.made(), anchor)
+    for system in _layer_systems(traces, anchor):
         rhs = scale(double(select(pull, system.names)), 1 / system.unit)
         move |= rhs if system.inverse is None else system.inverse(rhs)
     return move
@@ -210,8 +209,8 @@ class _LayerSystem:
     inverse: Matvec | None  # an approximate inverse, or None without curvature
 
 
-def _layer_systems(traces: Curvature, anchor: float) -> list[_LayerSystem]:
-    return [_layer_system(block.made(), anchor) for block in traces.blocks()]
+def _layer_systems(traces: Curvature, anchor: float) -> Iterator[_LayerSystem]:
+    return (_layer_system(block.made(), anchor) for block in traces.blocks())
 
 
 def _layer_system(block: Curvature, anchor: float) -> _LayerSystem:

@@ -154,15 +154,12 @@ class TangentFeatures:
             shape = len(x), self.num_features
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
             if len(x):
-                self._engine_for(x).write(x, out)
+                if self._engine is None:  # the first batch chooses its methods
+                    named = self._head_is_named
+                    check_last(self._network, self.head, x[:1], named=named)
+                    self._engine = FeatureEngine(self._network, self._chosen, x)
+                self._engine.write(x, out)
         return out
-
-    def _engine_for(self, x: Inputs) -> FeatureEngine:
-        """Return the engine; the first batch chooses its methods."""
-        if self._engine is None:
-            check_last(self._network, self.head, x[:1], named=self._head_is_named)
-            self._engine = FeatureEngine(self._network, self._chosen, x)
-        return self._engine
 
 
 def _coordinates(total: int, num_features: int, seed: int) -> np.ndarray:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.models import evaluating
-from flwr_fisher.errors import DataError, StructureError, check_range
-from flwr_fisher.tangent.head import linear_layer
+from flwr_fisher.errors import DataError, check_range
+from flwr_fisher.tangent.head import check_called_once, linear_layer
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,7 @@ def closed_form_head(sums: HeadSums, *, bias: bool, ridge: float) -> tuple[Tenso
 
 def _features(inputs_of: Sequence[Tensor], layer: nn.Linear, head: str) -> Tensor:
     """Return the head's inputs as rows, with a last column of ones for the bias."""
-    if len(inputs_of) != 1:
-        raise StructureError(
-            f"head '{head}' is called {len(inputs_of)} times in a forward pass, but it "
-            "must be called once: pass the name of another layer as head"
-        )
+    check_called_once(head, len(inputs_of))
     x = inputs_of[0].flatten(0, -2).double()
     return x if layer.bias is None else F.pad(x, (0, 1), value=1.0)
 

@@ -69,6 +69,15 @@ def linear_layer(model: nn.Module, name: str) -> nn.Linear:
     return layer
 
 
+def check_called_once(head: str, calls: int) -> None:
+    """Raise :class:`StructureError` unless a head was called once."""
+    if calls != 1:
+        raise StructureError(
+            f"head '{head}' is called {calls} times in a forward pass, but it must be "
+            "called once: pass the name of another layer as head"
+        )
+
+
 def own_copy(model: nn.Module) -> nn.Module:
     """Return a deep copy of a model, or raise :class:`StructureError`."""
     try:
@@ -201,9 +210,5 @@ class _ReturnHead:
 
     def _replace(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
         outputs, self.outputs = self.outputs, []
-        if len(outputs) != 1:
-            raise StructureError(
-                f"head '{self.name}' is called {len(outputs)} times in a forward pass, "
-                "but it must be called once: pass the name of another layer as head"
-            )
+        check_called_once(self.name, len(outputs))
         return outputs[0]
