@@ -95,7 +95,7 @@ def test_what_has_other_keys_is_made_anew(tmp_path, caplog):
 def test_a_model_whose_weight_is_under_another_key_is_named(tmp_path):
     problem = tiny_client(state_dir=tmp_path).problem
     request = Request({}, {"": {"run": torch.tensor(1)}}, server_round=1)
-    kept = kfac_sums._disk(problem, request)
+    kept = kfac_sums.run_disk(problem, request)
     kept.save("kfac-sums", {}, step=1, note='{"count": 3}')
     with pytest.raises(ClientError, match="not in this version's format"):
         kfac_sums._load(problem, request)

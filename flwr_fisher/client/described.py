@@ -168,17 +168,13 @@ class _Description:
     def _object(self, value: Any) -> list[Any]:
         if callable(getattr(type(value), "settings", None)):
             return ["object", self.of(type(value)), self.of(dict(value.settings()))]
-        saved: Any = copyreg.dispatch_table.get(type(value), _saved)
-        reduced = saved(value)
+        saved: Any = copyreg.dispatch_table.get(type(value))
+        reduced = saved(value) if saved else value.__reduce_ex__(4)
         if isinstance(reduced, str):
             wrapped = self.of(getattr(value, "__wrapped__", None))
             return ["named", f"{getattr(value, '__module__', '')}", reduced, wrapped]
         parts = [list(p) if isinstance(p, Iterator) else p for p in reduced]
         return ["object", *map(self.of, parts)]
-
-
-def _saved(value: object) -> Any:
-    return value.__reduce_ex__(4)
 
 
 def _is_array(value: Any) -> bool:

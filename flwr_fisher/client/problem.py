@@ -51,7 +51,7 @@ from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.kept_model import with_own_train
 from flwr_fisher.curvature.losses import LOSSES, Loss, cross_entropy
 from flwr_fisher.curvature.models import place_of
-from flwr_fisher.devices import defaults_kept, has_float64
+from flwr_fisher.devices import CPU, defaults_kept, has_float64
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.params import Params, select, trainable, trainable_names
 from flwr_fisher.progress import watching
@@ -61,7 +61,7 @@ from flwr_fisher.wire.options import NUM_EXAMPLES
 _OF_TCT = "tct/"  # the prefix of its keys
 _FUNCTIONS = "train_fn", "evaluate_fn", "loss_fn", "batch_fn", "output_fn"
 _LOOPS = "train_fn", "evaluate_fn"
-_MOST, _CPU = 10**7, torch.device("cpu")  # examples to count in a stream
+_MOST = 10**7  # examples to count in a stream
 
 
 @dataclass
@@ -107,7 +107,7 @@ class LocalProblem:
     train_fn: TrainFn = field(default_factory=LocalSGD)
     loss_fn: Loss | None = None
     likelihood: str | Likelihood = "categorical"
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = CPU
     state_dir: Path = DEFAULT_STATE_DIR
     limits: ClientLimits = field(default_factory=ClientLimits)
     state_bytes: int = STATE_BYTES
@@ -392,7 +392,7 @@ class LocalProblem:
         self.check_can_be_read_again()
         count = 0
         with watching("counting"):
-            for batch in batches_of(self.train_batches, self.model, _CPU):
+            for batch in batches_of(self.train_batches, self.model, CPU):
                 count += len(batch)
                 if count > _MOST:
                     raise DataError(
@@ -438,11 +438,6 @@ class LocalProblem:
 
         Other strategies of Flower take any precision. This library's expect the
         precision that they sent.
-
-        Raises
-        ------
-        ClientError
-            It names the first of them.
         """
         own = self.model.state_dict()
         for name, tensor in params.items():
@@ -457,13 +452,7 @@ class LocalProblem:
                 )
 
     def check_layout(self, params: Params) -> None:
-        """Raise :class:`ClientError` for parameters that do not fit this model.
-
-        Raises
-        ------
-        ClientError
-            It names the first that does not fit.
-        """
+        """Raise :class:`ClientError` for parameters that do not fit this model."""
         own = self.model.state_dict()
         for name, tensor in params.items():
             if name not in own or own[name].shape != tensor.shape:

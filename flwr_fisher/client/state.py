@@ -15,9 +15,13 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, add, check_same_layout, subtract
 from flwr_fisher.wire import Roster
 
-STATE = "state"  # the namespace of methods' states
 _FIT = re.compile(r"[a-z]+(-[a-z]+)*")
 _TAKEN = "taken"  # the note of tensors that the server may take in part
+
+
+def run_disk(problem: LocalProblem, request: Request) -> ClientDisk:
+    """Return the client's disk entry for what a method keeps of a run."""
+    return problem.disk("state", request.client, f"{request.count('run'):x}")
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class ClientState:
                 f"a state's name must consist of small letters and hyphens, got "
                 f"{name!r}"
             )
-        disk = problem.disk(STATE, request.client, f"{request.count('run'):x}")
+        disk = run_disk(problem, request)
         # The last step's state stays until the server has this one's reply.
         num_bytes = 2 * sum(v.nbytes for v in like.values())
         disk.check_room(num_bytes, f"the state of run {disk.key}")

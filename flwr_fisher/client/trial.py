@@ -185,26 +185,17 @@ class _Sent:
 
 def _read(loader: DataLoader[Any], positions: Any) -> Any:
     """Return a loader's batch of some positions, read by a worker process."""
-    own = loader.num_workers > 0
-    if _is_plain(loader) and not own:
-        few = with_positions(loader, [positions])
-    elif own:
-        collate = _Sent(loader.collate_fn)
-        few = with_positions(loader, [positions], num_workers=1, collate_fn=collate)
-    elif sys.platform != "linux":
-        raise _UntriedError(
-            "the data set's own code would run here once more; with "
-            "DataLoader(num_workers=1) a worker runs it"
-        )
-    else:
-        few = with_positions(
-            loader,
-            [positions],
-            num_workers=1,
-            collate_fn=_Sent(loader.collate_fn),
-            multiprocessing_context="fork",
-            timeout=_SECONDS,
-        )
+    options: dict[str, Any] = {}
+    if loader.num_workers or not _is_plain(loader):
+        options = {"num_workers": 1, "collate_fn": _Sent(loader.collate_fn)}
+    if options and not loader.num_workers:
+        if sys.platform != "linux":
+            raise _UntriedError(
+                "the data set's own code would run here once more; with "
+                "DataLoader(num_workers=1) a worker runs it"
+            )
+        options |= {"multiprocessing_context": "fork", "timeout": _SECONDS}
+    few = with_positions(loader, [positions], **options)
     with warnings.catch_warnings():
         # Python warns that threads may hold locks; a reader that waits is stopped.
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
@@ -312,18 +303,13 @@ def _check_are_no_weights(problem: LocalProblem, batch: Batch) -> None:
         )
 
 
-def _log_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    return F.nll_loss(outputs.log().flatten(0, -2), labels.flatten())
-
-
-def _binary_log_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    return F.binary_cross_entropy(outputs, labels.to(outputs.dtype))
-
-
 # What makes probabilities of logits, and the loss of those.
 _OF_PROBABILITIES: dict[str, tuple[str, Loss]] = {
-    "categorical": ("softmax", _log_loss),
-    "bernoulli": ("sigmoid", _binary_log_loss),
+    "categorical": (
+        "softmax",
+        lambda p, y: F.nll_loss(p.log().flatten(0, -2), y.flatten()),
+    ),
+    "bernoulli": ("sigmoid", lambda p, y: F.binary_cross_entropy(p, y.to(p.dtype))),
 }
 
 

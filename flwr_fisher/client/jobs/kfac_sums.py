@@ -15,7 +15,7 @@ from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.jobs.train import TrainingJob, try_upload
 from flwr_fisher.client.limits import real_number
-from flwr_fisher.client.state import STATE
+from flwr_fisher.client.state import run_disk
 from flwr_fisher.errors import ClientError
 from flwr_fisher.merge import LocalPosterior, balanced, partial_traces
 from flwr_fisher.params import Params, select, subtract
@@ -43,14 +43,14 @@ def _check_room(disk: ClientDisk, posterior: LocalPosterior) -> None:
 
 
 def _save(problem: LocalProblem, request: Request, posterior: LocalPosterior) -> None:
-    disk, step = _disk(problem, request), request.server_round
+    disk, step = run_disk(problem, request), request.server_round
     _check_room(disk, posterior)
     note = json.dumps({NUM_EXAMPLES: posterior.num_examples})
     disk.save(_NAME, _tensors(posterior), step=step, note=note)
 
 
 def _load(problem: LocalProblem, request: Request) -> LocalPosterior:
-    disk = _disk(problem, request)
+    disk = run_disk(problem, request)
     kept = disk.load(_NAME, request.server_round)
     if kept is None:
         raise ClientError(
@@ -87,10 +87,6 @@ class _LargestUpload(TrainingJob):
         return LayerTraces.of(product, partial_traces(curvature)).to_arrays()
 
 
-def _disk(problem: LocalProblem, request: Request) -> ClientDisk:
-    return problem.disk(STATE, request.client, f"{request.count('run'):x}")
-
-
 @register_job("kfac-train")
 def train_job(problem: LocalProblem, request: Request) -> Reply:
     """Train, keep the model and its Fisher, and upload the model.
@@ -104,7 +100,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
             "the server requests sums of Fishers, but names no structure: install the "
             "same flwr-fisher on both sides"
         )
-    largest = _LargestUpload(**vars(job), disk=_disk(problem, request))
+    largest = _LargestUpload(**vars(job), disk=run_disk(problem, request))
     try_upload(problem, request, largest)
     metrics, curvature = job.train(problem, request.config)
     assert curvature is not None

@@ -18,6 +18,7 @@ from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature.batch import IGNORED, Batch, Inputs, concatenated
 from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.devices import CPU
 from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.files import digest_of
 from flwr_fisher.log_lines import logger
@@ -61,7 +62,7 @@ class Examples:
         DataError
             If labels are no tensors, or their shapes differ from batch to batch.
         """
-        batches = [_labelled(batch.to(torch.device("cpu"))) for batch in batches]
+        batches = [_labelled(batch.to(CPU)) for batch in batches]
         if len({batch.labels.shape[1:] for batch in batches}) != 1:
             shapes = sorted({tuple(batch.labels.shape) for batch in batches})
             raise DataError(f"labels must be one class for each example; got {shapes}")
@@ -86,13 +87,7 @@ class Examples:
         return cls(made, labels[order], whole.hexdigest())
 
     def check_classes(self, num_classes: int) -> None:
-        """Raise :class:`DataError` if labels are no classes.
-
-        Raises
-        ------
-        DataError
-            If not every example has one integer from 0 to `num_classes` - 1.
-        """
+        """Raise :class:`DataError` unless each example has one class as its label."""
         y = self.labels
         whole = y.dim() == 1 and not y.is_floating_point() and not y.is_complex()
         if not whole or int(y.min()) < 0 or int(y.max()) >= num_classes:
@@ -113,9 +108,8 @@ def read_examples(loader: Loader, model: nn.Module, partition: int) -> Examples:
     DataError
         If there are none.
     """
-    cpu = torch.device("cpu")
     with seeded(derive_seed("training data", partition)):
-        batches = list(batches_of(loader, model, cpu, labelled=True))
+        batches = list(batches_of(loader, model, CPU, labelled=True))
     batches = [batch for batch in batches if batch.num_labels]
     if not batches:
         raise DataError(
