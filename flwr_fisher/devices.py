@@ -92,15 +92,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def check_float64(device: torch.device, way_out: str) -> None:
-    """Raise :class:`ConfigurationError` if a device does not compute in float64.
-
-    Parameters
-    ----------
-    device : torch.device
-        The device of the computation.
-    way_out : str
-        What the caller must do instead, in words.
-    """
+    """Raise :class:`ConfigurationError` if a device does not compute in float64."""
     if not has_float64(device):
         raise ConfigurationError(
             f"the device '{device}' has no float64, and this library computes "
@@ -123,13 +115,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore what :func:`random_states` returned, on an accelerator of that kind.
-
-    Parameters
-    ----------
-    states : dict[str, Any]
-        States that :func:`random_states` returned, here or in another process.
-    """
+    """Restore what :func:`random_states` returned, on an accelerator of that kind."""
     found = accelerator()
     if found is None or states.get("kind") != found.type:
         return

@@ -108,15 +108,7 @@ class Failures:
         self._known: set[tuple[str, str, int]] = set()
 
     def tell(self, who: str, error: BaseException) -> str:
-        """Log which client failed and why; return the reason.
-
-        Parameters
-        ----------
-        who : str
-            The name of the client or function that raised it.
-        error : BaseException
-            The exception.
-        """
+        """Log which client failed and why; return the reason."""
         reason = f"{type(error).__name__}: {error}"
         text = printable(reason, _LONGEST)
         if isinstance(error, FlwrFisherError):

@@ -20,11 +20,6 @@ def catch_up_norms(problem: LocalProblem) -> None:
     With a small ``momentum``, or few batches, the running statistics belong to weights
     from early in the training. With them, the model that is uploaded would not be the
     model that was trained, and its Fisher would be wrong, too.
-
-    Parameters
-    ----------
-    problem : LocalProblem
-        With a trained model, whose batch norms may change.
     """
     model, loader = problem.model, problem.trainloader
     norms = set(norms_by_prefix(model).values())

@@ -61,13 +61,6 @@ def left_as_known(model: nn.Module, loop: object) -> Iterator[None]:
     modes and a ``forward`` of the object's own that the loop left on it are taken away:
     the server's model has none. All of this holds for a loop that fails, too.
 
-    Parameters
-    ----------
-    model : nn.Module
-        The model, which the block trains.
-    loop : object
-        The loop that is called in the block, for the error.
-
     Raises
     ------
     ClientError
@@ -195,13 +188,6 @@ def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
     Numbers and arrays with one axis from NumPy and torch are converted, and None counts
     as no metrics. Anything else is left out with a warning, so that the training is not
     lost.
-
-    Parameters
-    ----------
-    returned : object
-        What the loop returned.
-    loop : str
-        The loop's name, for the warning.
 
     Examples
     --------

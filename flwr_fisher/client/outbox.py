@@ -81,12 +81,7 @@ class Outbox:
         """Lock the request, against other processes of this client.
 
         A process from before a restart may still train for this request. This process
-        waits for it, and takes its result.
-
-        Parameters
-        ----------
-        timeout : float
-            Seconds to wait for it.
+        waits for it, at most `timeout` seconds, and takes its result.
 
         Raises
         ------

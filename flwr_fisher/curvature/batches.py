@@ -121,11 +121,6 @@ def default_reading(
     """Set, within a ``with`` block, how loaders that are no :class:`Pairs` are read.
 
     So a client's own loop receives its own loader, and may pass it to ``LocalSGD``.
-
-    Parameters
-    ----------
-    batch_fn, output_fn : Callable, optional
-        As for :class:`Pairs`.
     """
     token = _defaults.set((batch_fn, output_fn))
     try:

@@ -37,11 +37,6 @@ class LoaderState:
 
     The generators are those of the loader, of its samplers, and of its data sets and
     their transforms. The numbers are a sampler's, such as an epoch that it counts.
-
-    Parameters
-    ----------
-    loader : Iterable
-        A loader of any kind.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:

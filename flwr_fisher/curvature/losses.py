@@ -133,13 +133,6 @@ LOSSES: dict[str, Loss] = {
 def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
     """Return a batch's loss after a check: a scalar with a gradient.
 
-    Parameters
-    ----------
-    loss : object
-        What a loss function returned.
-    differentiable : bool, default True
-        Whether the loss must have a gradient.
-
     Raises
     ------
     ConfigurationError
@@ -163,20 +156,7 @@ def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
 
 
 def loss_of(loss_fn: Loss, outputs: Tensor, labels: Any) -> Tensor:
-    """Return a batch's loss; an error names the shapes of outputs and labels.
-
-    Parameters
-    ----------
-    loss_fn : Callable[[Tensor, Any], Tensor]
-        The loss.
-    outputs, labels : Tensor, Any
-        A batch's.
-
-    Raises
-    ------
-    DataError
-        If the loss raises an error. It names both shapes and dtypes.
-    """
+    """Return a loss; a :class:`DataError` names the shapes of outputs and labels."""
     try:
         return loss_fn(outputs, labels)
     except (FlwrFisherError, torch.OutOfMemoryError):
@@ -206,11 +186,6 @@ class MeanLoss:
     If it is, its mean over all data does not depend on how they are batched. The first
     batch shows it at once. Weights of classes, or an ``ignore_index`` of its own, may
     show beside a later batch only: :meth:`check` tells of all.
-
-    Parameters
-    ----------
-    loss_fn : Callable[[Tensor, Any], Tensor]
-        The loss.
     """
 
     def __init__(self, loss_fn: Loss) -> None:
@@ -270,13 +245,6 @@ def check_mean_over_labels(outputs: Tensor, labels: Any, loss_fn: Loss) -> bool:
 
     The check computes it on two parts of the batch; with a single label no check is
     possible.
-
-    Parameters
-    ----------
-    outputs, labels : Tensor, Any
-        A batch's.
-    loss_fn : Callable[[Tensor, Any], Tensor]
-        The loss.
 
     Raises
     ------

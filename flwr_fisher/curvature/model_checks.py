@@ -14,19 +14,9 @@ from flwr_fisher.randomness import seeded
 
 
 def check_examples_are_independent(model: nn.Module, consequence: str) -> None:
-    """Raise unless every batch norm of the model has running statistics.
+    """Raise :class:`StructureError` for a batch norm without running statistics.
 
-    Parameters
-    ----------
-    model : nn.Module
-        The model, which is used in eval mode.
-    consequence : str
-        What cannot be computed otherwise; a clause for the error message.
-
-    Raises
-    ------
-    StructureError
-        If a batch norm uses its batch's own statistics.
+    `consequence` says what cannot be computed then, in a clause of the error.
     """
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is None:
@@ -42,13 +32,6 @@ _EQUAL = 1e-3  # of the same kernels
 
 def check_outputs_have_rows(inputs: Inputs, outputs: Tensor) -> None:
     """Raise unless each example has a row of outputs, with gradients.
-
-    Parameters
-    ----------
-    inputs : Inputs
-        Several examples.
-    outputs : Tensor
-        What the model returned for them, with gradients.
 
     Raises
     ------

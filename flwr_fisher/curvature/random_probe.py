@@ -16,13 +16,6 @@ def random_probe(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     on the device, the order of the names or the version of torch. Server and clients
     can draw it from `seed`, and need not send it.
 
-    Parameters
-    ----------
-    like : Mapping[str, Tensor]
-        Tensors with the names, shapes, dtypes and devices of the vector.
-    seed : int
-        Any integer.
-
     Returns
     -------
     dict[str, Tensor]

@@ -99,15 +99,7 @@ class FeatureEngine:
         )
 
     def write(self, inputs: Inputs, out: Tensor) -> None:
-        """Write the examples' features into a tensor.
-
-        Parameters
-        ----------
-        inputs : Inputs
-            The examples.
-        out : Tensor
-            The features are written here, ``[n, p]``.
-        """
+        """Write the examples' features into a tensor ``[n, p]``."""
         parts = inputs.split(self.chunk), torch.split(out, self.chunk)
         for x, rows in zip(*parts, strict=True):
             if self.layers:

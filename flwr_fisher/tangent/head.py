@@ -16,13 +16,6 @@ from flwr_fisher.randomness import random_stream
 def find_head(model: nn.Module, head: str | None) -> str:
     """Return the name of the layer to replace: `head`, or the last linear layer.
 
-    Parameters
-    ----------
-    model : nn.Module
-        The network.
-    head : str | None
-        The layer's name. None takes the ``nn.Linear`` that is defined last.
-
     Raises
     ------
     ConfigurationError
@@ -96,15 +89,6 @@ def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
     What the model does after its head, such as a log-softmax (which is zero for a
     single output), is left out. Frozen parameters stay frozen; the head is trained.
 
-    Parameters
-    ----------
-    model : nn.Module
-        The network.
-    head : str
-        The layer to replace.
-    seed : int
-        The seed of the new layer's weights.
-
     Raises
     ------
     StructureError
@@ -123,18 +107,9 @@ def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
 
 
 def check_last(network: nn.Module, head: str, inputs: Inputs, *, named: bool) -> None:
-    """Check by one call that the network can end in its head.
+    """Check by one call that a copied network can end in its new head.
 
-    Parameters
-    ----------
-    network : nn.Module
-        From :func:`one_output_copy`.
-    head : str
-        The layer that was replaced.
-    inputs : Inputs
-        A few examples.
-    named : bool
-        Whether the caller named the head; then linear layers may be called after it.
+    If the caller named the head, linear layers may be called after it.
 
     Raises
     ------

@@ -148,13 +148,6 @@ class LastEpochSquares:
 
     FedFish, Appendix A.5.1: it uses the gradients of the last local epoch, in which the
     parameters still change, instead of another pass at the end.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Its trainable parameters' ``grad`` is read at each call of the last epoch.
-    epochs : int
-        How many there are.
     """
 
     def __init__(self, model: nn.Module, epochs: int) -> None:

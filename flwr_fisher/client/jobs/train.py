@@ -52,11 +52,6 @@ def training_job(name: str) -> Callable[[J], J]:
 
     With the option ``report-local``, the metrics also have ``local-loss`` and
     ``local-accuracy``.
-
-    Parameters
-    ----------
-    name : str
-        As for :func:`register_job`.
     """
 
     def register(job: J) -> J:
@@ -220,15 +215,6 @@ def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> Non
     would take long to pack is not packed, because its codec is known to work. The log
     says, once a process, which layer has which structure.
 
-    Parameters
-    ----------
-    problem : LocalProblem
-        Its model holds the request's parameters.
-    request : Request
-        The server's.
-    job : TrainingJob
-        The requested job. Without a structure, nothing is tried.
-
     Raises
     ------
     FlwrFisherError
@@ -253,15 +239,7 @@ def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> Non
 
 
 def log_untrained_share(model: nn.Module, params: Params) -> None:
-    """Log, once a process, that an upload has parameters that are not trained.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The client's.
-    params : Mapping[str, Tensor]
-        The parameters that are uploaded.
-    """
+    """Log, once a process, that an upload has parameters that are not trained."""
     frozen = [
         params[name].nbytes
         for name, parameter in model.named_parameters()
@@ -277,15 +255,7 @@ def log_untrained_share(model: nn.Module, params: Params) -> None:
 
 
 def warn_if_unchanged(problem: LocalProblem, start: Params) -> None:
-    """Log a warning if a loop of the user's own has changed no parameter.
-
-    Parameters
-    ----------
-    problem : LocalProblem
-        With the trained model.
-    start : Mapping[str, Tensor]
-        What the server sent.
-    """
+    """Log a warning if a loop of the user's own has changed no parameter."""
     own = problem.trainable().items()
     if not isinstance(problem.train_fn, LocalSGD) and all(
         torch.equal(tensor, start[name].to(tensor)) for name, tensor in own

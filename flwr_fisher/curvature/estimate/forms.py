@@ -333,13 +333,6 @@ def explained(trial: FormTrial, names: Iterable[str]) -> dict[str, Tap]:
     """Return the call of each layer that the trial explains.
 
     Its gradients follow from its input and its output's gradient.
-
-    Parameters
-    ----------
-    trial : FormTrial
-        A trial of the model, with the layers to try.
-    names : Iterable[str]
-        The names of these layers.
     """
     groups = _explained([(name,) for name in names], trial)
     return {name: trial.calls[name] for (name,) in groups}
@@ -423,13 +416,6 @@ def shared_parameters(
     trial: FormTrial, names: Sequence[str]
 ) -> dict[str, SharedParameter]:
     """Return the parameters that the model takes as one copy for each example.
-
-    Parameters
-    ----------
-    trial : FormTrial
-        A trial of the model.
-    names : Sequence[str]
-        The parameters to try.
 
     Notes
     -----

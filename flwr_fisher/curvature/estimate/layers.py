@@ -34,21 +34,11 @@ _OF_WEIGHT: list[Callable[..., Tensor]] = [
 
 @dataclass(frozen=True)
 class KroneckerLayer(ABC):
-    """A layer with a Kronecker form, and its trained parameters' names in the model.
-
-    Parameters
-    ----------
-    layer : nn.Module
-        The layer.
-    weight : str
-        The weight's name.
-    bias : str | None
-        The bias's name, if it is trained.
-    """
+    """A layer with a Kronecker form, and its trained parameters' names in the model."""
 
     layer: nn.Module
     weight: str
-    bias: str | None
+    bias: str | None  # None: it has none that is trained
     own: ClassVar[tuple[str, str]] = ("weight", "bias")
     """The layer's own names of them."""
 
@@ -56,14 +46,7 @@ class KroneckerLayer(ABC):
     def of(name: str, layer: nn.Module, *, bias: bool) -> "KroneckerLayer | None":
         """Return the layer of this name, or None if it has no Kronecker form.
 
-        Parameters
-        ----------
-        name : str
-            The module's name in the model.
-        layer : nn.Module
-            The module.
-        bias : bool
-            Whether it has a bias that is trained.
+        `bias` says whether it has a bias that is trained.
         """
         kind: type[KroneckerLayer]
         if isinstance(layer, nn.Linear):
@@ -258,13 +241,8 @@ class ConvolutionLayer(KroneckerLayer):
     def gradient_rows(self, inputs: Tensor, output: Tensor) -> Tensor:
         """Return each example's gradient ``[n, groups, out / groups, in (+ 1)]``.
 
-        It does not compute the columns, which take several times the memory of the
-        input.
-
-        Parameters
-        ----------
-        inputs, output : Tensor
-            The layer's input, and the gradient of its output.
+        `output` is the gradient of the layer's output. This does not compute the
+        columns, which take several times the memory of the input.
         """
         inputs, output = self._padded(inputs.to(self.dtype)), output.to(self.dtype)
         positions, offsets = output[0, 0].numel(), self.kernel[0, 0].numel()

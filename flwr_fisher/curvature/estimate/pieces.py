@@ -17,17 +17,7 @@ from torch import Tensor
 
 
 class OutputVectors(ABC):
-    """The vectors :math:`v_1, …, v_k` at every position of some examples.
-
-    Parameters
-    ----------
-    count : int
-        k.
-    positions : int
-        T.
-    device : torch.device
-        Where the vectors are.
-    """
+    """The vectors :math:`v_1, …, v_k` at every position of some examples."""
 
     def __init__(self, count: int, positions: int, device: torch.device) -> None:
         self.count, self.positions, self.device = count, positions, device
@@ -49,13 +39,7 @@ class OutputVectors(ABC):
 
 
 class GivenVectors(OutputVectors):
-    """Vectors that are held as one tensor.
-
-    Parameters
-    ----------
-    values : Tensor
-        ``[k, n, T, C]``.
-    """
+    """Vectors that are held as one tensor, ``[k, n, T, C]``."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__(len(values), values.shape[2], values.device)

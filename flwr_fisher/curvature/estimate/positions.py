@@ -30,10 +30,7 @@ class Positions:
     def of_inputs(self, sizes: Sequence[int]) -> tuple[Grid, int]:
         """Return a grid of positions, and how many positions each point stands for.
 
-        Parameters
-        ----------
-        sizes : Sequence[int]
-            How many positions there are along each axis.
+        `sizes` are the numbers of positions along each axis.
         """
         return self._grid(sizes, self.most)
 

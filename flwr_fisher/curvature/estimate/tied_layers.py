@@ -81,13 +81,7 @@ Pair = tuple[TiedEmbedding, TiedHead]
 
 
 class TiedSquares:
-    """The exact diagonal of a tied weight, summed over examples.
-
-    Parameters
-    ----------
-    pair : tuple[TiedEmbedding, TiedHead]
-        Both calls.
-    """
+    """The exact diagonal of a tied weight, summed over examples."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
