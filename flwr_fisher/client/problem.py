@@ -130,25 +130,11 @@ class LocalProblem:
         check_functions(self, _FUNCTIONS)
         for name in _LOOPS:
             check_loop(name, getattr(self, name))
-        for name in ("trainloader", "valloader"):
-            loader = getattr(self, name)
-            if loader is None and name == "trainloader":
-                raise ConfigurationError("trainloader is None: pass a DataLoader")
-            can_be_read = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-            if loader is not None and (
-                not can_be_read or isinstance(loader, (type, str))
-            ):
-                raise ConfigurationError(
-                    f"{name} must yield batches, but it is {loader!r:.80}: pass a "
-                    "DataLoader, or a list of batches; of a function that makes one, "
-                    "what it returns"
-                )
-            if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-                raise ConfigurationError(
-                    f"{name} is a {type(loader).__name__}, which yields examples, but "
-                    f"a client needs batches: pass DataLoader({name}, batch_size=32), "
-                    "for example"
-                )
+        if self.trainloader is None:
+            raise ConfigurationError("trainloader is None: pass a DataLoader")
+        _check_yields_batches("trainloader", self.trainloader)
+        if self.valloader is not None:
+            _check_yields_batches("valloader", self.valloader)
         check_whole("state_bytes", self.state_bytes, 1)
 
     def disk(self, namespace: str, client: int, key: str) -> ClientDisk:
@@ -456,31 +442,7 @@ class LocalProblem:
         own = self.model.state_dict()
         for name, tensor in params.items():
             if name not in own or own[name].shape != tensor.shape:
-                has = tuple(own[name].shape) if name in own else "no such entry"
-                way_out = (
-                    "build the same model on both sides. If another app ran on this "
-                    "SuperLink before, stop the SuperLink: a client may have imported "
-                    "that app's module of the same name"
-                )
-                for wrapper in WRAPPERS:
-                    if f"{wrapper}{name}" in own:
-                        has = f"it as {wrapper + name!r}"
-                        way_out = f"give the client the model that is in {wrapper[:-1]}"
-                if name.isdigit() and name not in own:
-                    way_out = (
-                        "an ArrayRecord of a list numbers its arrays; start from "
-                        "shared_state(model)"
-                    )
-                if name.startswith(_OF_TCT):
-                    way_out = (
-                        "it is a TCT model's, and this request is for the network "
-                        f"alone, without the keys that begin with {_OF_TCT!r}"
-                    )
-                if hasattr(self.model, "peft_config") and name not in own:
-                    way_out = (
-                        "PEFT's get_peft_model_state_dict leaves the adapter's name "
-                        "out of its keys; start from shared_state(model)"
-                    )
+                has, way_out = _unlike(self.model, own, name)
                 raise ClientError(
                     f"the server sent {name!r:.80} of shape {tuple(tensor.shape)}, but "
                     f"the client's model has {has}: {way_out}"
@@ -497,6 +459,51 @@ class LocalProblem:
                 "and these would undo the merge of the first: start from "
                 "shared_state(model), and load what arrives with strict=False"
             )
+
+
+def _check_yields_batches(name: str, loader: Loader) -> None:
+    """Raise :class:`ConfigurationError` for what is no loader, or has no batches."""
+    can_be_read = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if not can_be_read or isinstance(loader, (type, str)):
+        raise ConfigurationError(
+            f"{name} must yield batches, but it is {loader!r:.80}: pass a DataLoader, "
+            "or a list of batches; of a function that makes one, what it returns"
+        )
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise ConfigurationError(
+            f"{name} is a {type(loader).__name__}, which yields examples, but a client "
+            f"needs batches: pass DataLoader({name}, batch_size=32), for example"
+        )
+
+
+def _unlike(model: nn.Module, own: Params, name: str) -> tuple[object, str]:
+    """Return what a model has in place of a tensor that was sent, and the way out."""
+    has: object = tuple(own[name].shape) if name in own else "no such entry"
+    way_out = (
+        "build the same model on both sides. If another app ran on this SuperLink "
+        "before, stop the SuperLink: a client may have imported that app's module of "
+        "the same name"
+    )
+    for wrapper in WRAPPERS:
+        if f"{wrapper}{name}" in own:
+            has = f"it as {wrapper + name!r}"
+            way_out = f"give the client the model that is in {wrapper[:-1]}"
+    if name.isdigit() and name not in own:
+        way_out = (
+            "an ArrayRecord of a list numbers its arrays; start from "
+            "shared_state(model)"
+        )
+    if name.startswith(_OF_TCT):
+        way_out = (
+            "it is a TCT model's, and this request is for the network alone, without "
+            f"the keys that begin with {_OF_TCT!r}"
+        )
+    if hasattr(model, "peft_config") and name not in own:
+        way_out = (
+            "PEFT's get_peft_model_state_dict leaves the adapter's name out of its "
+            "keys; start from shared_state(model)"
+        )
+    return has, way_out
 
 
 def _second_names(model: nn.Module) -> set[str]:
