@@ -74,11 +74,6 @@ def watching(
 ) -> Iterator[Progress]:
     """Count this work by :func:`advance`, as long as the block lasts.
 
-    Parameters
-    ----------
-    what, total, unit
-        As for :class:`Progress`.
-
     Examples
     --------
     >>> with watching("partition-3", unit=None), watching("curvature", 10) as progress:

@@ -241,13 +241,6 @@ class LocalSGD:
 class _Steps:
     """The steps of one training: a model with its loss, optimiser and precision.
 
-    Parameters
-    ----------
-    loop : LocalSGD
-        Its options.
-    model, device, config, on_gradients
-        As for the loop.
-
     Attributes
     ----------
     taken : int

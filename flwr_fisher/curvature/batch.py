@@ -322,18 +322,6 @@ def read(
 
     For the forms, see :class:`~flwr_fisher.curvature.Pairs`.
 
-    Parameters
-    ----------
-    batch : Any
-        A batch from the loader.
-    model : nn.Module
-        The model that will be called.
-    batch_fn : Callable, optional
-        Makes ``(inputs, labels)`` from a batch; the inputs are a tensor, a tuple or a
-        mapping of tensors.
-    output_fn : Callable, optional
-        As for :class:`Inputs`.
-
     Raises
     ------
     DataError

@@ -125,11 +125,6 @@ def checked_parameters(
 ) -> dict[str, nn.Parameter]:
     """Check the arguments, and return the trainable parameters.
 
-    Parameters
-    ----------
-    model, device, max_batch_size, train_mode
-        As for :func:`gradient`.
-
     Raises
     ------
     ConfigurationError, StructureError

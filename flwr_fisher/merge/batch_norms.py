@@ -128,13 +128,9 @@ def check_shifts(shifts: Params) -> None:
         mean, square = (shifts[name].cpu().double() for name in names)
         if not (mean.isfinite().all() and square.isfinite().all()):
             raise ParamsError(f"'{prefix}' has statistics of NaN or infinity")
-        if (1 + square - mean.square() < -_slack(mean)).any():
+        rounding = 1e-3 * (1 + mean.square())  # at most, of a difference of squares
+        if (1 + square - mean.square() < -rounding).any():
             raise ParamsError(f"'{prefix}' has a variance below 0")
-
-
-def _slack(mean: Tensor) -> Tensor:
-    """Return a bound on the rounding error of a difference of squares."""
-    return 1e-3 * (1 + mean.square())
 
 
 def zero_shifts(params: Params, prefixes: Iterable[str]) -> dict[str, Tensor]:

@@ -70,15 +70,7 @@ def evaluation(
 ) -> Reply:
     """Evaluate the model that `load` returns; raise an error without data.
 
-    Parameters
-    ----------
-    problem : LocalProblem
-        The client's.
-    request : Request
-        The server's.
-    load : Callable[[LocalProblem, Params], LocalProblem]
-        Puts parameters into the problem's model, or returns a problem with another
-        model.
+    `load` puts parameters into the problem's model, or returns a problem with another.
     """
     options = request.options
     where = options.get("evaluate-on", "validation")

@@ -87,8 +87,10 @@ class Expectation:
             given = _score(self.likelihood, outputs, batch.tensor_labels())
             return given_pieces(given.unsqueeze(0))
         self.likelihood.check_order(outputs, batch.labels)
-        if self.likelihood.labels_are_classes:
-            self._check_classes(outputs, batch)
+        labels = batch.labels
+        fits = isinstance(labels, Tensor) and labels.shape == outputs.shape[:-1]
+        if fits and self.likelihood.labels_are_classes:
+            check_classes(batch.extremes, outputs.shape[-1])
         mask = label_mask
         if mask is not None and mask.shape[1:] != outputs.shape[1:-1]:
             mask = None
@@ -101,11 +103,6 @@ class Expectation:
         if mask is not None:
             drawn = drawn * mask.unsqueeze(-1)
         return given_pieces(drawn)
-
-    def _check_classes(self, outputs: Tensor, batch: Batch) -> None:
-        labels = batch.labels
-        if isinstance(labels, Tensor) and labels.shape == outputs.shape[:-1]:
-            check_classes(batch.extremes, outputs.shape[-1])
 
 
 def _score(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> Tensor:

@@ -103,7 +103,9 @@ class FisherOptions:
         """
         options = asdict(self)
         if self.examples == AUTO:
-            passes = None if count is None else _passes_for(count)
+            passes = (
+                None if count is None else max(count - _PACKING, count // 2, _FEWEST)
+            )
             options |= {"examples": _MOST, "total_passes": passes}
         return options
 
@@ -183,8 +185,3 @@ class FisherOptions:
             weight_sharing=str(options.get("weight-sharing", "expand")),
             **counts,
         )
-
-
-def _passes_for(count: int) -> int:
-    """Return the default bound on passes of a client with so many examples."""
-    return max(count - _PACKING, count // 2, _FEWEST)
