@@ -496,7 +496,7 @@ def test_too_few_usable_replies_end_the_round_with_every_reason(row):
     with pytest.raises(RoundError) as caught:
         row(min_train_nodes=2).start(grid, tiny_arrays())
     text = str(caught.value)
-    assert "1 usable replies, but min_train_nodes=2" in text
+    assert "1 usable reply, but min_train_nodes=2" in text
     for partition, reason in (
         (0, "ValueError: out of cheese"),
         (1, "'3.bias': missing"),

@@ -327,7 +327,7 @@ def test_a_failed_round_can_be_skipped(clock, caplog):
     assert dict(result.train_metrics_clientapp[1]) == {"skipped": 1}
     assert result.train_metrics_clientapp[2]["num-replies"] == 2
     assert (
-        "[ROUND 1] skipped: only 1 usable replies, but min_train_nodes=2" in caplog.text
+        "[ROUND 1] skipped: only 1 usable reply, but min_train_nodes=2" in caplog.text
     )
 
 

@@ -239,11 +239,11 @@ def test_a_window_that_closed_with_too_few_opens_again(clock, tmp_path):
     comes = {0: between(0, inf), 1: between(2 * DAY, inf)}
     app, waiting = Watched(), Waiting(window=DAY)
     options = {"checkpoint_dir": tmp_path}
-    with pytest.raises(RoundError, match=r"1 usable replies.*\n.*reopen=True open it"):
+    with pytest.raises(RoundError, match=r"1 usable reply.*\n.*reopen=True open it"):
         start(ClockedGrid(app, comes, clock, 2), waiting, **options)
     clock.now = 2.5 * DAY
     options["resume"] = True
-    with pytest.raises(RoundError, match="1 usable replies"):  # it stays closed
+    with pytest.raises(RoundError, match="1 usable reply"):  # it stays closed
         start(ClockedGrid(app, comes, clock, 2), waiting, **options)
     grid = ClockedGrid(app, comes, clock, 2)
     result = start(grid, waiting, reopen=True, **options)

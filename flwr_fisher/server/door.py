@@ -514,11 +514,11 @@ class Door(Generic[P]):
         wanted = f"min_train_nodes={needed}"
         if self.stage != TRAIN:
             wanted = f"at least {needed} is needed"
-        possible = " are possible" if awaited else ""
+        few = f"{count} usable {'reply' if count == 1 else 'replies'}"
+        if awaited:
+            few += " is possible" if count == 1 else " are possible"
         reasons = "\n" + "\n".join(lines) if lines else " no other client was asked"
-        raise RoundError(
-            f"only {count} usable replies{possible}, but {wanted}:{reasons}"
-        )
+        raise RoundError(f"only {few}, but {wanted}:{reasons}")
 
     def _fold_held(self) -> None:
         """Add up the uploads that were held back until all layouts were known."""
