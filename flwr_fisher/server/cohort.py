@@ -23,7 +23,7 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.server.identity import NodeNames
+from flwr_fisher.server.identity import Key, NodeNames, by_reason
 from flwr_fisher.server.mailbox import Mailbox, NodeReply, query
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
@@ -36,7 +36,6 @@ FREEZE_THE_SAME = (
 )
 _WAITING = "Waiting for nodes to connect: %d connected (minimum required: %d)%s."
 
-Key = TypeVar("Key")
 Said = TypeVar("Said")
 
 
@@ -56,19 +55,8 @@ class Sample:
     wanted: int
 
 
-_PRODUCTS = "products of adapters"  # of which a run warns once
-
-
 class Cohort(NodeNames):
-    """The nodes of a run, named by partition, and sampled by seed and round.
-
-    Parameters
-    ----------
-    seed : int
-        The strategy's seed.
-    allow_foreign : bool, default True
-        As for :class:`NodeNames`.
-    """
+    """The nodes of a run, named by partition, and sampled by seed and round."""
 
     def __init__(self, seed: int, allow_foreign: bool = True) -> None:
         super().__init__(allow_foreign)
@@ -85,7 +73,6 @@ class Cohort(NodeNames):
         self._trained: dict[int, frozenset[str] | None] = {}
         self._frozen: dict[int, frozenset[str]] = {}
         self._alike: dict[frozenset[str], frozenset[str]] = {}  # one of equal ones
-        self.told: set[str] = set()  # what a run warns of once
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the grid's mailbox, which knows the outstanding replies."""
@@ -249,10 +236,8 @@ class Cohort(NodeNames):
 
     def _refusals(self) -> list[str]:
         """Return a line for each reason, with the names of the refused nodes."""
-        by_reason: dict[str, list[int]] = {}
-        for node, reason in self.refused.items():
-            by_reason.setdefault(reason, []).append(node)
-        return [f"{self._listed(nodes)}: {why}" for why, nodes in by_reason.items()]
+        reasons = by_reason(self.refused).items()
+        return [f"{self._listed(nodes)}: {why}" for why, nodes in reasons]
 
     def _too_few(
         self,
@@ -309,17 +294,12 @@ class Cohort(NodeNames):
             for reply in query(self.mailbox(grid), new, content, timeout, take):
                 take(reply)
         trained = {n: own for n in nodes if (own := self._trained[n]) is not None}
-        self._tell_of_products(frozenset[str]().union(*trained.values()))
+        if text := of_products(frozenset[str]().union(*trained.values())):
+            self.warn_once(text, "products of adapters")
         odd = unlike_most(trained, _difference)
         left = (node for node in nodes if node in self._frozen and node not in odd)
         odd |= unlike_most({n: self._frozen[n] for n in left}, _other_values)
         return {node: ClientError(why) for node, why in odd.items()}
-
-    def _tell_of_products(self, trained: frozenset[str]) -> None:
-        """Log, once, that clients train both factors of adapters."""
-        if _PRODUCTS not in self.told and (text := of_products(trained)):
-            self.told.add(_PRODUCTS)
-            logger.warning("%s", text)
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
         """Store a node's answer about these names, whenever it comes.

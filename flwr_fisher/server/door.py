@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
@@ -19,14 +19,12 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.cohort import FREEZE_THE_SAME, Cohort, unlike_most
 from flwr_fisher.server.exchange import WEIGHT, P, Upload, metrics_from
-from flwr_fisher.server.identity import Identity
+from flwr_fisher.server.identity import Identity, Key, by_reason
 from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes, remembered
 from flwr_fisher.wire import NUM_EXAMPLES, reply_bytes
 from flwr_fisher.wire.answer import split_frozen
 from flwr_fisher.wire.options import LONGEST_NAME, MOST_METRICS, MOST_NUMBERS
-
-Key = TypeVar("Key")
 
 _REASON, _LONG_REASON, _LINES = 500, 800, 20
 _SLIGHT = 0.5  # a smaller cut is not logged
@@ -230,7 +228,7 @@ class Rejections:
     def lines(self) -> list[str]:
         """Return a line for each reason, with the clients' names, for an error."""
         lines = []
-        for reason, clients in _by_reason(self.reasons).items():
+        for reason, clients in by_reason(self.reasons).items():
             sender = self._nodes.get(clients[0], "") if len(clients) == 1 else ""
             lines.append(f"{listed(clients)}: {sender}{reason}")
         more = len(lines) - _LINES
@@ -239,13 +237,6 @@ class Rejections:
 
 def _parts(limited: Mapping[str, float]) -> list[float]:
     return [float(part) for name, part in limited.items() if name != WEIGHT]
-
-
-def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for client, reason in reasons.items():
-        groups.setdefault(reason, []).append(client)
-    return groups
 
 
 # --- the door
@@ -459,8 +450,8 @@ class Door(Generic[P]):
             logger.warning("%s: %s", self.stage, line)
 
     def _missing_lines(self) -> list[str]:
-        by_reason = _by_reason(self.missing).items()
-        return [f"no reply from {listed(c)}: {reason}" for reason, c in by_reason]
+        reasons = by_reason(self.missing).items()
+        return [f"no reply from {listed(clients)}: {why}" for why, clients in reasons]
 
     # --- all replies
 
@@ -575,13 +566,10 @@ class Door(Generic[P]):
                 lacking = isinstance(error, KeyError) and names.isdisjoint(error.args)
                 if names - {key, NUM_EXAMPLES} and not lacking:
                     raise
-                text = (
+                self.cohort.warn_once(
                     f"{self.stage}: no metrics of train_metrics_aggr_fn, which failed "
                     f"for replies with {listed(names)} alone: {error!r}"
                 )
-                if text not in self.cohort.told:
-                    self.cohort.told.add(text)
-                    logger.warning("%s", text)
         averaged = metrics_from(returned, "train_metrics_aggr_fn") or MetricRecord()
         counts = {"num-replies": len(self.admitted), "num-rejected": len(self.rejected)}
         if self.missing:

@@ -7,8 +7,8 @@ Long: one client's identity, and the registry of all.
 
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -20,6 +20,7 @@ from flwr_fisher.server.mailbox import QUERY_LIFETIME, Mailbox, NodeReply, query
 from flwr_fisher.wire.answer import Answer
 
 Order = tuple[int, int, str]
+Key = TypeVar("Key")
 
 _ASK_AGAIN = 60.0  # seconds after a node died for which it still counts as connected
 _TRIES = 3  # of a node that answers with an error
@@ -95,21 +96,6 @@ class Identity:
         own = () if self.partition is None else (f"partition-{self.partition}",)
         return {self.name, f"node-{self.node}", *own}
 
-    def to_record(self) -> dict[str, Any]:
-        """Return the identity as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> "Identity":
-        """Return the identity from the values of :meth:`to_record`.
-
-        Raises
-        ------
-        TypeError
-            If it is none.
-        """
-        return cls(**record)
-
 
 class NodeNames:
     """The registry of all nodes' identities.
@@ -150,7 +136,7 @@ class NodeNames:
         self._registered: dict[int, str] = {}  # of the nodes that were asked, or ""
         self._until: dict[int, float] = {}  # when a query expires
         self._errors: dict[int, int] = {}  # how often a node answered with one
-        self._logged: set[str] = set()  # such errors
+        self._warned: set[str] = set()  # what a run warns of once
         self.answered: set[int] = set()
         self.refused: dict[int, str] = {}
         self.foreign: dict[int, str] = {}
@@ -179,17 +165,8 @@ class NodeNames:
     ) -> list[int]:
         """Ask new nodes for their partitions.
 
-        The server waits for their answers only if it knows no node yet. A node that
-        connects later is queried, and takes part when it has answered.
-
-        Parameters
-        ----------
-        mailbox : Mailbox
-            Sends messages to them.
-        nodes : Collection[int]
-            Those that are connected.
-        timeout : float
-            Seconds to wait for answers, at most a minute.
+        The server waits for their answers, at most a minute, only if it knows no node
+        yet. A node that connects later is queried, and takes part when it has answered.
 
         Returns
         -------
@@ -246,15 +223,16 @@ class NodeNames:
         self._errors[node] = self._errors.get(node, 0) + 1
         if self._errors[node] < _TRIES:
             return False
-        if (reason := printable(error)) not in self._logged:
-            self._logged.add(reason)
-            logger.warning(
-                "node-%s failed to send its partition-id, and is known as %s: %s",
-                node,
-                self.identity(node).name,
-                reason,
-            )
+        reason, name = printable(error), self.identity(node).name
+        text = f"node-{node} failed to send its partition-id, and is known as {name}: "
+        self.warn_once(text + reason, reason)
         return True
+
+    def warn_once(self, text: str, key: str = "") -> None:
+        """Log a warning, unless the run has logged one of this key, or text."""
+        if (key or text) not in self._warned:
+            self._warned.add(key or text)
+            logger.warning("%s", text)
 
     def _refuse(self, nodes: Collection[int]) -> None:
         """Refuse the connected nodes that must not take part; log new refusals."""
@@ -263,14 +241,12 @@ class NodeNames:
         foreign = [node for node in nodes if node in self.foreign]
         if not self.allow_foreign:
             self.refused |= {node: self.foreign[node] for node in foreign}
-        by_reason: dict[str, list[str]] = {}  # usually all nodes of the run
-        for node in self.refused.keys() - before.keys():
-            if node in self.foreign:
-                by_reason.setdefault(self.foreign[node], []).append(self.name(node))
-            else:
-                logger.warning("Not asking node-%s: %s", node, self.refused[node])
-        for reason, names in by_reason.items():
-            logger.warning("Not asking %s: %s", listed(names), reason)
+        new = self.refused.keys() - before.keys()
+        for node in new - self.foreign.keys():
+            logger.warning("Not asking node-%s: %s", node, self.refused[node])
+        others = {node: self.foreign[node] for node in new & self.foreign.keys()}
+        for reason, own in by_reason(others).items():  # usually all nodes of the run
+            logger.warning("Not asking %s: %s", listed(map(self.name, own)), reason)
 
     def _refuse_doubles(self, nodes: Iterable[int]) -> None:
         """Refuse the nodes that share a name or a number with another node."""
@@ -310,6 +286,14 @@ class NodeNames:
                 "another run with the same seed may sample others",
                 len(nameless),
             )
+
+
+def by_reason(reasons: Mapping[Key, str]) -> dict[str, list[Key]]:
+    """Return whom each reason is for."""
+    groups: dict[str, list[Key]] = {}
+    for one, reason in reasons.items():
+        groups.setdefault(reason, []).append(one)
+    return groups
 
 
 def _foreign_because(message: Message, answer: Answer) -> str:

@@ -276,18 +276,10 @@ class Journal:
         metrics: Mapping[str, Any],
         absences: Mapping[str, Any],
     ) -> None:
-        """Record a finished round; delete what only earlier rounds needed.
+        """Record a finished round, with the state after it.
 
-        Parameters
-        ----------
-        server_round : int
-            The round; 0 is the start.
-        tensors : Mapping[str, Tensor]
-            The server's state after it.
-        metrics : Mapping[str, Any]
-            The round's metrics, as JSON values.
-        absences : Mapping[str, Any]
-            The clients that sit out afterwards, as JSON values.
+        Delete what only earlier rounds needed. Round 0 is the start. Metrics, and the
+        clients that sit out afterwards, are JSON values.
         """
         content = self.write(self._state(server_round), tensors)
         known = {"metrics": dict(metrics), "absences": dict(absences)}
@@ -417,14 +409,7 @@ class Journal:
 
 
 class ExchangeJournal:
-    """An exchange's part of a journal, as :meth:`Journal.exchange` returns it.
-
-    Parameters
-    ----------
-    journal : Journal
-        The run's.
-    server_round, index : int
-        The round, and the exchange's number in it, from 1.
+    """An exchange's part of a journal, as :meth:`Journal.exchange_journal` returns it.
 
     Attributes
     ----------
@@ -458,7 +443,7 @@ class ExchangeJournal:
                 self.record = ExchangeRecord(**event["record"])
             case "admitted":
                 MetricRecord(event["metrics"])  # is one
-                self._admitted[Identity.of_record(event["client"]).name] = event
+                self._admitted[Identity(**event["client"]).name] = event
             case "set aside":
                 self._admitted.pop(event["client"], None)
                 self.all_set_aside[event["client"]] = event["reason"]
@@ -504,15 +489,7 @@ class ExchangeJournal:
     ) -> None:
         """Record the clients whose uploads the step used, for a resumed run.
 
-        Parameters
-        ----------
-        clients : Iterable[str]
-            The names of those clients.
-        missing, rejected : Mapping[str, str]
-            The clients without a reply, and those with a reply that was not usable,
-            with the reasons.
-        absences : Mapping[str, Any]
-            The clients that sit out, as JSON values.
+        The other arguments are those of :class:`ExchangeRecord`.
         """
         assert self.record is not None
         closed = replace(
@@ -534,7 +511,7 @@ class ExchangeJournal:
             self._make_folder()
             tensors = arrays_to_tensors(arrays)
             content = self._journal.write(self._path(client.name), tensors)
-        known = {"client": client.to_record(), "metrics": dict(metrics)}
+        known = {"client": asdict(client), "metrics": dict(metrics)}
         self._append("admitted", **known, **content)
 
     def has(self, client: Identity) -> bool:
@@ -561,19 +538,11 @@ class ExchangeJournal:
                     name,
                 )
                 continue
-            client = Identity.of_record(event["client"])
+            client = Identity(**event["client"])
             yield client, tensors_to_arrays(tensors), MetricRecord(event["metrics"])
 
     def set_aside(self, client: str, reason: str) -> None:
-        """Move a bad upload away; its client is not asked again.
-
-        Parameters
-        ----------
-        client : str
-            The client that sent it.
-        reason : str
-            What is wrong with it.
-        """
+        """Move a client's bad upload away; the client is not asked again."""
         self._append("set aside", client=client, reason=reason)
         if self.on_disk:
             self._put_aside(self._path(client))
