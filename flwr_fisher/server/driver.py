@@ -33,17 +33,7 @@ class _Listener(Protocol):
 
 
 class Driver:
-    """Drives a strategy's rounds on a grid, and stores them in a run.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Defines what a round requests, and what the server computes from the uploads.
-    grid : Grid
-        The grid of clients.
-    run : Run
-        The run, which stores the rounds.
-    """
+    """Drives a strategy's rounds on a grid, and stores them in a run."""
 
     def __init__(self, strategy: Strategy, grid: Grid, run: Run) -> None:
         self.strategy, self.cohort = strategy, strategy.cohort
@@ -165,18 +155,10 @@ class Driver:
     ) -> None:
         """Let the round's clients measure the new model's norms, if requested.
 
-        Clients that have left are not asked, nor those whose ClientApp only trains. If
-        no client remains, the round ends without new statistics. This is not in the
-        journal: a run that resumes in the midst of it does it again.
-
-        Parameters
-        ----------
-        before : Mapping[str, Tensor]
-            What the round began with.
-        clients : Mapping[str, tuple[int, float]]
-            The round's, by name: their numbers and weights.
-        config : ConfigRecord
-            The caller's.
+        `clients` has their numbers and weights by name. Those that have left are not
+        asked, nor those whose ClientApp only trains. If no client remains, the round
+        ends without new statistics. This is not in the journal: a run that resumes in
+        the midst of it does it again.
         """
         strategy, run, server_round = self.strategy, self.run, self.server_round
         merged = run.state

@@ -134,13 +134,7 @@ def _no_arrays(record: ArrayRecord, like: Params) -> Scores:
 
 
 class EvaluationDoor(Door[Scores]):
-    """Checks evaluate replies, which have only metrics.
-
-    Parameters
-    ----------
-    cohort, weighted_by_key, policy
-        As for :class:`Door`.
-    """
+    """Checks evaluate replies, which have only metrics."""
 
     def __init__(self, cohort: Cohort, weighted_by_key: str, policy: Policy) -> None:
         if not policy.limit_scores:
@@ -167,19 +161,9 @@ class EvaluationDoor(Door[Scores]):
             self.withdraw(upload, error)
 
     def average(self, server_round: int, aggregate: Aggregate) -> MetricRecord | None:
-        """Let a strategy aggregate the fitting replies, in the clients' order.
+        """Return what a strategy makes of the fitting replies, in the clients' order.
 
-        Parameters
-        ----------
-        server_round : int
-            The round.
-        aggregate : Callable[[int, Iterable[Message]], MetricRecord | None]
-            The strategy's ``aggregate_evaluate``.
-
-        Returns
-        -------
-        MetricRecord | None
-            None if no reply is usable, or the strategy cannot aggregate them.
+        It is None if no reply is usable, or the strategy cannot aggregate them.
         """
         messages = []
         for upload in self.uploads(needed=0):

@@ -143,16 +143,8 @@ def with_secure_sums(
 ) -> Sequence[Exchange[Any]]:
     """Return exchanges, as secure sums if the strategy has `secure=`.
 
-    Parameters
-    ----------
-    strategy : Strategy
-        The strategy of the exchanges.
-    exchanges : Sequence[Exchange]
-        A round's, or others.
-    label : str
-        What makes their seed another than that of a run's other exchanges.
-    weighted_by : str, optional
-        The metric that weights clients. Default: the strategy's.
+    `label` makes their seed another than that of a run's other exchanges. `weighted_by`
+    is the metric that weights clients, by default the strategy's.
     """
     if strategy.secure is None:
         return exchanges
@@ -166,19 +158,7 @@ def door_of(
     state: ServerState,
     weighted_by: str | None = None,
 ) -> Door[P]:
-    """Return the door for an exchange's replies.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        The strategy of the exchange.
-    exchange : Exchange
-        The request, and the step from its replies.
-    state : ServerState
-        The run's current state.
-    weighted_by : str, optional
-        The metric that weights clients. Default: the strategy's.
-    """
+    """Return the door for an exchange's replies; `weighted_by` is as above."""
     policy = strategy.policy
     if exchange.fold is not None:  # uploads that are added at once cannot be compared
         policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
@@ -206,25 +186,9 @@ def door_of(
 class ExchangeRun(Generic[P]):
     """A running exchange of a round: open, gather, step and close.
 
-    Parameters
-    ----------
-    strategy : Strategy
-        The strategy of the exchange.
-    exchange : Exchange
-        The request, and the step from its replies.
-    state : ServerState
-        The run's current state.
-    server_round : int
-        The round.
-    config : ConfigRecord
-        The caller's config for the clients.
-    grid : Grid
-        The grid of clients.
-    journal : ExchangeJournal
-        The record of the exchange, also from before a restart.
-    optional : bool, default False
-        Whether the round can go on without this exchange: all of its clients that are
-        connected now are asked, and one reply is enough.
+    Its `journal` has what happened before a restart. If the exchange is `optional`, the
+    round can go on without it: all of its clients that are connected now are asked, and
+    one reply is enough.
     """
 
     def __init__(
@@ -342,10 +306,7 @@ class ExchangeRun(Generic[P]):
     def gather(self, late: Receive) -> None:
         """Restore the uploads of an interrupted run, then ask, and receive replies.
 
-        Parameters
-        ----------
-        late : Callable[[NodeReply], object]
-            Called with a reply that arrives after the exchange.
+        `late` is called with a reply that arrives after the exchange.
 
         Raises
         ------
@@ -551,9 +512,9 @@ class ExchangeRun(Generic[P]):
         finally:
             for client, reason in self.door.withdrawn.items():
                 self.journal.set_aside(client, reason)
-        if self.optional:  # it reports nothing
-            return self._with_remembered(step), uploads, MetricRecord()
-        metrics = self.door.metrics(self.strategy.train_metrics_aggr_fn)
+        metrics = MetricRecord()
+        if not self.optional:  # or else it reports nothing
+            metrics = self.door.metrics(self.strategy.train_metrics_aggr_fn)
         return self._with_remembered(step), uploads, metrics
 
     def _with_remembered(self, step: Step) -> Step:

@@ -49,17 +49,7 @@ class CurvatureResult(Result):
 
 
 class Run:
-    """A run, which :meth:`begin` starts or resumes.
-
-    Parameters
-    ----------
-    state : ServerState
-        The run's current state.
-    server_round : int
-        The last finished round.
-    journal : Journal
-        The journal of the run.
-    """
+    """A run, which :meth:`begin` starts or resumes, after its last finished round."""
 
     def __init__(self, state: ServerState, server_round: int, journal: Journal) -> None:
         self.state, self.server_round = state, server_round
@@ -237,12 +227,7 @@ class Run:
     ) -> None:
         """Save the round as finished; a resumed run does not repeat it.
 
-        Parameters
-        ----------
-        server_round : int
-            The round.
-        absences : Mapping[str, Any], optional
-            The clients that sit out, as JSON values.
+        `absences` has the clients that sit out, as JSON values.
         """
         self.server_round = server_round
         metrics = {
