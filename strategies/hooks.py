@@ -60,13 +60,7 @@ def check_hooks(strategy: type, own: type) -> None:
 
 
 class HookedRounds:
-    """The rounds of other loops than a strategy's ``start``, with one exchange each.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        The strategy whose hooks are called.
-    """
+    """The rounds of other loops than a strategy's ``start``, with one exchange each."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -90,9 +84,7 @@ class HookedRounds:
         state = ServerState.first(arrays, groups)
         strategy.check(state)
         journal = Journal(None).exchange_journal(server_round, 1)
-        self._under_way = ExchangeRun(
-            strategy, exchange, state, server_round, config, grid, journal
-        )
+        self._under_way = ExchangeRun(strategy, exchange, state, config, grid, journal)
         _, messages = self._under_way.open()
         self._requested = Requested(messages)
         return messages

@@ -131,7 +131,7 @@ class Driver:
             run.forget_uploads()
             journal = run.exchange_journal(server_round, index)
             under_way = ExchangeRun(
-                strategy, exchange, run.state, server_round, config, self.grid, journal
+                strategy, exchange, run.state, config, self.grid, journal
             )
             under_way.gather(self._late_replies(under_way))
             step, uploads, metrics = under_way.step()
@@ -181,14 +181,12 @@ class Driver:
                     strategy,
                     one,
                     run.state,
-                    server_round,
                     config,
                     self.grid,
                     journal,
                     optional=True,
                 )
-                count = self._count_late
-                late = LateReplies(self.cohort, None, journal, server_round, count)
+                late = LateReplies(self.cohort, None, journal, self._count_late)
                 under_way.gather(late)
                 step, uploads, _ = under_way.step()
                 run.refresh(server_round, step, uploads)
@@ -215,7 +213,6 @@ class Driver:
             self.cohort,
             door if self.strategy.secure is None else None,
             under_way.journal,
-            self.server_round,
             self._count_late,
         )
         return self._late

@@ -26,9 +26,7 @@ class LateReplies:
         Makes a door that admits them. It has the round's parameters, but not its
         uploads.
     journal : ExchangeJournal
-        The journal that keeps them.
-    server_round : int
-        Their round.
+        The journal of their exchange, which keeps them.
     count : Callable[[], int]
         Counts a late reply, and returns the number of the current round.
     """
@@ -36,7 +34,6 @@ class LateReplies:
     cohort: Cohort
     door: Callable[[], Door[Any]] | None
     journal: ExchangeJournal
-    server_round: int
     count: Callable[[], int]
 
     def __call__(self, reply: NodeReply) -> None:
@@ -45,7 +42,8 @@ class LateReplies:
             return
         self.cohort.replied(reply.node)
         identity = self.cohort.identity(reply.node)
-        current = self.count() == self.server_round
+        server_round = self.journal.server_round
+        current = self.count() == server_round
         # An admitted reply is not replaced.
         kept = current and self.journal.on_disk and not self.journal.has(identity)
         new_door = self.door if kept else None
@@ -53,7 +51,7 @@ class LateReplies:
             "%s: the reply of %s to round %s came too late for it%s",
             TRAIN,
             self.cohort.name(reply.node),
-            self.server_round,
+            server_round,
             "; keeping it, for reopen=True" if new_door else "",
         )
         if new_door and (records := new_door().take(reply)) is not None:

@@ -196,7 +196,6 @@ class ExchangeRun(Generic[P]):
         strategy: Strategy,
         exchange: Exchange[P],
         state: ServerState,
-        server_round: int,
         config: ConfigRecord,
         grid: Grid,
         journal: ExchangeJournal,
@@ -204,7 +203,10 @@ class ExchangeRun(Generic[P]):
         optional: bool = False,
     ) -> None:
         self.strategy, self.exchange, self.state = strategy, exchange, state
-        self.server_round, self.config = server_round, exchange.configure(config)
+        self.server_round, self.config = (
+            journal.server_round,
+            exchange.configure(config),
+        )
         self.grid, self.journal, self.timeout = grid, journal, strategy.timeout
         self.cohort, self.waiting = strategy.cohort, strategy.waiting
         self.needed, self.optional = strategy.min_train_nodes, optional
@@ -284,14 +286,13 @@ class ExchangeRun(Generic[P]):
         return [node for node in nodes if node not in mismatched]
 
     def _ask(self, nodes: list[int]) -> list[Message]:
+        """Return the requests to nodes, and note that they are asked."""
         for node in nodes:
             times = self._asked[node].times if node in self._asked else 0
             self._asked[node] = Asked(times + 1, time.monotonic())
         self._due |= set(nodes)
-        return self.messages(nodes) if nodes else []
-
-    def messages(self, nodes: Iterable[int]) -> list[Message]:
-        """Return the requests to some of the nodes."""
+        if not nodes:
+            return []
         by_number, identity = self.exchange.records(self.state), self.cohort.identity
         return requests(
             self.strategy,
