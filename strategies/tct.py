@@ -236,7 +236,7 @@ class TCT(CurvatureStrategy):
             config["aggregate"] = "sums"
         moments = Exchange(
             config | {"job": "tct-moments"},
-            read_moments(self.num_features),
+            partial(read_moments, self.num_features),
             partial(
                 standardise_features,
                 seed=self._features_seed,
@@ -246,12 +246,12 @@ class TCT(CurvatureStrategy):
             network,
             clients="all",
             additive=Summation(
-                weighted=False, read=read_moment_sums(self.num_features)
+                weighted=False, read=partial(read_moment_sums, self.num_features)
             ),
         )
         spectrum = Exchange(
             config | {"job": "tct-spectrum"},
-            read_spectrum(),
+            read_spectrum,
             partial(agree_on_rate, lr=self.lr, control=options.control_variates),
             send,
             network,

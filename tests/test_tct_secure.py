@@ -124,7 +124,7 @@ def test_summed_moments_are_the_moments_over_all():
     parts = [moment_sums(own, 10, "head") for own in clients]
     names = ("sum", "squares", "count")
     summed = {name: sum(part[name] for part in parts) for name in names}
-    read = read_moment_sums(7)(record(summed | {"format": parts[0]["format"]}), {})
+    read = read_moment_sums(7, record(summed | {"format": parts[0]["format"]}), {})
     expected = combine_moments(clients)
     torch.testing.assert_close(read.tensors["mean"], expected.mean)
     torch.testing.assert_close(read.tensors["m2"], expected.m2)
@@ -154,7 +154,7 @@ def record(tensors):
 def test_malformed_moment_sums_are_refused(change, says):
     moments = feature_moments(torch.randn(4, 3))
     with pytest.raises(WireError, match=says):
-        read_moment_sums(3)(record(moment_sums(moments, 2, "") | change), {})
+        read_moment_sums(3, record(moment_sums(moments, 2, "") | change), {})
 
 
 def test_malformed_numbers_of_clients_are_refused():

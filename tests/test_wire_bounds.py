@@ -51,8 +51,8 @@ READERS = {
     "products": lambda record: Additive.reader("product", "buffers")(record, LIKE),
     "sums": lambda record: Additive.reader(*SUMS)(record, LIKE),
     "vectors": lambda record: Additive.reader("gradient", "params")(record, LIKE),
-    "moments": lambda record: read_moments(10)(record, LIKE),
-    "spectrum": lambda record: read_spectrum()(record, LIKE),
+    "moments": lambda record: read_moments(10, record, LIKE),
+    "spectrum": lambda record: read_spectrum(record, LIKE),
 }
 
 

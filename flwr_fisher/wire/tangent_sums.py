@@ -13,7 +13,6 @@ Local weights need no other form: their mean is enough.
 
 import json
 import math
-from functools import partial
 
 import torch
 from flwr.app import ArrayRecord
@@ -73,15 +72,10 @@ def upper_edges(counts: Tensor) -> list[float]:
     return [2.0 ** (place / _PER_OCTAVE + _LOWEST) for place in places]
 
 
-def read_moment_sums(num_features: int) -> "partial[TangentUpload]":
-    """Return a function that reads sums of at most `num_features` features."""
-    return partial(_read_moment_sums, num_features)
-
-
-def _read_moment_sums(
+def read_moment_sums(
     num_features: int, record: ArrayRecord, like: Params
 ) -> TangentUpload:
-    """Read and check the sums.
+    """Read and check the sums of at most `num_features` features.
 
     The variance is a difference of sums: what is below their resolution counts as none.
 
@@ -96,8 +90,7 @@ def _read_moment_sums(
         COUNT: (torch.int64, ()),
         _FORMAT: (torch.uint8, (None,)),
     }
-    limit = 16 * num_features + LONGEST
-    read = read_tangent(record, like, expected=expected, limit=limit)
+    read = read_tangent(record, expected, limit=16 * num_features + LONGEST)
     tensors = read.tensors
     if len(tensors["sum"]) != len(tensors["squares"]):
         reason = f"{len(tensors['squares'])} entries for {len(tensors['sum'])} features"
@@ -126,7 +119,7 @@ def read_eigenvalues(record: ArrayRecord, like: Params) -> TangentUpload:
         sum has. The result has an edge for each client.
     """
     expected = {EIGENVALUES: (torch.int64, (BINS,))}
-    read = read_tangent(record, like, expected=expected, limit=8 * BINS)
+    read = read_tangent(record, expected, limit=8 * BINS)
     counts = read.tensors[EIGENVALUES]
     odd = (counts < 0).any() or (counts > _MOST_CLIENTS).any()
     if odd or not 0 < counts.sum() <= _MOST_CLIENTS:

@@ -4,9 +4,8 @@ They are no :class:`~flwr_fisher.wire.Additive`, because their shapes are not th
 model's. A digest in each names its features.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -29,8 +28,6 @@ _DIGEST, _HEAD, COUNT = "digest", "head", "count"
 LARGEST, _FEATURES, STEP = "largest-eigenvalue", "features", "step"
 LONGEST = 1024  # bytes of a name
 _MOST_CLASSES = 2**20
-
-Check = Callable[[dict[str, Tensor], Params], None]
 
 
 @dataclass(frozen=True)
@@ -117,8 +114,8 @@ class TangentUpload(Payload):
         return tensors_to_arrays({f"{KEYS}{k}": v for k, v in named.items()})
 
 
-def read_moments(num_features: int) -> "partial[TangentUpload]":
-    """Return a function that reads moments of at most `num_features` features.
+def read_moments(num_features: int, record: ArrayRecord, like: Params) -> TangentUpload:
+    """Read moments of at most `num_features` features.
 
     They are ``mean`` and ``m2`` ``[p]`` in float64, ``count``, ``num-classes``, and
     ``head``, the name of the replaced layer.
@@ -130,46 +127,45 @@ def read_moments(num_features: int) -> "partial[TangentUpload]":
         "num-classes": (torch.int64, ()),
         _HEAD: (torch.uint8, (None,)),
     }
-    limit = 16 * num_features + LONGEST
-    check = partial(check_moments, num_features)
-    return partial(read_tangent, expected=expected, limit=limit, check=check)
+    read = read_tangent(record, expected, limit=16 * num_features + LONGEST)
+    check_moments(num_features, read.tensors, like)
+    return read
 
 
-def read_spectrum() -> "partial[TangentUpload]":
-    """Return a function that reads ``largest-eigenvalue``, one float64."""
-    expected = {LARGEST: (torch.float64, ())}
-    return partial(read_tangent, expected=expected, limit=8, check=_check_spectrum)
+def read_spectrum(record: ArrayRecord, like: Params) -> TangentUpload:
+    """Read ``largest-eigenvalue``, one float64."""
+    read = read_tangent(record, {LARGEST: (torch.float64, ())}, limit=8)
+    if read.tensors[LARGEST] < 0:
+        raise WireError("is negative", field=f"{KEYS}{LARGEST}")
+    return read
 
 
 def read_local_weight(record: ArrayRecord, like: Params) -> TangentUpload:
     """Read ``weight``, with shape and dtype of the ``tct/weight`` sent out."""
     sent = like[f"{KEYS}weight"]
     expected = {"weight": (sent.dtype, tuple(sent.shape))}
-    return read_tangent(record, like, expected=expected, limit=sent.nbytes)
+    return read_tangent(record, expected, limit=sent.nbytes)
 
 
 def read_tangent(
     record: ArrayRecord,
-    like: Params,
-    *,
     expected: Mapping[str, tuple[torch.dtype, tuple[int | None, ...]]],
+    *,
     limit: int,
-    check: Check = lambda tensors, like: None,
 ) -> TangentUpload:
-    """Read and check a record.
+    """Read a record.
 
     `expected` has each tensor's dtype and shape; None allows any length. `limit` is the
-    number of bytes that the tensors may take, and `check` checks their values.
+    number of bytes that the tensors may take.
 
     Raises
     ------
     WireError
         It names the key that is missing, unexpected or unreadable, has another shape or
-        dtype, is not finite, or is out of range.
+        dtype, or is not finite.
     """
     layouts = {**expected, _DIGEST: (torch.uint8, (None,))}
     tensors = read_named(record, layouts, limit=limit + LONGEST, prefix=KEYS)
-    check(tensors, like)
     return TangentUpload({k: tensors[k] for k in expected}, _text(tensors, _DIGEST))
 
 
@@ -196,11 +192,6 @@ def check_moments(num_features: int, tensors: dict[str, Tensor], like: Params) -
             f"{int(tensors['num-classes'])} classes, but at most {most} are allowed"
         )
         raise WireError(reason, field=f"{KEYS}num-classes")
-
-
-def _check_spectrum(tensors: dict[str, Tensor], like: Params) -> None:
-    if tensors[LARGEST] < 0:
-        raise WireError("is negative", field=f"{KEYS}{LARGEST}")
 
 
 def _text(tensors: dict[str, Tensor], name: str) -> str:
