@@ -19,7 +19,7 @@ from flwr_fisher.secure.fixed_point import (
     LEVELS,
     LOWEST,
     FixedPoint,
-    exponents_of,
+    exponent_of,
     highest,
     unary,
 )
@@ -112,7 +112,7 @@ def test_masks_cancel(count, size, degree, bits):
 def test_sums_are_within_the_stated_error(values, bits):
     tensors = [torch.tensor(own, dtype=torch.float64) for own in values]
     fixed = FixedPoint(bits, len(tensors))
-    exponent = max(e for own in tensors for e in exponents_of({"w": own}))
+    exponent = max(exponent_of("w", own) for own in tensors)
     total = added([fixed.words(own, exponent) for own in tensors])
     exact = torch.stack(tensors).sum(0)
     error = (fixed.values(total, exponent) - exact).abs().max()
@@ -136,9 +136,9 @@ def test_what_is_too_large_or_not_finite_is_refused():
         with pytest.raises(ParamsError, match="below 2"):
             fixed.words(values, 1)
     with pytest.raises(ParamsError, match="'w'"):
-        exponents_of({"w": torch.tensor([torch.inf])})
+        exponent_of("w", torch.tensor([torch.inf]))
     with pytest.raises(ParamsError, match="'w' is"):
-        exponents_of({"w": torch.tensor([1e300], dtype=torch.float64)})
+        exponent_of("w", torch.tensor([1e300], dtype=torch.float64))
     for wrong in ({"bits": 16, "clients": 2}, {"bits": 32, "clients": 2**16}):
         with pytest.raises(ConfigurationError):
             FixedPoint(**wrong)

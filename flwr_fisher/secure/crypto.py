@@ -207,8 +207,8 @@ def _value(found: dict[str, Any]) -> Any:
 
 # --- signatures
 
-_DIGEST, _LENGTH = 32, 144  # bytes of the signer's digest, and of the longest signature
-SIGNATURE = _DIGEST + 1 + _LENGTH
+_LENGTH = 144  # bytes of the longest signature, after the signer's digest
+SIGNATURE = DIGEST + 1 + _LENGTH
 UNSIGNED = bytes(SIGNATURE)
 _HOW = ec.ECDSA(hashes.SHA384())
 
@@ -291,7 +291,7 @@ class Trusted:
         signers: dict[bytes, int] = {}
         for number, keys in public.items():
             signed = signatures[number]
-            name, own = signed[:_DIGEST], signed[_DIGEST + 1 :]
+            name, own = signed[:DIGEST], signed[DIGEST + 1 :]
             if name not in self.keys:
                 raise ClientError(
                     f"no client that this one trusts has signed the public keys of "
@@ -299,7 +299,7 @@ class Trusted:
                 )
             known, key = self.keys[name]
             try:
-                key.verify(own[: signed[_DIGEST]], _signed(number, keys), _HOW)
+                key.verify(own[: signed[DIGEST]], _signed(number, keys), _HOW)
             except InvalidSignature as error:
                 raise ClientError(
                     f"the public keys of client {number} differ from those that "

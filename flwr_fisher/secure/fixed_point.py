@@ -11,7 +11,7 @@ is: see :func:`unary`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,23 +23,15 @@ from flwr_fisher.errors import ConfigurationError, ParamsError, check_whole
 
 Words = npt.NDArray[np.unsignedinteger]
 
-BITS = (32, 64)
 LOWEST, LEVELS = -192, 384  # exponents: all of float32's, and some of float64's
 _WORDS: dict[int, type[np.unsignedinteger]] = {32: np.uint32, 64: np.uint64}
 _SIGNED: dict[int, type[np.signedinteger]] = {32: np.int32, 64: np.int64}
 
 
-def word_type(bits: int) -> type[np.unsignedinteger]:
-    """Return the dtype of words with so many bits.
-
-    Raises
-    ------
-    ConfigurationError
-        If the number is neither 32 nor 64.
-    """
-    if bits not in BITS:
+def check_bits(bits: int) -> None:
+    """Raise :class:`ConfigurationError` unless there are words with so many bits."""
+    if bits not in _WORDS:
         raise ConfigurationError(f"bits must be 32 or 64, got {bits!r}")
-    return _WORDS[bits]
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class FixedPoint:
     --------
     >>> fixed = FixedPoint(32, clients=3)
     >>> values = torch.tensor([0.3, -2.0])
-    >>> [e] = exponents_of({"w": values})
+    >>> e = exponent_of("w", values)
     >>> total = sum(fixed.words(values, e) for _ in range(3))
     >>> bool((fixed.values(total, e) - 3 * values).abs().max() <= fixed.error(e))
     True
@@ -72,7 +64,7 @@ class FixedPoint:
     clients: int
 
     def __post_init__(self) -> None:
-        word_type(self.bits)
+        check_bits(self.bits)
         check_whole("clients", self.clients, 1)
         if self.clients >= 2**16:
             raise ConfigurationError(
@@ -110,29 +102,26 @@ class FixedPoint:
         return torch.from_numpy(np.ldexp(signed, -self.shift(exponent)))
 
 
-def exponents_of(tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return for each tensor the smallest e such that its entries are below ``2**e``.
+def exponent_of(name: str, value: Tensor) -> int:
+    """Return the smallest e such that a tensor's entries are below ``2**e``.
 
     Raises
     ------
     ParamsError
-        If a tensor is not finite, or too large for any exponent. It names the tensor.
+        If the tensor is not finite, or too large for any exponent. It names the tensor.
 
     Examples
     --------
-    >>> exponents_of({"a": torch.tensor([0.0, -3.0]), "b": torch.zeros(2)})
-    [2, -192]
+    >>> exponent_of("a", torch.tensor([0.0, -3.0])), exponent_of("b", torch.zeros(2))
+    (2, -192)
     """
-    found = []
-    for name, value in tensors.items():
-        largest = float(value.detach().abs().max()) if value.numel() else 0.0
-        if not math.isfinite(largest):
-            raise ParamsError(f"'{name}' holds NaN or infinity, so it cannot be summed")
-        exponent = math.frexp(largest)[1] if largest else LOWEST
-        if exponent >= LOWEST + LEVELS:
-            raise ParamsError(f"'{name}' is {largest:.3g}, too large for a secure sum")
-        found.append(max(exponent, LOWEST))
-    return found
+    largest = float(value.detach().abs().max()) if value.numel() else 0.0
+    if not math.isfinite(largest):
+        raise ParamsError(f"'{name}' holds NaN or infinity, so it cannot be summed")
+    exponent = math.frexp(largest)[1] if largest else LOWEST
+    if exponent >= LOWEST + LEVELS:
+        raise ParamsError(f"'{name}' is {largest:.3g}, too large for a secure sum")
+    return max(exponent, LOWEST)
 
 
 def unary(exponents: Sequence[int], noise: Words) -> Words:

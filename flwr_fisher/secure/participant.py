@@ -93,9 +93,9 @@ class Participant:
             already shared in another neighbourhood, or if the threshold is not more
             than half of it.
         """
-        self._check_neighbours(neighbours, threshold)
-        self.threshold = threshold
-        self.neighbours = {n: list(public) for n, public in neighbours.items()}
+        public = {n: list(keys) for n, keys in neighbours.items()}
+        self._check_neighbours(public, threshold)
+        self.threshold, self.neighbours = threshold, public
         order = sorted(neighbours)
         secrets = zip(self.pairwise, self.own, strict=True)
         cut = [
@@ -115,9 +115,9 @@ class Participant:
         return sealed, {n: crypto.commitments(row) for n, row in shares.items()}
 
     def _check_neighbours(
-        self, neighbours: Mapping[int, PublicKeys], threshold: int
+        self, neighbours: dict[int, list[bytes]], threshold: int
     ) -> None:
-        if list(neighbours.get(self.number, ())) != self.public():
+        if neighbours.get(self.number) != self.public():
             raise ClientError(
                 f"in the server's list, the public keys of client {self.number} are "
                 "not this client's own: they were changed, or are another run's"
@@ -127,9 +127,7 @@ class Participant:
             raise ClientError(
                 "the server sent the same public key for two clients, or twice"
             )
-        if self.neighbours and self.neighbours != {
-            n: list(public) for n, public in neighbours.items()
-        }:
+        if self.neighbours and self.neighbours != neighbours:
             raise ClientError(
                 "the server sent another neighbourhood than before, but secrets are "
                 "split into shares only once"

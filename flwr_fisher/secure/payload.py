@@ -29,7 +29,7 @@ from torch import Tensor
 from flwr_fisher.errors import ClientError, ParamsError, WireError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, clipped
-from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponents_of
+from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponent_of
 from flwr_fisher.server.privacy import exponent_for, with_noise
 from flwr_fisher.wire.additive import Added
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
@@ -329,7 +329,7 @@ class Contribution:
     def exponents(self) -> list[int]:
         """Return each entry's exponent."""
         return [
-            exponents_of({name: value})[0]
+            exponent_of(name, value)
             if self.bound is None or name == NUM_EXAMPLES
             else self.bound
             for name, value in self.entries()

@@ -35,7 +35,7 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.secure import steps
 from flwr_fisher.secure.aggregator import degree_for
-from flwr_fisher.secure.fixed_point import word_type
+from flwr_fisher.secure.fixed_point import check_bits
 from flwr_fisher.secure.payload import SecureUpload, WordSums, rows_of
 from flwr_fisher.secure.steps import GROUP, SecureState
 from flwr_fisher.server.exchange import (
@@ -144,7 +144,7 @@ class SecureSums:
     def __post_init__(self) -> None:
         plain_fields(self)
         check_whole("bits", self.bits)
-        word_type(self.bits)
+        check_bits(self.bits)
         check_range("threshold", self.threshold, 0.5, 1)
         if self.neighbours is not None:
             check_whole("neighbours", self.neighbours, 2)
@@ -211,7 +211,7 @@ class SecureSums:
         index: int,
         last: bool,
     ) -> Sequence[_Stage]:
-        """Yield the exchanges that open an exchange's exponents and values."""
+        """Return the exchanges that open an exchange's exponents and values."""
         additive, values = exchange.additive, index + 1
         assert additive is not None
         asked = {**exchange.options, "secure-job": exchange.options.get("job", "train")}

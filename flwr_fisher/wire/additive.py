@@ -161,7 +161,8 @@ class Additive(Payload):
             It names the key that is missing, unexpected or unreadable, has another
             shape or dtype, is not finite, or has an impossible sign.
         """
-        limit, most = len(parts) * _room(like), len(parts) * len(like)
+        room = sum(8 * value.numel() + SLACK for value in like.values())
+        limit, most = len(parts) * room, len(parts) * len(like)
         tensors = arrays_to_tensors(record, limit=limit, most=most)
         found = take_parts(tensors, like, parts)
         for name, value in found.get(FISHER, {}).items():
@@ -179,10 +180,6 @@ def products(fisher: Params, params: Params) -> dict[str, Tensor]:
 
 def _key(part: str, name: str) -> str:
     return name if part == PARAMS else f"{part}/{name}"
-
-
-def _room(like: Params) -> int:
-    return sum(8 * value.numel() + SLACK for value in like.values())
 
 
 def take_parts(

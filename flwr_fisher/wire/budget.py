@@ -284,10 +284,9 @@ class _Matrix:
 
     def whole(self, bits: int) -> int:
         """Return the bytes of the whole matrix, beyond `least`."""
-        if self.form == Form.BASIS:
-            return max(0, HEAD + self._cut(self.n, bits) - self.least)
-        sizes = (self.groups, self.n, 0)
-        size = matrices.size_of_matrices(Form.WHOLE, sizes, bits)
+        form = Form.BASIS if self.form == Form.BASIS else Form.WHOLE
+        sizes = (self.groups, self.n, self.n)
+        size = matrices.size_of_matrices(form, sizes, bits)
         return max(0, HEAD + size - self.least)
 
     def spectrum(self, count: int) -> tuple[Tensor, Tensor]:

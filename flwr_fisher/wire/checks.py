@@ -66,11 +66,6 @@ def are_finite_and_not_negative(numbers: Tensor) -> bool:
     return 0 <= float(low) <= float(high) < float("inf")
 
 
-def sum64(tensor: Tensor) -> float:
-    """Return the sum in float64."""
-    return float(tensor.sum(dtype=torch.float64))
-
-
 def check_second_moment(key: str, matrix: Tensor) -> None:
     """Raise :class:`WireError` unless symmetric and positive semi-definite.
 

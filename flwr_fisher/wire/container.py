@@ -31,13 +31,7 @@ _HEADER = 4096  # bytes per parameter: its own entry and a curvature's, with lon
 
 
 def container_bytes(sizes: Mapping[str, int]) -> int:
-    """Return an upper bound of a container's size for entries of these sizes.
-
-    Parameters
-    ----------
-    sizes : Mapping[str, int]
-        Bytes by key.
-    """
+    """Return an upper bound of a container's size, from its entries' sizes by key."""
     total = sum(sizes.values())
     digits = 3 * len(str(total + 1000))
     head = sum(_ENTRY + len(json.dumps(key)) + digits for key in sizes)
@@ -60,20 +54,11 @@ def to_container(entries: Params) -> ArrayRecord:
 def from_container(record: ArrayRecord, *, limit: int, count: int) -> dict[str, Tensor]:
     """Return the entries of an untrusted record.
 
-    Parameters
-    ----------
-    record : ArrayRecord
-        The received record.
-    limit : int
-        How many bytes the record may have.
-    count : int
-        How many parameters the model has.
-
     Raises
     ------
     WireError
         If it has more than `limit` bytes, is not a container, has other entries than
-        bytes, or has a header that is too long for this number of parameters.
+        bytes, or has a header that is too long for a model of `count` parameters.
     """
     if list(record) != [PACKED]:
         keys = ", ".join(map(repr, list(record)[:3]))[:120]

@@ -80,15 +80,6 @@ class LayerTraces(Additive):
     ) -> "LayerTraces":
         """Read and check a record, none of which is trusted.
 
-        Parameters
-        ----------
-        record : ArrayRecord
-            The received record.
-        like : Mapping[str, Tensor]
-            The parameters that were sent out.
-        own_step : Callable[[Curvature, Params], Params], optional
-            As for the class.
-
         Raises
         ------
         WireError

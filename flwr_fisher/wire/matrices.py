@@ -44,7 +44,6 @@ from flwr_fisher.curvature.operators.solvers import eigh
 from flwr_fisher.errors import WireError
 from flwr_fisher.files import to_bytes
 from flwr_fisher.params import Params
-from flwr_fisher.wire.checks import sum64
 from flwr_fisher.wire.layout import Part, check_shape, parse_key
 from flwr_fisher.wire.quantise import (
     SCALE,
@@ -282,9 +281,8 @@ def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
         read = partial(
             decode_diagonal, body, math.prod(shape), like.dtype, bits, field=field
         )
-        return CheckedPart(
-            shape, like.dtype, lambda: read().view(shape), [sum64(read())]
-        )
+        trace = float(read().sum(dtype=torch.float64))
+        return CheckedPart(shape, like.dtype, lambda: read().view(shape), [trace])
     if part == Part.DENSE and a != 1:
         raise WireError(f"{a} matrices, expected one", field=field)
     if form != Form.WHOLE and c > b:
