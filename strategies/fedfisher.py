@@ -242,27 +242,21 @@ class FedFisherOneShot(CurvatureStrategy):
         One request for models with their Fishers (`parts`), or several for sums
         (`sums`).
         """
+        own = self._requested()
         if self.aggregate == "parts":
             return [self._of_uploads(server_round)]
         if self.structure == "kfac":
-            return self._of_kfac_sums()
-        if self.privacy is not None:
-            return [self._of_private_sums(self.privacy)]
+            merge, keep_all = self._merge_of_model, self.policy.limits
+            return KfacSums(merge, own, keep_all, step_of).exchanges()
+        if (privacy := self.privacy) is not None:
+            secure, merge_sums = self.secure is not None, self._merge_sums
+            return [private_exchange(privacy, own, merge_sums, secure=secure)]
         return [self._of_diagonal_sums()]
 
     def _of_uploads(self, server_round: int) -> Exchange[Any]:
         step = partial(self._merge_uploads, self.merge.for_round(server_round))
         own = self._requested()
         return Exchange(own, self._read, step, require_same_parameters=True)
-
-    def _of_kfac_sums(self) -> Sequence[Exchange[Any]]:
-        own = self._requested()
-        sums = KfacSums(self._merge_of_model, own, self.policy.limits, step_of)
-        return sums.exchanges()
-
-    def _of_private_sums(self, privacy: Privacy) -> Exchange[Any]:
-        own, secure = self._requested(), self.secure is not None
-        return private_exchange(privacy, own, self._merge_sums, secure=secure)
 
     def _of_diagonal_sums(self) -> Exchange[Any]:
         options = self._requested() | {"job": "diagonal-sums"}

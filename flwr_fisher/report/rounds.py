@@ -42,15 +42,11 @@ def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
         "evaluate": result.evaluate_metrics_clientapp,
         "server": result.evaluate_metrics_serverapp,
     }
-    numbers = sorted({number for history in histories.values() for number in history})
-    return {
-        number: {
-            source: dict(history[number])
-            for source, history in histories.items()
-            if number in history
-        }
-        for number in numbers
-    }
+    rounds: dict[int, dict[str, dict[str, Any]]] = {}
+    for source, history in histories.items():
+        for number, record in history.items():
+            rounds.setdefault(number, {})[source] = dict(record)
+    return dict(sorted(rounds.items()))
 
 
 def plot_rounds(
