@@ -23,14 +23,9 @@ def initial_groups_of(strategy: Strategy) -> Groups:
 
 
 def check_hooks(strategy: type, own: type) -> None:
-    """Raise an error for a user's hooks that `start`, or nobody, would call.
+    """Raise an error for a user's hooks that only Flower's loop, or nobody, would call.
 
-    Parameters
-    ----------
-    strategy : type
-        A user's class, which may have other bases beside this library's.
-    own : type
-        The base of this library's strategies.
+    The user's class may have other bases beside `own`, the base of this library's.
 
     Raises
     ------

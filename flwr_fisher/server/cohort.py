@@ -270,21 +270,12 @@ class Cohort(NodeNames):
     ) -> dict[int, ClientError]:
         """Return the nodes with other parameters than most nodes', with the difference.
 
-        They train other parameters, or their frozen parameters, which the server does
-        not send, have other values. The server queries each node once, before it
-        trains. A node that does not answer is not returned: it may fail later, by
-        itself. A node that does not report its frozen parameters may have any.
-
-        Parameters
-        ----------
-        grid : Grid
-            The grid of clients.
-        nodes : Sequence[int]
-            The nodes that will train, in an order that is the same in every run.
-        like : Mapping[str, Tensor]
-            The parameters that the server sends. Only these are compared.
-        timeout : float
-            Seconds to wait for answers, at most a minute.
+        They train other parameters of `like`, which the server sends, or their frozen
+        parameters, which it does not send, have other values. The server queries each
+        node once, before it trains, and waits at most a minute. A node that does not
+        answer is not returned: it may fail later, by itself. A node that does not
+        report its frozen parameters may have any. The order of `nodes` is the same in
+        every run.
         """
         take = partial(self._take_trained, frozenset(like))
         if new := [node for node in nodes if node not in self._trained]:

@@ -193,19 +193,7 @@ class Rejections:
     def add(
         self, client: str, reason: object, *, stage: str, node: int | None = None
     ) -> None:
-        """Note and log why a client is left out.
-
-        Parameters
-        ----------
-        client : str
-            Its name.
-        reason : object
-            The reason, for the log; it may come from outside.
-        stage : str
-            The beginning of the log's line, as in Flower's.
-        node : int, optional
-            Its node's id.
-        """
+        """Note and log why a client is left out; the reason may come from outside."""
         if isinstance(reason, Exception) and not isinstance(reason, FlwrFisherError):
             reason = f"{type(reason).__name__}: {reason}"
         text = printable(reason, _LONG_REASON)
@@ -246,30 +234,13 @@ class Door(Generic[P]):
     """Checks the replies to one request, and admits, limits or rejects them.
 
     If a reply fails at any step, with any exception, its client is left out, and
-    nothing else happens.
-
-    Parameters
-    ----------
-    cohort : Cohort
-        Knows which client a node is.
-    read : Callable[[ArrayRecord, Params], P]
-        Decodes and checks the arrays of a reply.
-    like : Mapping[str, Tensor]
-        The parameters that were sent out.
-    weighted_by_key : str
-        The metric that weights clients.
-    policy : Policy
-        What limits a single client's influence.
-    fold : Callable[[P, float], P], optional
-        Only with the exchange's `additive`: adds an upload to a sum, and returns the
-        part of the upload that is kept.
-    kept : str, default ""
-        Only with the exchange's `kept`: the part of an upload that clients also keep.
-    quiet : bool, default False
-        Whether replies are not logged one by one.
+    nothing else happens. `like` has the parameters that were sent out; `fold` and
+    `kept` are the exchange's. If `quiet`, replies are not logged one by one.
 
     Attributes
     ----------
+    stage : str
+        The beginning of a line in the log, as in Flower's.
     expected : int
         How many clients were asked, for the log.
     admitted : list[Upload]

@@ -174,19 +174,12 @@ def mean_vector(uploads: Uploads[Any], name: str) -> dict[str, Tensor]:
 
 
 def check_groups(groups: object, who: str) -> None:
-    """Raise an error unless these are groups of tensors.
-
-    Parameters
-    ----------
-    groups : object
-        What should be groups: tensors by name, by the name of their group.
-    who : str
-        The function that returned them.
+    """Raise an error unless a function returned groups of tensors.
 
     Raises
     ------
     ConfigurationError
-        If they are anything else.
+        If they are anything else. It names `who`, the function.
     """
     if not isinstance(groups, Mapping):
         raise ConfigurationError(

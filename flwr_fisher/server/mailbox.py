@@ -75,13 +75,7 @@ class _Due:
 
 
 class Mailbox:
-    """Sends messages, and collects the outstanding replies.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of clients.
-    """
+    """Sends messages on a grid, and collects the outstanding replies."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
@@ -95,19 +89,11 @@ class Mailbox:
     def send(
         self, messages: Iterable[Message], lifetime: float, late: Receive
     ) -> dict[str, int]:
-        """Send messages that expire after `lifetime` seconds.
+        """Send messages that expire after `lifetime` seconds, 12 hours if infinite.
 
-        Parameters
-        ----------
-        messages : Iterable[Message]
-            Messages to nodes. Their time to live is set here.
-        lifetime : float
-            Seconds from now, at most 12 hours where it is infinite.
-        late : Callable[[NodeReply], object]
-            Called with a reply that comes when nobody waits for it any more.
-
-        If the SuperLink does not take a message, the reply is the same as from a node
-        that is gone.
+        `late` is called with a reply that comes when nobody waits for it any more. If
+        the SuperLink does not take a message, the reply is the same as from a node that
+        is gone.
 
         Returns
         -------
@@ -145,14 +131,9 @@ class Mailbox:
     def pull(
         self, own: Iterable[str] = (), at_once: int | None = None
     ) -> list[tuple[str, NodeReply]]:
-        """Return the replies to these messages; pass other replies to their senders.
+        """Return the replies to `own` messages; pass other replies to their senders.
 
-        Parameters
-        ----------
-        own : Iterable[str]
-            The ids of the messages whose replies are waited for.
-        at_once : int, optional
-            How many replies are held at most; by default all that have come.
+        `at_once` is how many replies are held at most; by default all that have come.
         """
         own = set(own)
         replies = [(id_, reply) for id_, reply in self._held if id_ in own]

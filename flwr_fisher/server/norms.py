@@ -35,14 +35,8 @@ def who_can_measure(
 ) -> dict[int, float]:
     """Return the weights of the clients that can measure; log those that cannot.
 
-    Parameters
-    ----------
-    cohort : Cohort
-        The run's.
-    present : Iterable[int]
-        The nodes that are connected.
-    clients : Mapping[str, tuple[int, float]]
-        The clients of a round by name: their numbers and weights.
+    `present` are the connected nodes, and `clients` has the numbers and weights of a
+    round's clients by name.
     """
     nodes = {cohort.identity(node).number: node for node in present}
     if gone := [c for c, (number, _) in clients.items() if number not in nodes]:

@@ -109,16 +109,8 @@ def check_keys(
 ) -> None:
     """Raise :class:`WireError` unless a curvature can have these keys.
 
-    A few bytes can represent a large matrix, so call this before any decoding.
-
-    Parameters
-    ----------
-    keys : Iterable[str]
-        Each begins with ``curvature/``.
-    params : Mapping[str, Tensor]
-        The model's parameters.
-    structure : "kfac" | "diagonal" | "ekfac" | "block" | "dense", optional
-        The requested structure. By default it may be any.
+    A few bytes can represent a large matrix, so call this before any decoding. The
+    structure is the requested one, or None for any.
     """
     dense: set[str] = set()
     nbytes = 0
