@@ -2,8 +2,6 @@
 
 A reply's ``src_node_id`` need not be the node that was asked: for a node that is gone,
 the SuperLink answers under its own id.
-
-Long: sending, receiving and waiting belong together.
 """
 
 import time

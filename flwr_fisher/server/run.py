@@ -1,7 +1,6 @@
 """A run: its current state, and its result so far.
 
 The journal saves both after each step, so that a new process can resume the run.
-Long: a third of it is docstrings.
 """
 
 from collections.abc import Mapping, Sequence
