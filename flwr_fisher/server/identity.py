@@ -64,11 +64,9 @@ class Identity:
     @property
     def name(self) -> str:
         """The client's name, the same in every run if possible."""
-        if self.registered:
-            return self.registered
-        if self.partition is not None:
-            return f"partition-{self.partition}"
-        return f"node-{self.node}"
+        known = self.partition is not None
+        own = f"partition-{self.partition}" if known else f"node-{self.node}"
+        return self.registered or own
 
     @property
     def order(self) -> Order:
@@ -93,8 +91,7 @@ class Identity:
         >>> sorted(Identity(7, "a", 3).names)
         ['a', 'node-7', 'partition-3']
         """
-        own = () if self.partition is None else (f"partition-{self.partition}",)
-        return {self.name, f"node-{self.node}", *own}
+        return {self.name, replace(self, registered="").name, f"node-{self.node}"}
 
 
 class NodeNames:
