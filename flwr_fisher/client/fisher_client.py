@@ -311,11 +311,6 @@ def _chosen_device(
     ``LocalSGD`` moves batches to the model's device, so the model goes to the
     accelerator. The user's own loop may not move batches, so its model stays where it
     was, and the log says so.
-
-    Raises
-    ------
-    ConfigurationError
-        If the given device has no float64.
     """
     if device is not None:
         chosen = torch.device(device)

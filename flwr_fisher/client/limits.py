@@ -91,26 +91,14 @@ class ClientLimits:
 
 
 def whole_number(options: Mapping[str, Any], name: str, default: int) -> int:
-    """Return an option of the server that is an integer.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is none.
-    """
+    """Return an option of the server, after a check that it is an integer."""
     value = options.get(name, default)
     check_whole(name, value)
     return int(value)
 
 
 def real_number(options: Mapping[str, Any], name: str, default: float) -> float:
-    """Return an option of the server that is a number, without a check of its range.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is none.
-    """
+    """Return an option of the server that is a number; its range is not checked."""
     value = options.get(name, default)
     check_number(name, value)
     return float(value)

@@ -158,13 +158,7 @@ def _acquire(lock: FileLock, timeout: float) -> None:
 
 
 def _digest(problem: LocalProblem, request: Request) -> str:
-    """Return a digest of the request and of all else that the reply depends on.
-
-    Raises
-    ------
-    UndescribedError
-        If that cannot be told.
-    """
+    """Return a digest of the request and of all else that the reply depends on."""
     own = {
         "train_fn": problem.train_fn,
         "loss_fn": problem.loss_fn,

@@ -203,13 +203,7 @@ def config_of(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def arrays_of(message: Message) -> ArrayRecord:
-    """Return a request's one ``ArrayRecord``.
-
-    Raises
-    ------
-    ClientError
-        If there is not exactly one.
-    """
+    """Return a request's one ``ArrayRecord``, or raise :class:`ClientError`."""
     records = list(message.content.array_records.values())
     if len(records) != 1:
         raise ClientError(

@@ -123,13 +123,7 @@ def checked_parameters(
     max_batch_size: int | None,
     train_mode: bool,
 ) -> dict[str, nn.Parameter]:
-    """Check the arguments, and return the trainable parameters.
-
-    Raises
-    ------
-    ConfigurationError, StructureError
-        As for :func:`gradient`, except for errors that only a batch shows.
-    """
+    """Check the arguments, and return the trainable parameters."""
     device_of(model, device)
     if max_batch_size is not None:
         check_whole("max_batch_size", max_batch_size, 1)
@@ -158,11 +152,6 @@ def mean_derivatives(
         As for :func:`gradient`.
     derivatives : Callable[[Inputs, Any], Derivatives]
         Called with the inputs and labels of a batch, or of a part of a batch.
-
-    Raises
-    ------
-    DataError, StructureError
-        As for :func:`gradient`.
     """
     device = next(iter(parameters.values())).device
     sums: list[Sums] = []

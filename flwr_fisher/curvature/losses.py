@@ -89,25 +89,13 @@ _OTHER_LOSS = (
 
 
 def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean squared error, without broadcasting.
-
-    Raises
-    ------
-    DataError
-        If their shapes differ.
-    """
+    """Return the mean squared error, without broadcasting."""
     _check_shapes(outputs, labels)
     return F.mse_loss(outputs, labels)
 
 
 def sigmoid_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean binary cross-entropy of logits and labels from 0 to 1.
-
-    Raises
-    ------
-    DataError
-        If their shapes differ, or a label is out of range.
-    """
+    """Return the mean binary cross-entropy of logits and labels from 0 to 1."""
     _check_shapes(outputs, labels)
     labels = labels.to(outputs.dtype)
     check_from_0_to_1(labels)
@@ -131,15 +119,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
-    """Return a batch's loss after a check: a scalar with a gradient.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is no scalar.
-    StructureError
-        If it depends on no trainable parameter.
-    """
+    """Return a batch's loss after a check: a scalar with a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)
         raise ConfigurationError(

@@ -62,11 +62,6 @@ def without_outliers(
         At least 1.
     device : torch.device | str, optional
         The device where layers are measured, one after another.
-
-    Raises
-    ------
-    ParamsError
-        As raised by :func:`~flwr_fisher.merge.fedfisher`.
     """
     check_posteriors(posteriors)
     everyone = list(range(len(posteriors)))

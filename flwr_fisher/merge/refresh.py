@@ -163,13 +163,7 @@ class _Total:
 def _totals(
     model: nn.Module, loader: Iterable[Any], norms: Collection[_BatchNorm]
 ) -> dict[_BatchNorm, _Total]:
-    """Run a model over a loader, with norms in train mode; return their inputs' sums.
-
-    Raises
-    ------
-    DataError
-        As for :func:`refresh_norms`.
-    """
+    """Run a model over a loader, norms in train mode; return their inputs' sums."""
     batches, count = 0, 0
     with ExitStack() as stack:
         stack.enter_context(watching("norm statistics"))

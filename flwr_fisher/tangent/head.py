@@ -88,11 +88,6 @@ def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
 
     What the model does after its head, such as a log-softmax (which is zero for a
     single output), is left out. Frozen parameters stay frozen; the head is trained.
-
-    Raises
-    ------
-    StructureError
-        If a layer normalises by its batch's own statistics.
     """
     check_examples_are_independent(model, "an example has no features of its own")
     network = own_copy(model)

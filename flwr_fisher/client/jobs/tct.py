@@ -178,10 +178,7 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
 def _times_shorter(lr: float, largest: float, most: int) -> int:
     """Return by how much steps must be shorter, so that they do not diverge.
 
-    Raises
-    ------
-    ConfigurationError
-        If that is more than `most`.
+    More than `most` is an error.
     """
     check_positive("lr", lr)
     if lr <= largest_safe_lr(largest):

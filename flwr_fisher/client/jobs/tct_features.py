@@ -102,11 +102,6 @@ def read_examples(loader: Loader, model: nn.Module, partition: int) -> Examples:
     """Read the loader to its end, always with the same random numbers.
 
     So a loader that shuffles, or augments images, gives the same examples every time.
-
-    Raises
-    ------
-    DataError
-        If there are none.
     """
     with seeded(derive_seed("training data", partition)):
         batches = list(batches_of(loader, model, CPU, labelled=True))
