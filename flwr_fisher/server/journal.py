@@ -182,7 +182,7 @@ class Journal:
         self._exchanges = {
             key: exchange
             for key, exchange in self._exchanges.items()
-            if (self.path / exchange.folder).is_dir()
+            if exchange.folder.is_dir()
         }
         rounds = self.rounds()
         if rounds:
@@ -427,9 +427,10 @@ class ExchangeJournal:
         self._admitted: dict[str, Event] = {}
 
     @property
-    def folder(self) -> str:
+    def folder(self) -> Path:
         """The folder of the exchange's files."""
-        return f"uploads-{self.server_round:04d}/exchange-{self.index}"
+        own = f"uploads-{self.server_round:04d}/exchange-{self.index}"
+        return (self._journal.path or Path()) / own
 
     @property
     def on_disk(self) -> bool:
@@ -450,8 +451,7 @@ class ExchangeJournal:
 
     def note(self, record: ExchangeRecord) -> ExchangeRecord:
         """Write an event of this exchange."""
-        if self.on_disk:
-            self._make_folder()
+        self._make_folder()
         event = "opened" if record.closed is None else "closed"
         self._append(event, record=asdict(record))
         return record
@@ -472,11 +472,11 @@ class ExchangeJournal:
         """
         assert self.record is not None
         if self._journal.last_exchange(self.server_round) is not self:
-            folder, names = self._path(), ", ".join(sorted(lost))
+            names = ", ".join(sorted(lost))
             raise CheckpointError(
-                f"{folder}: the upload of {names} is damaged, or no longer accepted, "
-                "and the round's later exchanges used it: restore it, or delete "
-                f"{folder.parent} to do the round again"
+                f"{self.folder}: the upload of {names} is damaged, or no longer "
+                "accepted, and the round's later exchanges used it: restore it, or "
+                f"delete {self.folder.parent} to do the round again"
             )
         return self.note(replace(self.record, opened=time.time(), closed=None))
 
@@ -558,24 +558,20 @@ class ExchangeJournal:
         where = {"round": self.server_round, "exchange": self.index}
         self._journal.append(event, **where, **content)
 
-    def _path(self, client: str | None = None) -> Path:
-        """Return the exchange's folder, or the file of a client's upload."""
-        folder = (self._journal.path or Path()) / self.folder
-        if client is None:
-            return folder
+    def _path(self, client: str) -> Path:
+        """Return the file of a client's upload."""
         # A registered name may be longer than a file's name, and hold other characters.
         name = quote(client, safe="")
         if len(name) > _LONGEST:
             name = f"{name[:_LONGEST]}-{digest_of(client)[:16]}"
-        return folder / f"{name}.safetensors"
+        return self.folder / f"{name}.safetensors"
 
     def _make_folder(self) -> None:
-        path = self._path()
-        if not path.exists():
-            with _writing(path):
-                path.mkdir(parents=True)
-                sync_folder(path.parent.parent)
-                sync_folder(path.parent)
+        if self.on_disk and not self.folder.exists():
+            with _writing(self.folder):
+                self.folder.mkdir(parents=True)
+                sync_folder(self.folder.parent.parent)
+                sync_folder(self.folder.parent)
 
 
 class FolderLock:

@@ -358,9 +358,9 @@ class ExchangeRun(Generic[P]):
         if record is not None:
             door.expected = len(record.clients or ())
             self.cohort.connected, closed = record.connected, record.closed
-        if record is not None and closed is not None:
-            rejected = {**record.rejected, **rejected}
-            door.missing |= record.missing
+            if closed is not None:
+                rejected = {**record.rejected, **rejected}
+                door.missing |= record.missing
         for name, reason in rejected.items():
             door.rejected.add(name, reason, stage=TRAIN)
         for identity, arrays, metrics in self.journal.uploads():
