@@ -222,7 +222,7 @@ class NodeNames:
             return False
         reason, name = printable(error), self.identity(node).name
         text = f"node-{node} failed to send its partition-id, and is known as {name}: "
-        self.warn_once(text + reason, reason)
+        self.warn_once(text + reason, f"partition-id: {reason}")
         return True
 
     def warn_once(self, text: str, key: str = "") -> None:
