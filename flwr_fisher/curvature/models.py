@@ -58,29 +58,34 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
             "parameters to merge"
         )
     for name, parameter in parameters.items():
-        if parameter.is_complex():
-            raise StructureError(
-                f"'{name}' has dtype {parameter.dtype}, and this library's curvatures "
-                "are of real numbers: freeze it, or keep real parameters and make the "
-                "complex one of them by torch.view_as_complex"
-            )
-        if parameter.is_inference():
-            raise ConfigurationError(
-                f"the model was made under torch.inference_mode, so '{name}' cannot "
-                "have gradients: make it outside of inference_mode"
-            )
-        if parameter.device.type == "meta":
-            raise ConfigurationError(
-                f"'{name}' is on the meta device, where parameters have no values: "
-                "make the model on the CPU, or load its values, "
-                "load_state_dict(values, assign=True)"
-            )
+        _check_has_gradients(name, parameter)
     actual = next(iter(parameters.values())).device
     if device is not None and torch.device(device).type != actual.type:
         raise ConfigurationError(
             f"device={device!s}, but the model is on {actual!s}: move the model first"
         )
     return actual
+
+
+def _check_has_gradients(name: str, parameter: nn.Parameter) -> None:
+    """Raise an error for a parameter without real values, or without gradients."""
+    if parameter.is_complex():
+        raise StructureError(
+            f"'{name}' has dtype {parameter.dtype}, and this library's curvatures are "
+            "of real numbers: freeze it, or keep real parameters and make the complex "
+            "one of them by torch.view_as_complex"
+        )
+    if parameter.is_inference():
+        raise ConfigurationError(
+            f"the model was made under torch.inference_mode, so '{name}' cannot have "
+            "gradients: make it outside of inference_mode"
+        )
+    if parameter.device.type == "meta":
+        raise ConfigurationError(
+            f"'{name}' is on the meta device, where parameters have no values: make "
+            "the model on the CPU, or load its values, load_state_dict(values, "
+            "assign=True)"
+        )
 
 
 def place_of(model: nn.Module) -> torch.device | None:

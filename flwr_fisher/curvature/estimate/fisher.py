@@ -11,6 +11,7 @@ from typing import Any, TypedDict, Unpack, overload
 import torch
 from torch import nn
 
+from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.batches import (
     at_most,
     batches_of,
@@ -360,16 +361,7 @@ def _by_examples(
             labelled = expectation.with_labels(whole)
             if not len(batch := labelled.to(device)):
                 continue
-            if engine is None:
-                forms, sums = make_sums(
-                    model, batch.inputs, wanted, weight_sharing, kfac, without
-                )
-                chunk = examples_at_once(
-                    model, forms, sums, positions, len(batch), max_batch_bytes
-                )
-                engine = Engine(
-                    model, sums, expectation, positions, chunk, forms.spread
-                )
+            engine = engine or begun(batch, wanted, kfac)
             if (room := budget.room(engine)) <= 0:
                 break
             if room < len(batch):
@@ -382,6 +374,15 @@ def _by_examples(
                 "-100, so it has no Fisher"
             )
         return engine.results(wanted)
+
+    def begun(batch: Batch, wanted: list[str], kfac: Curvature | None) -> Engine:
+        forms, sums = make_sums(
+            model, batch.inputs, wanted, weight_sharing, kfac, without
+        )
+        chunk = examples_at_once(
+            model, forms, sums, positions, len(batch), max_batch_bytes
+        )
+        return Engine(model, sums, expectation, positions, chunk, forms.spread)
 
     if "ekfac" not in structures:
         results = read(structures)
