@@ -1,4 +1,7 @@
-"""Which method for which situation, each with the figure that speaks for it."""
+"""Which method for which situation, each with the figure that speaks for it.
+
+Long: it has thirteen rows, and each its own figure.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
