@@ -203,9 +203,9 @@ class ExchangeRun(Generic[P]):
         optional: bool = False,
     ) -> None:
         self.strategy, self.exchange, self.state = strategy, exchange, state
-        self.server_round, self.config = (
-            journal.server_round,
+        self.config, self.server_round = (
             exchange.configure(config),
+            journal.server_round,
         )
         self.grid, self.journal, self.timeout = grid, journal, strategy.timeout
         self.cohort, self.waiting = strategy.cohort, strategy.waiting
