@@ -2,9 +2,10 @@
 
     python benchmarks/tct.py --data-dir DIR   # DIR/MNIST/raw has the files
 
-`--only features`, `closed-form`, `accuracy`, `convex`, `cifar`, `ablations` or `layers`
-runs a part; the page has all that were ever run. Finished runs are kept in
-`benchmarks/cache/tct`: a programme that was stopped goes on. All on one thread.
+`--only features`, `closed-form`, `accuracy`, `fedprox`, `convex`, `cifar`,
+`cifar-fedprox`, `ablations` or `layers` runs a part; the page has all that were ever
+run. Finished runs are kept in `benchmarks/cache/tct`: a programme that was stopped goes
+on. All on one thread.
 
 **Setting of the accuracies.** MNIST, 10 clients of at most 500 training images, each
 in every round, the full test set. Three splits: one class a client (#C = 1), two
@@ -19,12 +20,14 @@ cuts what is a thousand times the clients' median.
 **Learning rates** of FedAvg, thereby of stage 1, and of SCAFFOLD are chosen for each
 split from 0.003, 0.01, 0.03, 0.1 and 0.3 by the mean validation accuracy of the last
 five of 30 rounds, in a seed that is not among the final runs'; a run that diverges
-counts as 0. The 5000 validation images are no client's, and no test image is looked at.
-Nothing of TCT's stage 2 is chosen. **CIFAR-10** (DIR/CIFAR10: images in folders by
+counts as 0. FedProx (Flower's) has FedAvg's rate, and its μ, 0.01, 0.1 or 1, is chosen
+in the same way. The 5000 validation images are no client's, and no test image is looked
+at. Nothing of TCT's stage 2 is chosen. **CIFAR-10** (DIR/CIFAR10: images in folders by
 class), a residual network of 7 convolutions (8 to 32 channels, group norm), has 2 local
 epochs, 15 rounds a stage, and the rates 0.03 and 0.1 over 10 rounds.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -41,6 +44,8 @@ from studies.tct.runs import (
     cifar,
     convex,
     federate,
+    fedprox,
+    shorter,
 )
 
 PAGE = Page(
@@ -53,8 +58,10 @@ PAGE = Page(
         "features": speed.features_section,
         "closed-form": speed.closed_form_section,
         "accuracy": tables.accuracy_section,
+        "fedprox": partial(tables.fedprox_section, "MNIST"),
         "convex": tables.convex_section,
         "cifar": tables.cifar_section,
+        "cifar-fedprox": partial(tables.fedprox_section, "CIFAR-10"),
         "ablations": tables.ablations_section,
         "layers": layers_section,
     },
@@ -62,8 +69,13 @@ PAGE = Page(
 )
 SPEEDS = {"features": speed.features_part, "closed-form": speed.closed_form_part}
 ON_SPLITS = {"accuracy": accuracies, "convex": convex, "cifar": cifar}
-FOLDERS = {"cifar": "CIFAR10"}
+FOLDERS = {"cifar": "CIFAR10", "cifar-fedprox": "CIFAR10"}
 ON_ONE = {"ablations": ablations, "layers": layers}
+# FedProx runs at the rates that these parts chose, and as long.
+BESIDE: dict[str, tuple[str, Callable[[Extent], Extent]]] = {
+    "fedprox": ("accuracy", lambda extent: extent),
+    "cifar-fedprox": ("cifar", shorter),
+}
 
 
 def main() -> None:
@@ -82,6 +94,11 @@ def main() -> None:
             )
         elif name in ON_SPLITS:
             PAGE.keep(name, ON_SPLITS[name](extent, run))
+        elif name in BESIDE:
+            part, length = BESIDE[name]
+            if (beside := PAGE.numbers().get(part)) is None:
+                raise SystemExit(f"{name} needs what --only {part} finds: run it first")
+            PAGE.keep(name, fedprox(length(extent), run, beside))
         else:
             known = PAGE.numbers().get("accuracy")
             PAGE.keep(name, ON_ONE[name](extent, run, known))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
 from harness.clients import CHOICE, Batch, grid_of, scores
 from harness.jobs import Numbers, Run, run_cells
 from harness.page import CACHE
@@ -31,7 +31,8 @@ FEATURES, STEPS = sized((20_000, 500), (500, 5))
 LAST = 5  # rounds whose mean accuracy decides
 
 
-AVG, SCAFFOLD, TCT_ = "FedAvg", "SCAFFOLD", "TCT"
+AVG, SCAFFOLD, TCT_, PROX = "FedAvg", "SCAFFOLD", "TCT", "FedProx"
+MUS = sized((0.01, 0.1, 1.0), (0.1,))  # FedProx's
 # What stage 2 goes without, as the keywords that say so.
 _UNCORRECTED = Regression(control_variates=False)
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -59,11 +60,13 @@ class Job:
     seed: int
     stage1: int
     stage2: int
+    mu: float = 0.0  # FedProx's
 
     @property
     def path(self) -> Path:
         """Where its numbers are kept."""
         method = "".join(c for c in self.method if c.isalnum())
+        method += f"-mu{self.mu:g}" if self.mu else ""
         rounds = f"t{self.stage1}+{self.stage2}"
         name = f"{self.split}-{method}-lr{self.lr:g}-s{self.seed}-{rounds}"
         return CACHE / "tct" / f"{name}.json"
@@ -87,6 +90,9 @@ def make_strategy(job: Job) -> Strategy:
     if job.method.startswith(TCT_):
         given = {"local_steps": STEPS, **ABLATIONS.get(job.method, {})}
         return TCT(stage1_rounds=job.stage1, num_features=FEATURES, **given, **ours)
+    if job.method == PROX:
+        own = FedProx(proximal_mu=job.mu, fraction_evaluate=0.0)
+        return Repeatable(own, seed=job.seed)
     return Repeatable(FedAvg(fraction_evaluate=0.0), seed=job.seed)
 
 
@@ -185,6 +191,12 @@ class Extent:
 SMALL = Extent(2, 2, 2, (0, 1), (0.03,), repeats=2, sizes=((100, 500, 1),))
 
 
+def shorter(extent: Extent) -> Extent:
+    """Return how much is run on CIFAR-10: fewer rounds and rates."""
+    fewer = {"stage1": 15, "stage2": 15, "choosing": 10, "rates": (0.03, 0.1)}
+    return extent if extent == SMALL else replace(extent, **fewer)
+
+
 def choose(
     extent: Extent, run: Run, splits: Iterable[str] = SPLITS
 ) -> dict[str, dict[str, Any]]:
@@ -221,9 +233,31 @@ def convex(extent: Extent, run: Run) -> dict[str, Any]:
 
 def cifar(extent: Extent, run: Run) -> dict[str, Any]:
     """Do it all with a small ResNet on CIFAR-10, in fewer rounds and rates."""
-    fewer = {"stage1": 15, "stage2": 15, "choosing": 10, "rates": (0.03, 0.1)}
-    own = extent if extent == SMALL else replace(extent, **fewer)
-    return _finals(own, run, CIFAR, second=True)
+    return _finals(shorter(extent), run, CIFAR, second=True)
+
+
+def fedprox(extent: Extent, run: Run, beside: Mapping[str, Any]) -> dict[str, Any]:
+    r"""Run FedProx at FedAvg's rates, with a :math:`\mu` chosen for every split.
+
+    `beside` are the numbers of :func:`accuracies` or :func:`cifar`, in whose seeds and
+    rounds it runs.
+    """
+    rates = {split: own["chosen"][AVG]["lr"] for split, own in beside.items()}
+    tries = {
+        split: [Job(split, PROX, lr, CHOICE, 0, extent.choosing, mu) for mu in MUS]
+        for split, lr in rates.items()
+    }
+    found, finals = {}, {}
+    for split, tried in run_cells(tries, run).items():
+        each = {numbers["mu"]: _validation(numbers) for numbers in tried}
+        mu = max(each, key=lambda mu: each[mu])
+        named = {f"{mu:g}": accuracy for mu, accuracy in each.items()}
+        found[split] = {"chosen": {"mu": mu, "validation": named}}
+        jobs = extent.finals(split, PROX, rates[split])
+        finals[split] = [replace(job, mu=mu) for job in jobs]
+    for split, runs in run_cells(finals, run).items():
+        found[split]["runs"] = runs
+    return found
 
 
 def _finals(

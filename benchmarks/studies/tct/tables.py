@@ -70,6 +70,34 @@ def cifar_section(found: Mapping[str, Any]) -> list[str]:
     )
 
 
+def fedprox_section(data: str, found: Mapping[str, Any]) -> list[str]:
+    """Return FedProx's accuracies, in the other methods' setting."""
+    tried_mus = next(iter(found.values()))["chosen"]["validation"]
+    lines = head("", "FedProx", *(f"μ = {mu}" for mu in tried_mus))
+    for split, cell in found.items():
+        lines.append(
+            row(
+                EVERY[split].title,
+                spread(final(cell["runs"])),
+                *tried(cell["chosen"], "mu"),
+            )
+        )
+    return blocks(
+        f"## FedProx on {data}",
+        "Test accuracy in per cent after all rounds, at FedAvg's rate, and what its μ "
+        "was chosen by.",
+        lines,
+    )
+
+
+def tried(choice: Mapping[str, Any], what: str) -> list[str]:
+    """Return the validation accuracies that a number was chosen by, it in bold."""
+    return [
+        f"**{100 * a:.1f}**" if float(value) == choice[what] else f"{100 * a:.1f}"
+        for value, a in choice["validation"].items()
+    ]
+
+
 def accuracy_table(rows: Rows) -> list[str]:
     """Return the accuracies of all methods and splits."""
     one = next(iter(rows.values()))[TCT_][0]
@@ -112,11 +140,7 @@ def rates_table(found: Mapping[str, Any]) -> list[str]:
     lines = head("", "", *first["chosen"][AVG]["validation"])
     for split, cell in found.items():
         for method, choice in cell["chosen"].items():
-            cells = [
-                f"**{100 * a:.1f}**" if float(lr) == choice["lr"] else f"{100 * a:.1f}"
-                for lr, a in choice["validation"].items()
-            ]
-            lines.append(row(EVERY[split].title, method, *cells))
+            lines.append(row(EVERY[split].title, method, *tried(choice, "lr")))
     return lines
 
 
