@@ -203,10 +203,8 @@ class ExchangeRun(Generic[P]):
         optional: bool = False,
     ) -> None:
         self.strategy, self.exchange, self.state = strategy, exchange, state
-        self.config, self.server_round = (
-            exchange.configure(config),
-            journal.server_round,
-        )
+        self.config = exchange.configure(config)
+        self.server_round = journal.server_round
         self.grid, self.journal, self.timeout = grid, journal, strategy.timeout
         self.cohort, self.waiting = strategy.cohort, strategy.waiting
         self.needed, self.optional = strategy.min_train_nodes, optional
