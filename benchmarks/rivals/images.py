@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -55,13 +54,13 @@ class Normalised:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return images as networks take them."""
-        mean, std = (_by_channel(v, images.device) for v in (self.mean, self.std))
+        mean, std = (self._like(images, values) for values in (self.mean, self.std))
         return (images - mean) / std
 
-
-@cache  # a copy to a GPU waits for what runs there
-def _by_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device).reshape(-1, 1, 1)
+    @staticmethod
+    def _like(images: Tensor, values: tuple[float, ...]) -> Tensor:
+        made = torch.tensor(values, dtype=images.dtype).reshape(-1, 1, 1)
+        return made.to(images.device, non_blocking=True)  # or the host would wait
 
 
 def generator_of(shape: tuple[int, int, int], latent: int, width: int) -> nn.Module:

@@ -1,4 +1,7 @@
-"""The federations, and the choice of learning rates."""
+"""The federations, and the choice of learning rates.
+
+Long: every part of the page, with its jobs.
+"""
 
 import statistics
 import tempfile
