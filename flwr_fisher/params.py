@@ -106,7 +106,10 @@ def is_finite(params: Params) -> bool:
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the first name of a tensor that is not finite; a device is read once."""
+    """Return the name of the first tensor that is not finite, or None.
+
+    A device is read once, after all tensors.
+    """
     found = [(name, all_finite(tensor)) for name, tensor in tensors]
     flags = torch.stack([flag for _, flag in found]).tolist() if found else []
     names = (name for name, _ in found)

@@ -54,6 +54,8 @@ from flwr_fisher.wire import (
 )
 from flwr_fisher.wire.additive import SUMS
 
+_Options = dict[str, str | int | float]
+
 
 class FedFisherOneShot(CurvatureStrategy):
     r"""Merge clients' models by their Fisher information, in one round or a few.
@@ -244,22 +246,21 @@ class FedFisherOneShot(CurvatureStrategy):
         """
         own = self._requested()
         if self.aggregate == "parts":
-            return [self._of_uploads(server_round)]
+            return [self._of_uploads(server_round, own)]
         if self.structure == "kfac":
             merge, keep_all = self._merge_of_model, self.policy.limits
             return KfacSums(merge, own, keep_all, step_of).exchanges()
         if (privacy := self.privacy) is not None:
             secure, merge_sums = self.secure is not None, self._merge_sums
             return [private_exchange(privacy, own, merge_sums, secure=secure)]
-        return [self._of_diagonal_sums()]
+        return [self._of_diagonal_sums(own)]
 
-    def _of_uploads(self, server_round: int) -> Exchange[Any]:
+    def _of_uploads(self, server_round: int, own: _Options) -> Exchange[Any]:
         step = partial(self._merge_uploads, self.merge.for_round(server_round))
-        own = self._requested()
         return Exchange(own, self._read, step, require_same_parameters=True)
 
-    def _of_diagonal_sums(self) -> Exchange[Any]:
-        options = self._requested() | {"job": "diagonal-sums"}
+    def _of_diagonal_sums(self, own: _Options) -> Exchange[Any]:
+        options = own | {"job": "diagonal-sums"}
         total = Additive.reader(*SUMS, of_one=False)
         mean = Summation[Additive](
             read=total, total=RunningMean(), keep_all=self.policy.limits
@@ -274,7 +275,7 @@ class FedFisherOneShot(CurvatureStrategy):
         kept = self.aggregate == "sums" and self.structure == "kfac"
         return run_group() if kept else {}
 
-    def _requested(self) -> dict[str, str | int | float]:
+    def _requested(self) -> _Options:
         return {
             "structure": self.structure,
             **self.fisher.to_options(),

@@ -20,7 +20,7 @@ _TAKEN = "taken"  # the note of tensors that the server may take in part
 
 
 def run_disk(problem: LocalProblem, request: Request) -> ClientDisk:
-    """Return the client's disk entry for what a method keeps of a run."""
+    """Return the place on the client's disk for a method's data of one run."""
     return problem.disk("state", request.client, f"{request.count('run'):x}")
 
 

@@ -136,7 +136,7 @@ def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
 
 
 def loss_of(loss_fn: Loss, outputs: Tensor, labels: Any) -> Tensor:
-    """Return a loss; a :class:`DataError` names the shapes of outputs and labels."""
+    """Return a batch's loss; where it fails, :class:`DataError` names the shapes."""
     try:
         return loss_fn(outputs, labels)
     except (FlwrFisherError, torch.OutOfMemoryError):

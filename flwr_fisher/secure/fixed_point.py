@@ -29,7 +29,7 @@ _SIGNED: dict[int, type[np.signedinteger]] = {32: np.int32, 64: np.int64}
 
 
 def check_bits(bits: int) -> None:
-    """Raise :class:`ConfigurationError` unless there are words with so many bits."""
+    """Raise :class:`ConfigurationError` unless words can have so many bits."""
     if bits not in _WORDS:
         raise ConfigurationError(f"bits must be 32 or 64, got {bits!r}")
 

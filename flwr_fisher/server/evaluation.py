@@ -161,7 +161,7 @@ class EvaluationDoor(Door[Scores]):
             self.withdraw(upload, error)
 
     def average(self, server_round: int, aggregate: Aggregate) -> MetricRecord | None:
-        """Return what a strategy makes of the fitting replies, in the clients' order.
+        """Return the metrics that a strategy aggregates, in the clients' order.
 
         It is None if no reply is usable, or the strategy cannot aggregate them.
         """

@@ -64,9 +64,14 @@ class Identity:
     @property
     def name(self) -> str:
         """The client's name, the same in every run if possible."""
-        known = self.partition is not None
-        own = f"partition-{self.partition}" if known else f"node-{self.node}"
-        return self.registered or own
+        return self.registered or self._own
+
+    @property
+    def _own(self) -> str:
+        """The name of a client that is not registered."""
+        if self.partition is not None:
+            return f"partition-{self.partition}"
+        return f"node-{self.node}"
 
     @property
     def order(self) -> Order:
@@ -91,7 +96,7 @@ class Identity:
         >>> sorted(Identity(7, "a", 3).names)
         ['a', 'node-7', 'partition-3']
         """
-        return {self.name, replace(self, registered="").name, f"node-{self.node}"}
+        return {self.name, self._own, f"node-{self.node}"}
 
 
 class NodeNames:
@@ -226,7 +231,7 @@ class NodeNames:
         return True
 
     def warn_once(self, text: str, key: str = "") -> None:
-        """Log a warning, unless the run has logged one of this key, or text."""
+        """Log a warning once a run: one for each key, which is the text by default."""
         if (key or text) not in self._warned:
             self._warned.add(key or text)
             logger.warning("%s", text)
@@ -286,7 +291,7 @@ class NodeNames:
 
 
 def by_reason(reasons: Mapping[Key, str]) -> dict[str, list[Key]]:
-    """Return whom each reason is for."""
+    """Group clients, or nodes, by their reason."""
     groups: dict[str, list[Key]] = {}
     for one, reason in reasons.items():
         groups.setdefault(reason, []).append(one)
