@@ -84,15 +84,8 @@ def main() -> None:
     every = [own for split in found.values() for own in split.values()]
     there = sorted({f"{own['device']}, torch {own['torch']}" for own in every})
     where = f"Measured on {'; '.join(there)}."
-    write_page(
-        NAME,
-        blocks(
-            opening("DENSE and Co-Boosting, at full length", __doc__),
-            where,
-            table(found),
-        ),
-        found,
-    )
+    start = opening("DENSE and Co-Boosting, at full length", __doc__)
+    write_page(NAME, blocks(start, where, table(found)), found)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ class), a residual network of 7 convolutions (8 to 32 channels, group norm), has
 epochs, 15 rounds a stage, and the rates 0.03 and 0.1 over 10 rounds.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -42,10 +41,10 @@ from studies.tct.runs import (
     ablations,
     accuracies,
     cifar,
+    cifar_fedprox,
     convex,
     federate,
     fedprox,
-    shorter,
 )
 
 PAGE = Page(
@@ -70,11 +69,12 @@ PAGE = Page(
 SPEEDS = {"features": speed.features_part, "closed-form": speed.closed_form_part}
 ON_SPLITS = {"accuracy": accuracies, "convex": convex, "cifar": cifar}
 FOLDERS = {"cifar": "CIFAR10", "cifar-fedprox": "CIFAR10"}
-ON_ONE = {"ablations": ablations, "layers": layers}
-# FedProx runs at the rates that these parts chose, and as long.
-BESIDE: dict[str, tuple[str, Callable[[Extent], Extent]]] = {
-    "fedprox": ("accuracy", lambda extent: extent),
-    "cifar-fedprox": ("cifar", shorter),
+# What is run at the learning rates that another part has chosen.
+BESIDE = {
+    "fedprox": ("accuracy", fedprox),
+    "cifar-fedprox": ("cifar", cifar_fedprox),
+    "ablations": ("accuracy", ablations),
+    "layers": ("accuracy", layers),
 }
 
 
@@ -94,14 +94,9 @@ def main() -> None:
             )
         elif name in ON_SPLITS:
             PAGE.keep(name, ON_SPLITS[name](extent, run))
-        elif name in BESIDE:
-            part, length = BESIDE[name]
-            if (beside := PAGE.numbers().get(part)) is None:
-                raise SystemExit(f"{name} needs what --only {part} finds: run it first")
-            PAGE.keep(name, fedprox(length(extent), run, beside))
         else:
-            known = PAGE.numbers().get("accuracy")
-            PAGE.keep(name, ON_ONE[name](extent, run, known))
+            other, part = BESIDE[name]
+            PAGE.keep(name, part(extent, run, PAGE.numbers().get(other)))
     PAGE.write()
 
 

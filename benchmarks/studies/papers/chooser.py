@@ -19,8 +19,9 @@ from studies.fedfish.runs import SHIFT, SKEW
 from studies.fedfish.strategies import AVG, FISH, MENDED
 from studies.fedfish.tables import GLOBAL
 from studies.papers.fagh import NEVER, rounds_to
-from studies.papers.fedfisher import OURS, of
+from studies.papers.fedfisher import OURS, beside_ours, of
 from studies.papers.found import ahead, listed
+from studies.papers.quotes import DATA
 from studies.rivals.exchanges import PLUS
 from studies.rivals.students import CO_BOOSTING
 from studies.rounds.runs import MLR
@@ -31,7 +32,7 @@ Numbers = Callable[[str], Any]
 NO_DATA = ("FedAvg", "OTFusion", "Git Re-Basin, then FedAvg", "FisherMerge")
 MERGES = ("FedAvg", "FisherMerge", "FedFisher diagonal", "RegMean")
 SUMS = "FedFisher K-FAC from sums"
-PAGES = {"rivals_mnist": "MNIST", "rivals_cifar10": "CIFAR-10"}
+PAGES = {f"rivals_{name}": title for name, title in DATA.items()}
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,9 @@ def with_server_data(numbers: Numbers) -> Choice:
 
 def distilled(numbers: Numbers) -> Choice:
     """One round, and a server that trains for long."""
-    long, leads = numbers("students"), list[float]()
-    for page in PAGES:
-        splits = numbers(page)["merges"]
-        leads += [
-            own[CO_BOOSTING]["accuracy"] - splits[split][OURS]["accuracy"]
-            for split, own in long.items()
-            if split in splits
-        ]
+    long = numbers("students")
+    pairs = (beside_ours(numbers, page, long, CO_BOOSTING) for page in PAGES)
+    leads = [theirs - ours for theirs, ours in chain.from_iterable(pairs)]
     return Choice(
         "The same, they are images, and the server has a GPU and may call the clients' "
         "networks",
@@ -111,11 +107,8 @@ def asked_again(numbers: Numbers) -> Choice:
     """One training, an exchange for each layer."""
     leads = {}
     for page, data in PAGES.items():
-        parts = numbers(page)
-        leads[data] = [
-            found[PLUS]["accuracy"] - parts["merges"][split][OURS]["accuracy"]
-            for split, found in parts["exchanges"].items()
-        ]
+        pairs = beside_ours(numbers, page, numbers(page)["exchanges"], PLUS)
+        leads[data] = [theirs - ours for theirs, ours in pairs]
     shown = (f"{data} {with_error(each, 1)}" for data, each in leads.items())
     return Choice(
         "One training, but clients answer once more for each layer, and upload second "

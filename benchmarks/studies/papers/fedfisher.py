@@ -138,17 +138,24 @@ def one_shot(page: str, data: str, by_adam: str) -> Reader:
 
 def as_published(numbers: Numbers, page: str) -> str:
     """Return what DENSE's students reach with all epochs, one on each α."""
-    long, merges = numbers("students"), numbers(page)["merges"]
-    both = [
-        (long[split][RIVALS["DENSE"]]["accuracy"], merges[split][OURS]["accuracy"])
-        for split in long
-        if split in merges
-    ]
+    both = beside_ours(numbers, page, numbers("students"), RIVALS["DENSE"])
     theirs, ours = (listed(each) for each in zip(*both, strict=True))
     return (
         f"With all of them, on one split an α, they have {theirs}, the default {ours} "
         "([students](students.md))."
     )
+
+
+def beside_ours(
+    numbers: Numbers, page: str, found: Mapping[str, Any], name: str
+) -> list[tuple[float, float]]:
+    """Return a method's accuracies on a page's splits, each with the default's."""
+    merges = numbers(page)["merges"]
+    return [
+        (own[name]["accuracy"], merges[split][OURS]["accuracy"])
+        for split, own in found.items()
+        if split in merges
+    ]
 
 
 def of(splits: Sequence[Mapping[str, Any]], name: str) -> list[float]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import arrays_to_tensors
-from studies.tct.runs import AVG, Extent, Job, make_strategy, rate_of_c1
+from studies.tct.runs import AVG, Extent, Job, make_strategy, rates_of_fedavg
 from studies.tct.splits import BATCH, EVERY, world
 
 PROBED = "FedAvg, its last layers retrained"
@@ -71,7 +71,8 @@ def layers(
     extent: Extent, run: Run, accuracy: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Retrain FedAvg's last layers where clients have one class each."""
-    jobs = extent.finals("c1", PROBED, rate_of_c1(extent, run, accuracy))
+    rates = rates_of_fedavg(extent, run, ["c1"], accuracy)
+    jobs = extent.finals("c1", PROBED, rates["c1"])
     return run_cells({"c1": jobs}, partial(run, federate=probe))
 
 

@@ -214,10 +214,15 @@ def choose(
     }
     chosen: dict[str, dict[str, Any]] = {split: {} for split in splits}
     for (split, method), tried in run_cells(grids, run).items():
-        each = {numbers["lr"]: _validation(numbers) for numbers in tried}
-        named = {f"{lr:g}": accuracy for lr, accuracy in each.items()}
-        chosen[split][method] = {"lr": max(each, key=each.get), "validation": named}
+        chosen[split][method] = _best(tried, "lr")
     return chosen
+
+
+def _best(tried: Iterable[Numbers], what: str) -> dict[str, Any]:
+    """Return the value of a setting that validates best, and what each scored."""
+    each = {numbers[what]: _validation(numbers) for numbers in tried}
+    named = {f"{value:g}": accuracy for value, accuracy in each.items()}
+    return {what: max(each, key=lambda value: each[value]), "validation": named}
 
 
 def _validation(run: Numbers) -> float:
@@ -239,25 +244,36 @@ def cifar(extent: Extent, run: Run) -> dict[str, Any]:
     return _finals(shorter(extent), run, CIFAR, second=True)
 
 
-def fedprox(extent: Extent, run: Run, beside: Mapping[str, Any]) -> dict[str, Any]:
-    r"""Run FedProx at FedAvg's rates, with a :math:`\mu` chosen for every split.
+def fedprox(
+    extent: Extent, run: Run, accuracy: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Run FedProx beside :func:`accuracies`, whose numbers are given if there are."""
+    return _fedprox(extent, run, SPLITS, accuracy)
 
-    `beside` are the numbers of :func:`accuracies` or :func:`cifar`, in whose seeds and
-    rounds it runs.
-    """
-    rates = {split: own["chosen"][AVG]["lr"] for split, own in beside.items()}
+
+def cifar_fedprox(
+    extent: Extent, run: Run, found: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Run FedProx beside :func:`cifar`, whose numbers are given if there are."""
+    return _fedprox(shorter(extent), run, CIFAR, found)
+
+
+def _fedprox(
+    extent: Extent, run: Run, splits: Iterable[str], beside: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    r"""Run FedProx at FedAvg's rates, with a :math:`\mu` chosen for every split."""
+    rates = rates_of_fedavg(extent, run, splits, beside)
     tries = {
         split: [Job(split, PROX, lr, CHOICE, 0, extent.choosing, mu) for mu in MUS]
         for split, lr in rates.items()
     }
-    found, finals = {}, {}
+    found: dict[str, dict[str, Any]] = {}
+    finals = {}
     for split, tried in run_cells(tries, run).items():
-        each = {numbers["mu"]: _validation(numbers) for numbers in tried}
-        mu = max(each, key=lambda mu: each[mu])
-        named = {f"{mu:g}": accuracy for mu, accuracy in each.items()}
-        found[split] = {"chosen": {"mu": mu, "validation": named}}
+        best = _best(tried, "mu")
+        found[split] = {"chosen": best}
         jobs = extent.finals(split, PROX, rates[split])
-        finals[split] = [replace(job, mu=mu) for job in jobs]
+        finals[split] = [replace(job, mu=best["mu"]) for job in jobs]
     for split, runs in run_cells(finals, run).items():
         found[split]["runs"] = runs
     return found
@@ -280,14 +296,17 @@ def _finals(
     return found
 
 
-def rate_of_c1(extent: Extent, run: Run, accuracy: Mapping[str, Any] | None) -> float:
-    """Return FedAvg's learning rate where clients have one class each.
-
-    `accuracy` are the numbers of :func:`accuracies`, if there are any.
-    """
-    chosen = accuracy["c1"]["chosen"] if accuracy else choose(extent, run, ["c1"])["c1"]
-    lr: float = chosen[AVG]["lr"]
-    return lr
+def rates_of_fedavg(
+    extent: Extent,
+    run: Run,
+    splits: Iterable[str],
+    known: Mapping[str, Any] | None,
+) -> dict[str, float]:
+    """Return FedAvg's learning rates; chosen here if no numbers are known."""
+    if known:
+        return {split: known[split]["chosen"][AVG]["lr"] for split in splits}
+    chosen = choose(extent, run, splits)
+    return {split: own[AVG]["lr"] for split, own in chosen.items()}
 
 
 def ablations(
@@ -297,7 +316,7 @@ def ablations(
 
     `accuracy` are that part's numbers, which have TCT's own runs, if there are any.
     """
-    lr = rate_of_c1(extent, run, accuracy)
+    lr = rates_of_fedavg(extent, run, ["c1"], accuracy)["c1"]
     own = {TCT_: accuracy["c1"]["runs"][TCT_]} if accuracy else {}
     names = [*ABLATIONS] if own else [TCT_, *ABLATIONS]
     jobs = {name: extent.finals("c1", name, lr) for name in names}
