@@ -1,4 +1,7 @@
-"""Train clients once, keep their uploads on disk, let every method merge the same."""
+"""Train clients once, keep their uploads on disk, let every method merge the same.
+
+They train on a GPU where there is one.
+"""
 
 import hashlib
 import json
@@ -15,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from flwr_fisher.client.training import Loader, LocalSGD
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
 from flwr_fisher.curvature.batches import count_of
+from flwr_fisher.devices import default_device
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
 from flwr_fisher.tasks import Task, load_task
@@ -132,7 +136,8 @@ def posteriors(
 
 def _train(setting: Setting, task: Task, client: int, path: Path) -> None:
     torch.manual_seed(1000 * setting.seed + client)
-    model, device = task.make_model(), torch.device("cpu")
+    device = default_device()
+    model = task.make_model().to(device)
     average = AveragedModel(model)
 
     def on_epoch(epoch: int, _: float) -> None:
