@@ -93,17 +93,21 @@ def main() -> None:
     engine: dict[str, Any] = {}
     for name, (model, batches) in cases().items():
         engine[name] = measure(model, batches, options.runs, device, peer)
-        write(engine, found, device)  # a run that is stopped keeps what it has
+        write(engine, found, device, peer)  # a run that is stopped keeps what it has
 
 
 def write(
-    engine: dict[str, Any], found: dict[str, dict[str, float]], device: torch.device
+    engine: dict[str, Any],
+    found: dict[str, dict[str, float]],
+    device: torch.device,
+    peer: bool,
 ) -> None:
     """Write the tables and the numbers of the networks that were measured."""
     card = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
     where = f"Measured on {card}, torch {torch.__version__}; medians."
     passes = statistics.fmean(each["seconds"]["pass"] for each in engine.values())
     where += f" A pass over the batches takes {1e3 * passes:.0f} ms on average."
+    where += "" if peer else " curvlinops was not installed."
     shown = [where, *tables(engine), "## Merging five clients", merges(found)]
     lines = blocks(opening("On a GPU", __doc__), *shown)
     folder = RESULTS if device.type == "cuda" else RESULTS.parent / "cache"
