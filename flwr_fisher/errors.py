@@ -207,9 +207,11 @@ def check_range(
 def plain(value: Any) -> Any:
     """Return a number or an array of NumPy or torch as Python's own.
 
-    So is each entry of a list or tuple, which becomes a list. Others do not travel in
-    records, and their arithmetic has a precision of its own.
+    So is each entry of a dict, a list or a tuple, which becomes a list. Others do not
+    travel in records, and their arithmetic has a precision of its own.
     """
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     return value.tolist() if hasattr(value, "tolist") else value

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from flwr_fisher.devices import accelerator, random_states, set_random_states
+from flwr_fisher.errors import plain
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -112,8 +113,8 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
-        return _plain(generator.bit_generator.state)
-    return _plain(generator.get_state(legacy=False))
+        return plain(generator.bit_generator.state)
+    return plain(generator.get_state(legacy=False))
 
 
 def set_state_of(generator: Any, state: Any) -> None:
@@ -124,12 +125,6 @@ def set_state_of(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def rewinding(values: Iterable[object]) -> list[Callable[[], object]]:

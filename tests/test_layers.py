@@ -33,7 +33,7 @@ ALLOWED = {
     "log_lines": {"errors"},
     "params": {"errors"},
     "progress": {"log_lines"},
-    "randomness": {"devices"},
+    "randomness": {"devices", "errors"},
     "curvature": GROUND,
     "merge": GROUND | {"curvature"},
     "rounds": GROUND | {"curvature"},

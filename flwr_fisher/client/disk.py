@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,10 +122,6 @@ class ClientDisk:
     def _client_folder(self) -> Path:
         root = Path(self.root).expanduser()
         return root / self.namespace / f"partition-{self.client}"
-
-    def at(self, key: str) -> "ClientDisk":
-        """Return another entry of the same kind."""
-        return replace(self, key=key)
 
     def check_room(self, num_bytes: int, what: str, instead: str = "") -> None:
         """Raise an error for tensors that would never fit, before they are computed.

@@ -9,7 +9,7 @@ from flwr.app import RecordDict
 from flwr.serverapp.strategy import Result
 
 from flwr_fisher import log_lines
-from flwr_fisher.errors import ConfigurationError, extra
+from flwr_fisher.errors import ConfigurationError, extra, plain
 from flwr_fisher.files import save_tensors
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
@@ -91,16 +91,11 @@ def _as_json(values: Mapping[Any, Any], where: str = "") -> dict[str | int, Any]
             kept[name] = _as_json(value, f"{where}{name}.")
             continue
         try:
-            kept[name] = json.loads(json.dumps(value, default=_plain))
+            kept[name] = json.loads(json.dumps(plain(value), default=float))
         except (TypeError, ValueError) as error:
             text = "metrics.json is written without %s%s: %s"
             logger.warning(text, where, name, error)
     return kept
-
-
-def _plain(number: Any) -> Any:
-    """Return a tensor, or another library's number, as Python has it."""
-    return number.tolist() if hasattr(number, "tolist") else float(number)
 
 
 def reply_sizes(result: Result, params: Params) -> dict[str, float]:

@@ -81,18 +81,17 @@ class Driver:
             logger.info("[ROUND %s/%s]", server_round, num_rounds)
             self.server_round, before = server_round, run.state
             try:
-                config = _config_of(
-                    strategy, "round_config", server_round, train_config
-                )
-                self.do_exchanges(config)
+                config = ConfigRecord({**train_config})  # the caller's stays as it is
+                config = strategy.round_config(server_round, config)
+                self.do_exchanges(_checked("round_config", config, server_round))
             except RoundError as error:
                 skip = strategy.waiting.on_failed_round == "skip"
                 if not (skip and strategy.may_skip(server_round)):
                     raise
                 run.skip_round(server_round, before, error)
-            config = _config_of(
-                strategy, "evaluation_config", server_round, evaluate_config
-            )
+            config = ConfigRecord({**evaluate_config})
+            config = strategy.evaluation_config(server_round, config)
+            config = _checked("evaluation_config", config, server_round)
             metrics = evaluate(strategy, server_round, run.arrays(), config, self.grid)
             run.client_evaluated(server_round, metrics)
             if evaluate_fn:
@@ -222,17 +221,14 @@ class Driver:
         return self.server_round
 
 
-def _config_of(
-    strategy: Strategy, name: str, server_round: int, config: ConfigRecord
-) -> ConfigRecord:
-    """Return a strategy's config for a round; the caller's stays as it is.
+def _checked(name: str, returned: object, server_round: int) -> ConfigRecord:
+    """Return the config that a strategy's method returned.
 
     Raises
     ------
     ConfigurationError
-        If the strategy returns something else.
+        If it is something else.
     """
-    returned = getattr(strategy, name)(server_round, ConfigRecord({**config}))
     if not isinstance(returned, Mapping):
         raise ConfigurationError(
             f"{name}() must return the config of round {server_round}, got "
