@@ -55,11 +55,30 @@ from flwr_fisher.strategies.hooks import (
 )
 
 _FUNCTIONS = ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
+# With what a function is called, and what to make of an older one.
+_AGGREGATES = (
+    "a list of RecordDict and the name of the weights",
+    "function of pairs (num_examples, metrics), make one of (records, "
+    "weighted_by_key); record['metrics'] has what a client returned",
+)
+_EVALUATES = (
+    "the round's number and its ArrayRecord",
+    "function of (server_round, parameters, config), make one of (server_round, "
+    "arrays); arrays.to_torch_state_dict() has the model",
+)
 _FRACTIONS = ("fraction_train", "fraction_evaluate")
 _FEWEST = {"min_train_nodes": 1, "min_evaluate_nodes": 0, "min_available_nodes": 1}
 _NORM_STATISTICS = ("average", "refresh")
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
 _INDENT = 10  # columns in front of a line of settings in the log
+# What belongs elsewhere, in Flower's older strategies' constructors.
+_OLDER_ARGUMENTS = {
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+    "initial_parameters": "start(initial_arrays=…)",
+    "on_fit_config_fn": "start(train_config=…)",
+    "on_evaluate_config_fn": "start(evaluate_config=…)",
+}
 # its names in Flower's older strategies
 OLDER_NAMES = {
     "fraction_fit": "fraction_train",
@@ -73,7 +92,9 @@ def _meant(
     unknown: Iterable[str], known: Collection[str], grouped: Mapping[str, str]
 ) -> str:
     """Return the known keywords like these, as the end of an error."""
-    other = {**grouped, **OLDER_NAMES}
+    of_start = signature(CurvatureStrategy.start).parameters
+    other = {name: f"start({name}=…)" for name in of_start}
+    other |= {**grouped, **OLDER_NAMES, **_OLDER_ARGUMENTS}
     close = {
         name: other.get(name) or next(iter(get_close_matches(name, known)), None)
         for name in unknown
@@ -166,7 +187,7 @@ class CurvatureStrategy(FedAvg):
         for name in kwargs.keys() & _FEWEST.keys():
             check_whole(name, kwargs[name], _FEWEST[name])
         for name in kwargs.keys() & _FUNCTIONS:
-            _check_aggregation(name, kwargs[name])
+            _check_function(name, kwargs[name], *_AGGREGATES)
         check_whole("seed", seed)
         self.policy = given("policy", policy, Policy)
         self.waiting = given("waiting", waiting, Waiting)
@@ -374,6 +395,7 @@ class CurvatureStrategy(FedAvg):
             If a callback failed. Its round is finished then.
         """
         check_callbacks(callbacks)
+        _check_function("evaluate_fn", evaluate_fn, *_EVALUATES)
         check_default_device()
         if not hasattr(grid, "get_node_ids"):
             raise ConfigurationError(
@@ -477,21 +499,19 @@ class CurvatureStrategy(FedAvg):
         )
 
 
-def _check_aggregation(name: str, function: Any) -> None:
-    """Raise :class:`ConfigurationError` unless a function can aggregate metrics."""
+def _check_function(name: str, function: Any, called_with: str, older: str) -> None:
+    """Raise :class:`ConfigurationError` unless a function takes two arguments."""
     if function is None:
         return
     if not callable(function):
         raise ConfigurationError(f"{name} must be a function, got {function!r:.80}")
     try:
         with suppress(ValueError):  # of a built-in function, without a signature
-            signature(function).bind([], "num-examples")
+            signature(function).bind(None, None)
     except TypeError as error:
         raise ConfigurationError(
-            f"{name} is called with a list of RecordDict and the name of the weights, "
-            f"and {function!r:.80} cannot be ({error}): of Flower's older strategies' "
-            "function of pairs (num_examples, metrics), make one of (records, "
-            "weighted_by_key); record['metrics'] has what a client returned"
+            f"{name} is called with {called_with}, and {function!r:.80} cannot be "
+            f"({error}): of Flower's older strategies' {older}"
         ) from error
 
 

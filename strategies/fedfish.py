@@ -8,7 +8,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flwr_fisher.errors import ConfigurationError, check_known, check_range
+from flwr_fisher.errors import ConfigurationError, check_known, check_range, plain
 from flwr_fisher.params import (
     DeferredParams,
     Params,
@@ -287,10 +287,11 @@ class FedFish(CurvatureStrategy):
         """Return this strategy's own settings."""
         wanted = {f"client-{name}": n for name, n in self._requested().items()}
         optimizer = self._optimizer([nn.Parameter(torch.zeros(1, 1))])
+        own = {f"server-{key}": plain(n) for key, n in optimizer.defaults.items()}
         defaults = {
-            f"server-{key}": value
-            for key, value in optimizer.defaults.items()
-            if isinstance(value, str | int | float | bool)
+            key: value
+            for key, value in own.items()
+            if isinstance(value, str | int | float | bool | list)
         }
         return wanted | {"server": type(optimizer).__name__} | defaults
 

@@ -564,6 +564,28 @@ MISTAKES = {
         ConfigurationError,
         r"evaluate_fn must return a MetricRecord or None, got \(0.1",
     ),
+    "an evaluate_fn of three": (
+        lambda: FedFisherOneShot().start(
+            LocalGrid(tiny_app(), 3), tiny_arrays(), evaluate_fn=lambda n, p, config: 0
+        ),
+        ConfigurationError,
+        r"evaluate_fn is called with the round's number and its ArrayRecord, .*'config'"
+        r".*to_torch_state_dict\(\)",
+    ),
+    "a name for an evaluate_fn": (
+        lambda: FedFisherOneShot().start(
+            LocalGrid(tiny_app(), 3), tiny_arrays(), evaluate_fn="accuracy"
+        ),
+        ConfigurationError,
+        "evaluate_fn must be a function, got 'accuracy'",
+    ),
+    "a file for a checkpoint_dir": (
+        lambda: FedFisherOneShot().start(
+            LocalGrid(tiny_app(), 3), tiny_arrays(), checkpoint_dir=__file__
+        ),
+        CheckpointError,
+        "checkpoint_dir is a file, .*: pass a folder, or None",
+    ),
     "no metrics of the training": (
         lambda: FedFisherOneShot(train_metrics_aggr_fn=lambda *_: [0.5]).start(
             LocalGrid(tiny_app(), 3), tiny_arrays()
@@ -980,6 +1002,10 @@ def test_features_that_are_no_numbers_lead_to_the_inputs():
         ("examples", "fisher=FisherOptions(examples=…)"),
         ("solver", "regression=Regression(solver=…)"),
         ("min_fit_clients", "min_train_nodes"),
+        ("evaluate_fn", "start(evaluate_fn=…)"),
+        ("num_rounds", "start(num_rounds=…)"),
+        ("fit_metrics_aggregation_fn", "train_metrics_aggr_fn"),
+        ("on_fit_config_fn", "start(train_config=…)"),
         ("checkpoint_folder", None),
     ],
 )

@@ -471,9 +471,10 @@ def test_an_empty_array_is_kept(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "run").touch()
-    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path / 'run'} "):
-        start(tmp_path / "run")
+    (tmp_path / "file").touch()
+    where = tmp_path / "file" / "run"
+    with pytest.raises(CheckpointError, match=f"cannot write {where} "):
+        start(where)
 
 
 def test_a_folder_may_be_the_homes(tmp_path, monkeypatch):

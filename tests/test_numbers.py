@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from flwr_fisher.client import ClientLimits, LocalSGD
 from flwr_fisher.errors import ConfigurationError
@@ -74,6 +75,19 @@ def test_a_strategy_of_numpys_numbers_requests_and_keeps_the_same(make, numbers)
     assert json.dumps(own.options()) == json.dumps(plain.options())
     for one, other in zip(own.exchanges(2), plain.exchanges(2), strict=True):
         assert one.options == other.options
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor])
+def test_a_function_for_an_optimizer_may_give_it_numpys_numbers(kind):
+    def options(rate, beta):
+        betas = (0.5, beta)
+        optimizer = partial(torch.optim.Adam, lr=rate, betas=betas, foreach=False)
+        return FedFish(server_optimizer=optimizer).options()
+
+    plain = options(0.5, 0.75)
+    assert options(kind(0.5), 0.75) == plain
+    assert options(kind(0.25), 0.75) != plain
+    assert options(kind(0.5), 0.875) != plain
 
 
 def test_numpys_booleans_are_no_numbers():

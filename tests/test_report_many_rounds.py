@@ -60,7 +60,7 @@ def outcome(make, num_rounds=3, every=1):
 
 def report(path, task, result, **options):
     told = {"method": "FedFish", "seconds": SECONDS, "config": CONFIG, **options}
-    returned = report_rounds(path, task=task, result=result, **told)
+    returned = report_rounds(str(path), task=task, result=result, **told)
     metrics = json.loads((path / "metrics.json").read_text())
     assert metrics["accuracy"] == returned
     return metrics

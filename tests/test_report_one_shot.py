@@ -118,7 +118,7 @@ def test_with_batch_norm_the_model_is_the_runs_result(tmp_path):
         make_model=tiny_model, test_loader=lambda: DataLoader(data, batch_size=25)
     )
     result = start(FedFisherOneShot(fraction_evaluate=0.0))
-    found = report_one_shot(tmp_path, task=task, result=result)
+    found = report_one_shot(str(tmp_path), task=task, result=result)
     models = {
         "fedfisher": result.arrays.to_torch_state_dict(),
         "fedfisher_averaged": result.details.params,

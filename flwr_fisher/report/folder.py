@@ -49,7 +49,7 @@ def resolve_output_dir(output_dir: str, run_id: int) -> Path:
 
 
 def save_report(
-    path: Path,
+    path: str | Path,
     params: Params,
     *,
     config: Mapping[str, Any],
@@ -59,7 +59,7 @@ def save_report(
 
     Parameters
     ----------
-    path : Path
+    path : str | Path
         The directory. It is made if it does not exist.
     params : Mapping[str, Tensor]
         The model's parameters.
@@ -70,14 +70,16 @@ def save_report(
         numbers of NumPy are written as plain numbers. What JSON does not have is left
         out, and a warning names it.
     """
+    path = Path(path)
     save_model(path, params)
     content = {"seed": config.get("seed"), "config": dict(config), **measured}
     text = json.dumps(_as_json(content), indent=2, sort_keys=True) + "\n"
     (path / "metrics.json").write_text(text)
 
 
-def save_model(path: Path, params: Params) -> None:
+def save_model(path: str | Path, params: Params) -> None:
     """Write ``model.safetensors`` to a directory, which is made if necessary."""
+    path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     save_tensors(path / "model.safetensors", params)
 

@@ -70,7 +70,7 @@ def evaluate_on_test(
 
 
 def report_rounds(
-    path: Path,
+    path: str | Path,
     *,
     method: str,
     task: Task,
@@ -84,7 +84,7 @@ def report_rounds(
 
     Parameters
     ----------
-    path : Path
+    path : str | Path
         The directory for ``metrics.json``, ``model.safetensors``, ``rounds.png`` and,
         if clients share a data set of images, ``labels.png``.
     method : str
@@ -111,7 +111,7 @@ def report_rounds(
         of `also`, and ``zero_shot`` and ``personalised`` of held-out clients, as they
         were last measured.
     """
-    params = arrays_to_tensors(result.arrays)
+    path, params = Path(path), arrays_to_tensors(result.arrays)
     save_model(path, params)  # it is safe, whatever a score raises
     rounds = rounds_of(result)
     last = rounds.setdefault(max(rounds, default=0), {}).setdefault("server", {})

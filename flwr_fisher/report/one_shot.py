@@ -46,7 +46,7 @@ class Problem(Protocol):
 
 
 def report_one_shot(
-    path: Path,
+    path: str | Path,
     *,
     task: Problem,
     result: CurvatureResult,
@@ -65,7 +65,7 @@ def report_one_shot(
 
     Parameters
     ----------
-    path : Path
+    path : str | Path
         The directory for ``metrics.json``, ``model.safetensors``, ``accuracy.png``,
         ``residual.png`` and, if clients have shares of a ``Task``, ``labels.png``.
     task : Task, or any object with its ``make_model()`` and ``test_loader()``
@@ -86,7 +86,7 @@ def report_one_shot(
         If the result has no merge: it is of another strategy, or of a resumed run that
         had nothing left to do.
     """
-    merged = result.details
+    path, merged = Path(path), result.details
     if not isinstance(merged, MergeResult):
         raise ConfigurationError(
             "report_one_shot needs the last merge of FedFisherOneShot, and this result "

@@ -50,7 +50,7 @@ def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
 
 
 def plot_rounds(
-    path: Path,
+    path: str | Path,
     runs: Mapping[str, History],
     metrics: Sequence[str | Sequence[str]],
     *,
@@ -60,7 +60,7 @@ def plot_rounds(
 
     Parameters
     ----------
-    path : Path
+    path : str | Path
         The picture's file.
     runs : Mapping[str, Mapping[int, Mapping[str, Any]]]
         For each label, a run's metrics by round, for example
@@ -83,6 +83,7 @@ def plot_rounds(
             ["barrier-loss", ("personalised-accuracy", "zero-shot-accuracy")],
         )
     """
+    path = Path(path)
     wanted = [(m,) if isinstance(m, str) else tuple(m) for m in metrics]
     drawn = []
     for keys in wanted:

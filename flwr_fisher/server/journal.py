@@ -129,13 +129,14 @@ class Journal:
     Raises
     ------
     CheckpointError
-        If another server has the folder, it cannot be written, or it is an empty
-        string.
+        If another server has the folder, it cannot be written, or it is a file or an
+        empty string.
     """
 
     def __init__(self, path: str | Path | None) -> None:
-        if path == "":
-            raise CheckpointError('checkpoint_dir is "": pass a folder, or None')
+        if path == "" or (path is not None and Path(path).expanduser().is_file()):
+            wrong = f"a file, {path}" if path else '""'
+            raise CheckpointError(f"checkpoint_dir is {wrong}: pass a folder, or None")
         self.run, self.options = "", dict[str, Any]()
         self.finished: dict[int, Event] = {}
         self._exchanges: dict[tuple[int, int], ExchangeJournal] = {}

@@ -320,7 +320,7 @@ class ClientFeatures:
             for inputs, rows in self.examples.parts:
                 at_once = inputs.split(_AT_ONCE), torch.split(rows, _AT_ONCE)
                 for some, at in zip(*at_once, strict=True):
-                    out[at] = self.tangent(some.to(self.problem.device)).cpu()
+                    out[at] = self.tangent(some.to(self.problem.device)).to(out)
                     progress.advance(len(some))
         if not out.isfinite().all():
             raise ClientError(
