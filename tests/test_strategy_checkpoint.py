@@ -409,8 +409,12 @@ def test_the_same_train_config_is_gone_on_with(tmp_path):
     start(where=tmp_path, resume=True, **options)
 
 
-def test_numpys_numbers_in_a_settings_table_are_gone_on_with(tmp_path):
-    fagh = FAGH(betas=(np.float32(0.5), 0.5), fraction_evaluate=0.0)
+def test_numpys_numbers_and_tuples_in_a_settings_table_are_gone_on_with(tmp_path):
+    class Own(FAGH):
+        def settings(self):
+            return {**super().settings(), "layers": (np.int64(1), {"a": (2, 3)})}
+
+    fagh = Own(betas=(np.float32(0.5), 0.5), fraction_evaluate=0.0)
     for resume in (False, True):
         options = {"checkpoint_dir": tmp_path, "resume": resume}
         fagh.start(LocalGrid(Watched(), 2), tiny_arrays(), **options)

@@ -478,8 +478,8 @@ def score_batches(
     batches: Iterable[Batch],
     loss_fn: Loss,
     *,
+    classes: bool,
     check: bool = False,
-    classes: bool = True,
 ) -> tuple[float, float, int]:
     """Return the scores of :func:`score`, with the model in its current mode.
 

@@ -259,11 +259,13 @@ def num_correct(outputs: Tensor, labels: Any) -> float:
     fits = isinstance(labels, Tensor) and guess.shape == labels.shape
     if not fits or outputs.shape[-1] < 2:
         return float("nan")
-    given = labels != IGNORED
-    classes = outputs.shape[-1]
-    wrong = labels[given & ((labels < 0) | (labels >= classes))]
-    check_classes(map(int, wrong[:1]), classes)
-    return float(((guess == labels) & given).sum())
+    given, classes = labels != IGNORED, outputs.shape[-1]
+    wrong = given & ((labels < 0) | (labels >= classes))
+    right = (guess == labels) & given
+    num_right, num_wrong = torch.stack([right.sum(), wrong.sum()]).tolist()
+    if num_wrong:  # only now, because a GPU is waited for
+        check_classes([int(labels[wrong][0])], classes)
+    return float(num_right)
 
 
 def check_classes(labels: Iterable[int], classes: int) -> None:

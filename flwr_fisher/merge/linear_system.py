@@ -129,7 +129,7 @@ def linear_systems(
     posteriors: Sequence[LocalPosterior],
     mean: Params,
     settings: MergeSettings,
-    device: Device = None,
+    device: Device,
 ) -> SystemMakers:
     """Return functions that compute each layer's system for its move from the mean.
 

@@ -85,7 +85,7 @@ class LocalPosterior:
         """Return how a copy is made: its tensors have version counters of their own."""
         return LocalPosterior, (self.params, self.curvature, self.num_examples)
 
-    def check_unchanged(self, what: str = "the posterior") -> None:
+    def check_unchanged(self, what: str) -> None:
         """Raise :class:`ParamsError` if a parameter was changed in place since."""
         for name, tensor, version in self._versions:
             if tensor._version != version:

@@ -195,9 +195,9 @@ def merge_from_sums(
     sums: DiagonalSums,
     settings: MergeSettings,
     *,
-    like: Params | None = None,
-    score: Score | None = None,
-    progress: Report | None = None,
+    like: Params | None,
+    score: Score | None,
+    progress: Report | None,
 ) -> MergeResult:
     """Merge as :func:`fedfisher_from_sums` does, with its options in one object."""
     check_score(score, settings.solver)

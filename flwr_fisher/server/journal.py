@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 from filelock import FileLock, Timeout
 from flwr.app import ArrayRecord, MetricRecord
 from safetensors import SafetensorError
@@ -154,11 +153,9 @@ class Journal:
             self._lock.release()
 
     def begin(self, options: Mapping[str, Any]) -> None:
-        """Record the begin of a run with its options."""
-        # NumPy's numbers as JSON's
-        plain = json.loads(json.dumps(dict(options), default=np.generic.item))
+        """Record the begin of a run with its options, which are JSON values."""
         self.run, self._end = secrets.token_hex(8) if self.path else "", 0
-        self.append("begun", format=FORMAT, options=plain)
+        self.append("begun", format=FORMAT, options=dict(options))
 
     def load(self) -> list[int]:
         """Read the journal; return the rounds with saved states, in order.

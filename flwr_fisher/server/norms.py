@@ -50,7 +50,7 @@ def who_can_measure(
 
 
 def norm_exchange(
-    prefixes: Sequence[str], weights: Mapping[int, float], *, frozen: bool = True
+    prefixes: Sequence[str], weights: Mapping[int, float], *, frozen: bool
 ) -> Exchange[Additive]:
     """Return the exchange that asks for norms' shifts, and takes their mean.
 
@@ -61,7 +61,7 @@ def norm_exchange(
     weights : Mapping[int, float]
         The clients' weights in the merge, by their numbers. A secure sum is weighted by
         the clients' examples.
-    frozen : bool, default True
+    frozen : bool
         Whether to measure norms whose parameters a client does not train, as where a
         training has changed their statistics.
     """

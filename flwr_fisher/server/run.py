@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
 from flwr_fisher.callbacks import Callback, call, history_of
-from flwr_fisher.errors import CheckpointError, ConfigurationError, kept_record
+from flwr_fisher.errors import CheckpointError, ConfigurationError, kept_record, plain
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload, Uploads
@@ -86,6 +86,7 @@ class Run:
         if reopen and not resume:
             raise ConfigurationError("reopen=True needs resume=True: pass both")
         state = ServerState.first(initial_arrays, dict(groups or {}))
+        options = plain(dict(options))  # as JSON has them
         if resume and checkpoint_dir is None:
             raise CheckpointError("resume=True needs a checkpoint_dir")
         journal = Journal(checkpoint_dir)

@@ -104,9 +104,7 @@ def _tensors(curvature: Curvature) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-def check_keys(
-    keys: Iterable[str], params: Params, structure: str | None = None
-) -> None:
+def check_keys(keys: Iterable[str], params: Params, structure: str | None) -> None:
     """Raise :class:`WireError` unless a curvature can have these keys.
 
     A few bytes can represent a large matrix, so call this before any decoding. The

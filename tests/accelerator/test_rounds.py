@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from virtual import ask, fedfisher_with, tensors_of, tiny_arrays, tiny_client
 
 from flwr_fisher.callbacks import BestModel, CSVFile
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import FedFish
@@ -175,3 +175,15 @@ def test_memory_is_given_back_after_a_request():
     for _ in range(2):
         ask(client, arrays, config)
     assert pretended.settled(2 * own) <= 2 * own  # the model, and its gradients
+
+
+def test_scoring_waits_for_a_batchs_loss_and_its_count_and_for_nothing_else():
+    model, data = seeded(lambda: nn.Linear(4, 3)).to(DEVICE), randn(0, 30, 4)
+    labels = torch.arange(30) % 3
+    waits = []
+    for batches in (2, 5):
+        loader = DataLoader(TensorDataset(data, labels), batch_size=30 // batches)
+        with pretended.watch() as seen:
+            score(model, loader, torch.device(DEVICE), nn.functional.cross_entropy)
+        waits.append(len(seen.waits()))
+    assert waits[1] - waits[0] == 3 * 2, seen.where()
