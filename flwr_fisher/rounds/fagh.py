@@ -173,35 +173,18 @@ def fagh_step(
     G = {k: v / (1 - betas[0] ** t) for k, v in M1.items()}
     V = {k: v / (1 - betas[1] ** t) for k, v in M2.items()}
     curvature = m / (1 - betas[1] ** t)
-    # Scaled by the largest entry first, so that no square overflows or vanishes.
-    largest = max((float(v.abs().max()) for v in V.values() if v.numel()), default=0.0)
-    fell_back = not largest > 0
-    if not fell_back:
-        V = {k: v / largest for k, v in V.items()}
-        length = sum(float(v.square().sum()) for v in V.values()) ** 0.5
-        cosine = curvature / largest / length
-        fell_back = not cosine > epsilon
-    if not fell_back:
-        # kappa / (kappa + rho) is 1 / (1 + rho / kappa), which cannot overflow.
-        rho_over_kappa = rho / largest * cosine / length
-        projection = sum(float((V[k] * G[k]).sum()) for k in G) / length
-        taken = projection / (1 + rho_over_kappa)
-        G = {k: g - V[k] * (taken / length) for k, g in G.items()}
-    direction = {k: (g / rho).to(params[k].device) for k, g in G.items()}
+    deflated = _without_curved_part(G, V, curvature, rho, epsilon)
+    wanted = G if deflated is None else deflated
+    exact = {k: (g / rho).to(params[k].device) for k, g in wanted.items()}
     new = {
-        k: (v.double() - lr * direction[k]).to(v.dtype) if k in direction else v
+        k: (v.double() - lr * exact[k]).to(v.dtype) if k in exact else v
         for k, v in params.items()
     }
-    M1, M2 = (
-        {
-            k: v.to(torch.promote_types(params[k].dtype, torch.float32))
-            for k, v in M.items()
-        }
-        for M in (M1, M2)
-    )
-    direction = {k: v.to(params[k].dtype) for k, v in direction.items()}
+    direction = {k: v.to(params[k].dtype) for k, v in exact.items()}
     moments = FaghMoments(
-        finite(M1, "the gradient's moment"), finite(M2, "the product's moment"), m
+        finite(_kept(M1, params), "the gradient's moment"),
+        finite(_kept(M2, params), "the product's moment"),
+        m,
     )
     check_finite(direction, "the direction of FAGH's step")
     if not math.isfinite(curvature):
@@ -209,7 +192,27 @@ def fagh_step(
             f"the curvature along the probe is {curvature}, and FAGH needs a finite one"
         )
     new = finite(new, "the model after FAGH's step")
-    return FaghStep(new, moments, direction, curvature, fell_back)
+    return FaghStep(new, moments, direction, curvature, deflated is None)
+
+
+def _without_curved_part(
+    G: Params, V: Params, curvature: float, rho: float, epsilon: float
+) -> Params | None:
+    r"""Return :math:`\rho (H + \rho I)^{-1} G`; None if the curvature is too small."""
+    # Scaled by the largest entry first, so that no square overflows or vanishes.
+    largest = max((float(v.abs().max()) for v in V.values() if v.numel()), default=0.0)
+    if not largest > 0:
+        return None
+    V = {k: v / largest for k, v in V.items()}
+    length = sum(float(v.square().sum()) for v in V.values()) ** 0.5
+    cosine = curvature / largest / length
+    if not cosine > epsilon:
+        return None
+    # kappa / (kappa + rho) is 1 / (1 + rho / kappa), which cannot overflow.
+    rho_over_kappa = rho / largest * cosine / length
+    projection = sum(float((V[k] * G[k]).sum()) for k in G) / length
+    taken = projection / (1 + rho_over_kappa)
+    return {k: g - V[k] * (taken / length) for k, g in G.items()}
 
 
 def _check_numbers(
@@ -229,6 +232,12 @@ def _check_inputs(params: Params, gradient: Params, hvp: Params) -> None:
     check_same_layout(gradient, hvp, "hvp")
     check_finite(gradient, "gradient")
     check_finite(hvp, "hvp")
+
+
+def _kept(moment: Params, params: Params) -> dict[str, Tensor]:
+    """Return a moment in the parameters' dtypes, but at least in float32."""
+    wide = {k: torch.promote_types(params[k].dtype, torch.float32) for k in moment}
+    return {k: v.to(wide[k]) for k, v in moment.items()}
 
 
 def _moment(value: Params, last: Params | None, beta: float) -> dict[str, Tensor]:
