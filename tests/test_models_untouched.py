@@ -436,6 +436,18 @@ def test_a_loader_gives_afterwards_what_it_would_have_given(read):
         assert torch.equal(one[1], other[1])
 
 
+def test_persistent_workers_begin_with_the_same_order():
+    def make():
+        generator, data = torch.Generator().manual_seed(0), TensorDataset(X, Y)
+        options = {"num_workers": 1, "persistent_workers": True}
+        return DataLoader(data, 2, shuffle=True, generator=generator, **options)
+
+    loader = make()
+    fisher(nn.Linear(5, 3), loader)
+    for one, other in zip(loader, make(), strict=True):
+        assert torch.equal(one[0], other[0])
+
+
 def test_an_iterator_of_persistent_workers_goes_on():
     data = TensorDataset(X, Y)
     loader = DataLoader(data, 1, num_workers=1, persistent_workers=True)

@@ -220,12 +220,14 @@ class AnyName(Two):
         return super().forward(*args, **kwargs)
 
 
+First = namedtuple("First", ["label", "left"])
 Pair = namedtuple("Pair", "x y")
 FORMS = {
     **BATCHES,
     "tensor": lambda x, y: x,
     "list of one": lambda x, y: [x],
     "namedtuple": Pair,
+    "labels first": lambda x, y: First(label=y, left=x),
     "UserDict": lambda x, y: UserDict(left=x, labels=y),
     "without labels": lambda x, y: {"left": 2 * x, "right": x},
 }

@@ -342,8 +342,9 @@ def read(
                 f"{form_of(pair)}"
             )
         inputs, labels = _inputs(pair[0], output_fn), pair[1]
-    elif isinstance(batch, Mapping):
-        inputs, labels = _of_mapping(batch, model, output_fn)
+    elif isinstance(batch, Mapping) or _names_labels(batch):
+        named = batch if isinstance(batch, Mapping) else batch._asdict()
+        inputs, labels = _of_mapping(named, model, output_fn)
     elif isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
         if not batch:
             raise DataError(f"a batch is an empty {type(batch).__name__}: {_WAY_OUT}")
@@ -361,6 +362,12 @@ def read(
     if isinstance(labels, Tensor) and labels.dtype in _WHOLE:
         labels = labels.long()  # 156 is -100 in uint8, and losses refuse int32
     return Batch(inputs, labels)
+
+
+def _names_labels(batch: Any) -> bool:
+    """Return whether a named tuple has its labels in another place than the last."""
+    *others, last = getattr(batch, "_fields", None) or [""]
+    return last not in TARGETS and any(name in TARGETS for name in others)
 
 
 def _inputs(value: Any, output_fn: OutputFn | None) -> Inputs:

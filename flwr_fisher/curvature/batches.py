@@ -50,7 +50,8 @@ class Pairs(Iterable[Any]):
     - A tensor is the model's one input, without labels.
     - In a tuple or list, the last part is the labels, and the parts before it are the
       inputs, by position: ``(x, y)``, ``(left, right, y)``; also ``((left, right), y)``
-      and ``({"left": ..., "right": ...}, y)``.
+      and ``({"left": ..., "right": ...}, y)``. A named tuple with its labels in another
+      place is read by its names, as a mapping.
     - In a mapping, the labels are the one entry named ``label``, ``labels``,
       ``label_ids``, ``y``, ``target``, ``targets`` or ``fine_label``. Tensors whose
       names are arguments of the model's ``forward`` are passed by name, and tensors

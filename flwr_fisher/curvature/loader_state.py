@@ -18,18 +18,22 @@ def loader_kept(loader: Iterable[Any]) -> Iterator[None]:
     """Restore a loader's :class:`LoaderState` after a ``with`` block that reads it.
 
     An iterator of persistent workers, which a user's own loop has begun, goes on
-    afterwards: a new one would begin it anew.
+    afterwards: a new one would begin it anew. Where there was none, there is none
+    afterwards: it draws a number when it is made, and not again.
     """
     state = LoaderState(loader)
-    begun = [(own, it) for own in state.parts if _is_begun(it := own.get("_iterator"))]
-    for own, _ in begun:
-        own["_iterator"] = None
+    held = [(own, own.get("_iterator")) for own in state.parts]
+    kept = [(own, it) for own, it in held if it is None or _is_begun(it)]
+    for own, iterator in kept:
+        if iterator is not None:
+            own["_iterator"] = None
     try:
         yield
     finally:
         state.restore()
-        for own, iterator in begun:
-            own["_iterator"] = iterator
+        for own, iterator in kept:
+            if own.get("_iterator") is not iterator:
+                own["_iterator"] = iterator
 
 
 class LoaderState:
