@@ -190,10 +190,8 @@ class Cohort(NodeNames):
         deadline = began + timeout
         while True:
             connected = list(grid.get_node_ids())
-            nodes: list[int] = []
-            silent: list[int] = []
-            in_vain = False
-            if len(connected) >= needed:
+            silent, over = list[int](), False
+            if are_there := len(connected) >= needed:
                 nodes = self.learn(mailbox, connected, deadline - time.monotonic())
                 silent = [node for node in connected if node not in self.answered]
                 gone = time.monotonic() > began + _GONE_WITHIN
@@ -205,15 +203,12 @@ class Cohort(NodeNames):
                 # A restarted client is refused until its old node is gone.
                 # If all nodes run another app, as is usual then, none will change.
                 foreign = self.refused.keys() & self.foreign.keys()
-                in_vain = not silent and (gone or foreign >= set(connected))
+                over = not silent and (gone or foreign >= set(connected))
+            over |= time.monotonic() > deadline or most_nodes(grid, needed) < needed
             waited = min(time.monotonic() - began, timeout)
-            if (
-                in_vain
-                or time.monotonic() > deadline
-                or most_nodes(grid, needed) < needed
-            ):
-                if len(connected) >= needed:
-                    raise RoundError(self._too_few(nodes, silent, options, waited))
+            if over and are_there:
+                raise RoundError(self._too_few(nodes, silent, options, waited))
+            if over:
                 lower = _lower(options, len(connected))
                 few = _too_few_connected(len(connected), needed, waited, lower)
                 raise RoundError(few)
@@ -293,10 +288,7 @@ class Cohort(NodeNames):
         return {node: ClientError(why) for node, why in odd.items()}
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
-        """Store a node's answer about these names, whenever it comes.
-
-        And what it freezes of all others.
-        """
+        """Store which of these names a node trains, and which others it freezes."""
         answer = Answer.of(reply.message)
         if answer.trained is not None:
             self._trained[reply.node] = names & answer.trained

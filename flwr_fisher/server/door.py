@@ -8,7 +8,7 @@ Long: one class has all checks.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic
 
@@ -527,21 +527,7 @@ class Door(Generic[P]):
         kept, mismatched = comparable(own)
         for client, reason in mismatched.items():
             logger.warning("%s: metrics without %s: it %s", self.stage, client, reason)
-        contents = [RecordDict({"metrics": record}) for record in kept.values()]
-        returned = None
-        if contents:
-            try:
-                returned = aggregate(contents, key)
-            except Exception as error:
-                names = {name for record in kept.values() for name in record}
-                lacking = isinstance(error, KeyError) and names.isdisjoint(error.args)
-                if names - {key, NUM_EXAMPLES} and not lacking:
-                    raise
-                self.cohort.warn_once(
-                    f"{self.stage}: no metrics of train_metrics_aggr_fn, which failed "
-                    f"for replies with {listed(names)} alone: {error!r}"
-                )
-        averaged = metrics_from(returned, "train_metrics_aggr_fn") or MetricRecord()
+        averaged = self._aggregated(list(kept.values()), aggregate)
         counts = {"num-replies": len(self.admitted), "num-rejected": len(self.rejected)}
         if self.missing:
             counts["num-missing"] = len(self.missing)
@@ -554,6 +540,27 @@ class Door(Generic[P]):
                 "limited-parts": [min(_parts(own), default=1.0) for own in factors],
             }
         return MetricRecord({**averaged, **counts, **limited})
+
+    def _aggregated(
+        self,
+        records: Sequence[MetricRecord],
+        aggregate: Callable[[list[RecordDict], str], MetricRecord],
+    ) -> MetricRecord:
+        """Return what the user's function makes of the clients' metrics."""
+        returned, key = None, self.weighted_by_key
+        if records:
+            try:
+                returned = aggregate([RecordDict({"metrics": r}) for r in records], key)
+            except Exception as error:
+                names = {name for record in records for name in record}
+                lacking = isinstance(error, KeyError) and names.isdisjoint(error.args)
+                if names - {key, NUM_EXAMPLES} and not lacking:
+                    raise
+                self.cohort.warn_once(
+                    f"{self.stage}: no metrics of train_metrics_aggr_fn, which failed "
+                    f"for replies with {listed(names)} alone: {error!r}"
+                )
+        return metrics_from(returned, "train_metrics_aggr_fn") or MetricRecord()
 
 
 def _other_digest(own: str, other: str, whom: str) -> str:

@@ -66,29 +66,15 @@ class Driver:
             named = named_options({"run": run.id})
             train_config = ConfigRecord({**train_config, **named})
         ended = bool(run.server_round) and run.run_callbacks(callbacks)
-        if run.server_round and run.server_round >= num_rounds:
-            text = "All rounds are finished. The result has the model, but no uploads "
-            text += "and no details"
-            if strategy.secure is None:  # or else no round may be opened again
-                last = run.server_round
-                own = "" if last == num_rounds else f" and num_rounds={last}"
-                text += f": add reopen=True{own} to merge the last uploads again"
-            logger.info("%s", text)
+        if 0 < run.server_round >= num_rounds:
+            self._log_finished(num_rounds)
         for server_round in range(run.server_round + 1, num_rounds + 1):
             if ended:
                 break
             logger.info("")
             logger.info("[ROUND %s/%s]", server_round, num_rounds)
-            self.server_round, before = server_round, run.state
-            try:
-                config = ConfigRecord({**train_config})  # the caller's stays as it is
-                config = strategy.round_config(server_round, config)
-                self.do_exchanges(_checked("round_config", config, server_round))
-            except RoundError as error:
-                skip = strategy.waiting.on_failed_round == "skip"
-                if not (skip and strategy.may_skip(server_round)):
-                    raise
-                run.skip_round(server_round, before, error)
+            self.server_round = server_round
+            self._train(train_config)
             config = ConfigRecord({**evaluate_config})
             config = strategy.evaluation_config(server_round, config)
             config = _checked("evaluation_config", config, server_round)
@@ -98,6 +84,30 @@ class Driver:
                 self._evaluate_here(server_round, evaluate_fn)
             run.finish(server_round, self.cohort.absences())
             ended = run.run_callbacks(callbacks)
+
+    def _log_finished(self, num_rounds: int) -> None:
+        """Log that a resumed run has no rounds left."""
+        text = "All rounds are finished. The result has the model, but no uploads "
+        text += "and no details"
+        if self.strategy.secure is None:  # or else no round may be opened again
+            last = self.run.server_round
+            own = "" if last == num_rounds else f" and num_rounds={last}"
+            text += f": add reopen=True{own} to merge the last uploads again"
+        logger.info("%s", text)
+
+    def _train(self, train_config: ConfigRecord) -> None:
+        """Do the current round's exchanges, or skip the round if they fail."""
+        strategy, server_round = self.strategy, self.server_round
+        before = self.run.state
+        try:
+            config = ConfigRecord({**train_config})  # the caller's stays as it is
+            config = strategy.round_config(server_round, config)
+            self.do_exchanges(_checked("round_config", config, server_round))
+        except RoundError as error:
+            skip = strategy.waiting.on_failed_round == "skip"
+            if not (skip and strategy.may_skip(server_round)):
+                raise
+            self.run.skip_round(server_round, before, error)
 
     def _evaluate_here(self, server_round: int, evaluate_fn: EvaluateFn) -> None:
         """Evaluate on the server, and note the metrics."""
