@@ -91,6 +91,26 @@ def has_float64(device: torch.device) -> bool:
     return True
 
 
+def usable_device(device: torch.device | str, way_out: str) -> torch.device:
+    """Return a device on which this process can compute in float64.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no such device here, or it has no float64.
+    """
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigurationError(
+            f"the device {device!r:.80} cannot be used here ({reason}): {way_out}"
+        ) from error
+    check_float64(chosen, way_out)
+    return chosen
+
+
 def check_float64(device: torch.device, way_out: str) -> None:
     """Raise :class:`ConfigurationError` if a device does not compute in float64."""
     if not has_float64(device):

@@ -13,8 +13,14 @@ import torch
 from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import FisherOptions
-from flwr_fisher.devices import check_float64, default_device
-from flwr_fisher.errors import ConfigurationError, check_known, given
+from flwr_fisher.devices import default_device, usable_device
+from flwr_fisher.errors import (
+    ConfigurationError,
+    check_known,
+    check_number,
+    given,
+    plain,
+)
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import (
     DiagonalSums,
@@ -119,7 +125,8 @@ class FedFisherOneShot(CurvatureStrategy):
         share of the noise; without it, the server adds all of it. Buffers stay as they
         are. The figures in :doc:`/differential-privacy` show when this is of no use.
     score : Callable[[dict[str, Tensor]], float], optional
-        For ``adam``: scores merged parameters on the server's data.
+        For ``adam``: scores merged parameters on the server's data. To be sure that it
+        works, the server also calls it once with the model before clients train.
     device : torch.device | str, optional
         Where the server merges clients' parts; by default on the GPU, if there is one.
         Sums are merged on the CPU.
@@ -178,8 +185,8 @@ class FedFisherOneShot(CurvatureStrategy):
         if norm_statistics is None:
             norm_statistics = "refresh" if privacy is None else "average"
         super().__init__(norm_statistics=norm_statistics, **kwargs)
-        self.device = default_device() if device is None else torch.device(device)
-        check_float64(self.device, "merge on the CPU, device='cpu'")
+        device = default_device() if device is None else device
+        self.device = usable_device(device, "merge on the CPU, device='cpu'")
         check_known("aggregate", aggregate, ("parts", "sums"))
         fisher = given("fisher", fisher, FisherOptions)
         merge = given("merge", merge, MergeOptions)
@@ -287,7 +294,12 @@ class FedFisherOneShot(CurvatureStrategy):
         return FisherUpload.from_arrays(record, like, codec, structure=self.structure)
 
     def check(self, state: ServerState) -> None:
-        """Raise an error for a model that the budget or the matching does not fit."""
+        """Raise an error for a model that the budget or the matching does not fit.
+
+        So it does if the score of the model is no number.
+        """
+        if self.score is not None:
+            check_number("score's result", plain(self.score(dict(state.params))))
         if self.matching:
             check_matching(state.params)
         self._merge_of_model = self.merge.of_model(state.params)

@@ -615,6 +615,23 @@ MISTAKES = {
         ConfigurationError,
         "score must be a function, got 0.5",
     ),
+    "a score that returns nothing": (
+        lambda: FedFisherOneShot(solver="adam", score=lambda params: None).start(
+            LocalGrid(tiny_app(), 3), tiny_arrays()
+        ),
+        ConfigurationError,
+        "score's result must be a number, got None",
+    ),
+    "a server's device that is not there": (
+        lambda: FedFisherOneShot(device="cuda:99"),
+        ConfigurationError,
+        r"the device 'cuda:99' cannot be used here .*merge on the CPU, device='cpu'",
+    ),
+    "a client's device that is not there": (
+        lambda: FisherClient(nn.Linear(3, 2), [], device="gpu"),
+        ConfigurationError,
+        r"the device 'gpu' cannot be used here .*FisherClient\(device='cpu'\)",
+    ),
     "no loss": (
         lambda: LocalSGD(loss_fn=None),
         ConfigurationError,

@@ -36,7 +36,7 @@ from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
 from flwr_fisher.curvature.losses import Loss
 from flwr_fisher.curvature.models import place_of
-from flwr_fisher.devices import CPU, check_float64, default_device, has_float64
+from flwr_fisher.devices import CPU, default_device, has_float64, usable_device
 from flwr_fisher.errors import ConfigurationError, given
 from flwr_fisher.progress import watching
 from flwr_fisher.randomness import seeded
@@ -313,13 +313,11 @@ def _chosen_device(
     was, and the log says so.
     """
     if device is not None:
-        chosen = torch.device(device)
-        check_float64(
-            chosen,
+        return usable_device(
+            device,
             "train on the CPU, FisherClient(device='cpu'). Your own train_fn may move "
             "the model to that device, and leave it there",
         )
-        return chosen
     found = default_device()
     plain = train_fn is None or isinstance(train_fn, LocalSGD)
     if (plain and evaluate_fn is None) or not isinstance(model, nn.Module):

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flwr_fisher.devices import check_float64
+from flwr_fisher.devices import usable_device
 from flwr_fisher.merge.linear_system import Device, linear_systems
 from flwr_fisher.merge.options import (
     MergeSettings,
@@ -203,7 +202,7 @@ def merge_posteriors(
     if posteriors:
         settings = settings.of_model(posteriors[0].params)
     if device is not None:
-        check_float64(torch.device(device), "merge on the CPU, device='cpu'")
+        usable_device(device, "merge on the CPU, device='cpu'")
     number, outliers = len(posteriors), dict[int, float]()
     if settings.outlier < math.inf:
         screened = without_outliers(posteriors, settings.outlier, device)
