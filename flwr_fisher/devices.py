@@ -54,7 +54,7 @@ def defaults_kept() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
         if _default_device() != device:
-            # Of the CPU, None: its name would leave a mode in every call of torch's.
+            # None for the CPU: with its name, torch would run a mode in every call.
             torch.set_default_device(None if device == CPU else device)
 
 

@@ -79,7 +79,7 @@ _OLDER_ARGUMENTS = {
     "on_fit_config_fn": "start(train_config=…)",
     "on_evaluate_config_fn": "start(evaluate_config=…)",
 }
-# its names in Flower's older strategies
+# Keywords of Flower's older strategies, and the names that they have now.
 OLDER_NAMES = {
     "fraction_fit": "fraction_train",
     "min_fit_clients": "min_train_nodes",

@@ -56,10 +56,10 @@ def check_loop(name: str, loop: Any) -> None:
 def left_as_known(model: nn.Module, loop: object) -> Iterator[None]:
     """Undo what a loop, run in a ``with`` block, changed on a model beside values.
 
-    The model is then as the server knows it. It keeps its dtypes, and trains the same
-    parameters, whatever a loop made of them. Hooks, with what holds their handles,
-    modes and a ``forward`` of the object's own that the loop left on it are taken away:
-    the server's model has none. All of this holds for a loop that fails, too.
+    The model is then as the server knows it. It has its former dtypes, modes and
+    trained parameters, whatever a loop made of them. Hooks that the loop left, the
+    attributes with their handles, and a ``forward`` of the object's own are removed,
+    because the server's model has none. This is done even if the loop fails.
 
     Raises
     ------
@@ -104,8 +104,8 @@ def _states(model: nn.Module) -> dict[nn.Module, tuple[bool, dict[str, Any]]]:
 def _restore_attributes(now: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Restore a module's own ``forward``, and take new handles of hooks away.
 
-    With a new ``forward`` goes what says that it is there: accelerate does not prepare
-    a model again that it has marked.
+    With a new ``forward``, the private attributes that came with it are removed, too:
+    accelerate would not prepare a model again that it has marked as prepared.
     """
     patched = now.get("forward") is not before.get("forward")
     for name in now.keys() - before.keys():

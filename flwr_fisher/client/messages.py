@@ -37,7 +37,7 @@ Mod = Callable[[Message, Context, ClientAppCallable], Message]
 _DIGITS = 32  # characters of a frozen parameter's digest
 _REPLACED = "original_module"  # PEFT's prefix of a module with a trained copy
 _failures = Failures()  # of all clients in this process
-# the record of Flower's older strategies in flwr.server.strategy
+# Message types, and records, of Flower's older strategies (flwr.server.strategy).
 _TYPES = ("get_parameters", "get_properties", "reconnect")
 _ARRAYS = ("fitins.parameters", "evaluateins.parameters")
 
@@ -191,7 +191,8 @@ def with_digest_of_frozen(
 def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return a model's frozen parameters by name.
 
-    A head that PEFT replaces by a trained copy is in no output, and each client's own.
+    Without heads that PEFT has replaced by a trained copy: no output depends on them,
+    and each client has its own.
     """
     return {
         name: parameter

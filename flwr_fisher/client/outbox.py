@@ -134,7 +134,7 @@ class Outbox:
             self.disk.save(_NAME, tensors, step=self.step, note=json.dumps(note))
         except ClientError as error:
             logger.warning("Cannot keep this upload: %s", error)
-            return  # its training is kept if possible, and makes it again
+            return  # the kept training, if there is one, can make it again
         self.training().done()
 
     def training(self) -> TrainingCheckpoint:

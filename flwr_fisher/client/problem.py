@@ -271,7 +271,7 @@ class LocalProblem:
     ) -> Any:
         """Call a user's loop; within it, `batch_fn` reads the loaders by default.
 
-        What the loop leaves on the model beside values is taken away
+        What the loop changes on the model beside its values is undone
         (``left_as_known``).
 
         Raises
@@ -407,12 +407,12 @@ class LocalProblem:
         """
         self.check_layout(params)
         modes = {module: module.training for module in self.model.modules()}
-        may_be_merged = bool(with_own_train(modes))  # former values into others
+        may_be_merged = bool(with_own_train(modes))  # low-rank factors into weights
         if may_be_merged:
             self.model.train()
         self.model.load_state_dict(dict(params), strict=False)
         for parameter in self.model.parameters():
-            parameter.grad = None  # of former values, which a loop may have left
+            parameter.grad = None  # a loop may have left those of former values
         if may_be_merged:
             self.model.train(modes[self.model])
             for module, mode in modes.items():

@@ -303,7 +303,7 @@ def _check_are_no_weights(problem: LocalProblem, batch: Batch) -> None:
         )
 
 
-# What makes probabilities of logits, and the loss of those.
+# The function that turns logits into probabilities, and the loss of probabilities.
 _OF_PROBABILITIES: dict[str, tuple[str, Loss]] = {
     "categorical": (
         "softmax",
@@ -316,8 +316,8 @@ _OF_PROBABILITIES: dict[str, tuple[str, Loss]] = {
 def _check_are_logits(problem: LocalProblem, outputs: Tensor, labels: Tensor) -> None:
     """Raise :class:`StructureError` for probabilities, if the loss takes their log.
 
-    The Fisher would take another softmax, or sigmoid, of them. Without a known loss,
-    the log says so of what sums to 1.
+    The Fisher would apply a softmax, or a sigmoid, a second time. If the loss is not
+    known, the log has a warning about outputs that sum to 1.
     """
     name, one = str(problem.likelihood), outputs.new_ones(())
     is_softmax = name == "categorical" and torch.allclose(outputs.sum(-1), one)

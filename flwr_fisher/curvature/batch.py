@@ -65,7 +65,7 @@ class Inputs:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     output_fn: OutputFn | None = None
-    _is_padded: bool | None = None  # looked at on the CPU: on a GPU one waits for it
+    _is_padded: bool | None = None  # computed on the CPU, since a GPU is waited for
 
     def __post_init__(self) -> None:
         for name, value in self._named():
@@ -108,7 +108,7 @@ class Inputs:
         returned = model(*given.args, **given.kwargs)
         outputs = (self.output_fn or logits_of)(returned)
         if len(self) == 1 and outputs.shape[:1] != (1,):
-            return outputs.unsqueeze(0)  # which the model's squeeze() took away
+            return outputs.unsqueeze(0)  # the model's squeeze() removed this dimension
         return outputs
 
     @property
@@ -182,7 +182,7 @@ class Batch:
 
     inputs: Inputs
     labels: Any = None
-    # Looked at on the CPU: on a GPU one waits for them.
+    # Computed on the CPU, since a GPU is waited for.
     _num_labels: int | None = None
     _extremes: tuple[int, ...] = ()
 
@@ -333,7 +333,7 @@ def read(
     if isinstance(batch, Batch):
         return batch
     if hasattr(model, "called_like"):
-        output_fn = None  # of another model's outputs, for which this one stands
+        output_fn = None  # it is for the outputs of the model inside this wrapper
     if batch_fn is not None:
         pair = batch_fn(batch)
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -453,8 +453,9 @@ def _shifted(
 def _shifts(model: Callable[..., Any], copied: bool) -> bool:
     """Return whether a transformers model shifts its labels by one itself.
 
-    Some, such as GPT-2, have no ``loss_type``, and transformers' default loss, which
-    shifts; so have some that do not, but nobody gives these their inputs as labels.
+    Some models, such as GPT-2, have no ``loss_type``, but transformers' default loss,
+    which shifts. Some models that do not shift have it, too. Nobody passes these their
+    inputs as labels, so `copied` distinguishes the two.
     """
     if getattr(model, "loss_type", None) == "ForCausalLM":
         return True
@@ -486,8 +487,8 @@ _SIGNATURES: WeakKeyDictionary[FunctionType, Signature] = WeakKeyDictionary()
 def _signature(model: Callable[..., Any]) -> Signature:
     """Return the signature of a model's ``forward``.
 
-    Of a class's own it is read once: each batch needs it, and reading it takes longer
-    than a small layer.
+    It is read once for each class, because each batch needs it, and reading it takes
+    longer than a small layer.
     """
     forward = _forward(model)
     function = getattr(forward, "__func__", None)

@@ -28,7 +28,7 @@ from flwr_fisher.errors import DataError
 from flwr_fisher.progress import advance
 from flwr_fisher.randomness import random_stream, seeded
 
-# Of loaders that are no Pairs, while a client's loop runs: see `default_reading`.
+# For loaders that are no Pairs, while a client's loop runs: see `default_reading`.
 _defaults: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
     "defaults", default=(None, None)
 )
@@ -261,7 +261,7 @@ def count_of(loader: Any) -> int | None:
         return sum(map(len, batches))
     try:
         n = len(loader.dataset)
-    except (TypeError, AttributeError):  # there is none, or it is a stream
+    except (TypeError, AttributeError):  # there is no data set, or it is a stream
         n = None
     if type(batches) is BatchSampler:
         positions = length_of(batches.sampler)
@@ -364,7 +364,7 @@ def _positions(loader: Iterable[Any]) -> Sequence[int] | None:
     batches = loader.batch_sampler
     if loader.num_workers or type(batches) is not BatchSampler:
         return None
-    sampler = batches.sampler  # the loader's own may be another, which is not used
+    sampler = batches.sampler  # loader.sampler may be another one, which is not used
     if type(sampler) is SubsetRandomSampler:
         return list(sampler.indices)
     if type(sampler) is RandomSampler:

@@ -45,7 +45,7 @@ class DoubleDerivatives:
         # Reverse mode is cheaper for convolutions alone: forward mode multiplies an
         # input without a tangent, such as the first layer's, by zeros.
         self.forward_mode = any(isinstance(m, _ConvNd) for m in model.modules())
-        self.owns: bool | None = None  # whether there are autograd functions of users
+        self.owns: bool | None = None  # whether there is a user's autograd function
 
     def __call__(self, x: Inputs, y: Any) -> Derivatives:
         """Return the loss, the gradient and the product, from inputs and labels.
@@ -183,7 +183,7 @@ def _check_twice(
             )
 
 
-# Beside torch.linalg's; their Hessian products are wrong.
+# Like all of torch.linalg, their Hessian products are wrong.
 _LINEAR_ALGEBRA = "det", "logdet", "slogdet", "cholesky_inverse", "triangular_solve"
 
 
@@ -241,7 +241,7 @@ def _value_and_tangent(dual: Tensor) -> tuple[Tensor, Tensor | None]:
 _SAID = (
     *("not implemented", "not been implemented", "does not support", "forward AD"),
     *("jvp", "vmap", "functorch", "torch.func", "torch.utils.checkpoint"),
-    # vmap: the memory of a wrapped tensor, and a GRU's and LSTM's own steps.
+    # Under vmap: reading a wrapped tensor's memory; the steps of a GRU or an LSTM.
     *("Cannot access", "the broadcast shape"),
 )
 

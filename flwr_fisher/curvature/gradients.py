@@ -25,8 +25,8 @@ from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import DataError, StructureError, check_whole
 from flwr_fisher.params import Params, trainable
 
-# Of one batch: its mean loss, then one derivative of that, or several, each with a
-# tensor for each parameter, or None where it is zero.
+# A batch's mean loss, then one or more derivatives of it. Each has one tensor for each
+# parameter, or None if it is zero.
 Derivatives = tuple[Tensor, *tuple[Sequence[Tensor | None], ...]]
 
 _FEW = 3  # examples that show whether examples are independent

@@ -22,8 +22,8 @@ def copied(model: nn.Module) -> nn.Module:
     """Return a deep copy of a model, which holds no graph of the model's calls.
 
     ``copy.deepcopy`` alone refuses weights that a layer computes (``weight_norm``,
-    ``prune``), and outputs that it keeps. It leaves functions as they are, such as
-    hooks, which then change and read the model where they should the copy.
+    ``prune``), and outputs that it keeps. It does not copy functions, such as hooks,
+    and these would then read and change the model instead of the copy.
     """
     held = [each for module in model.modules() for each in vars(module).values()]
     tensors = [each for each in held if isinstance(each, Tensor) and not each.is_leaf]

@@ -171,7 +171,7 @@ class MeanLoss:
     def __init__(self, loss_fn: Loss) -> None:
         self.loss_fn, self._checked = loss_fn, False
         self._first: tuple[Tensor, Tensor] | None = None  # examples and their labels
-        self._pairs: list[Tensor] = []  # of losses and the means of their parts
+        self._pairs: list[Tensor] = []  # losses of two batches, and their mean
 
     def __call__(self, outputs: Tensor, labels: Any) -> Tensor:
         """Return the loss.
@@ -188,7 +188,7 @@ class MeanLoss:
             self._checked = check_mean_over_labels(*given, self.loss_fn)
         try:
             loss = self.loss_fn(outputs, labels)
-        except IndexError as error:  # a class that there is not, in a later batch
+        except IndexError as error:  # a later batch has a label that is no class
             raise _failed(outputs, labels, error) from error
         if isinstance(labels, Tensor) and len(labels) == len(outputs):
             if self._first is None:

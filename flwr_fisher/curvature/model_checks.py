@@ -59,8 +59,8 @@ def check_outputs_have_rows(inputs: Inputs, outputs: Tensor) -> None:
 def check_is_not_reentrant(outputs: Tensor) -> None:
     """Raise :class:`StructureError` for outputs through a reentrant checkpoint.
 
-    In its graph, which its parameters are no part of, torch raises an error itself only
-    if a gradient is computed through it, and not if it begins at the inputs.
+    Its graph does not contain its parameters. Torch raises an error only if a gradient
+    is computed through the checkpoint, and not if the graph begins at the inputs.
     """
     if any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(outputs)):
         raise StructureError(f"the model {REENTRANT}")

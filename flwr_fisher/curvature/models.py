@@ -98,9 +98,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode, with gradients, in a ``with`` block; restore it.
 
     What its ``forward`` changes, even in eval mode, is restored, too: buffers such as
-    counters, weights that it clips, attributes and what is in their lists and dicts
-    (tensors of a vmap are of no use after it), also in place, the states of its own and
-    of global generators, and hooks that were left on it. Hooks on gradients do not run:
+    counters, weights that it clips, attributes and the contents of their lists and
+    dicts, and the states of its own and of global generators. So are hooks that were
+    left on it. Hooks on gradients do not run:
     they clip what a training uses, or expect train mode, as opacus's do. What is
     compiled runs as it was written: it does not call hooks that are added later, and
     would be compiled anew for each transformation, in minutes. Embeddings' gradients
@@ -127,7 +127,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                     if said in str(error):
                         raise StructureError(f"the model {what}") from error
                 raise
-            finally:  # what the block fails for, too
+            finally:  # also if the block fails
                 kept.check_parameters()
     finally:
         set_generator_states(states)

@@ -212,8 +212,8 @@ def _regularised(
 
     Each curvature is divided by a power of two of its own, so that floats hold it. The
     sum's weights are these powers, divided by the highest; the exponent is that of the
-    highest. The weight of a curvature that is far below the largest comes to 0: in the
-    sum, too, nothing would be left of it.
+    highest. A curvature that is far below the largest gets the weight 0, because
+    rounding would remove it from the sum anyway.
     """
     terms, exponents = [], []
     assert settings.shrink is not None  # of_model has filled it in

@@ -41,7 +41,7 @@ def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
     ridge = max(ridge, _LEAST)
     terms = [*curvature.flat()]  # shrinking turns an E-KFAC into a sum
     layers = [(w, t) for w, t in terms if isinstance(t, LayerCurvature)]
-    # A convolution's factors tell its groups, and nothing else does.
+    # Only a convolution's factors show how many groups it has.
     if len(layers) == len(terms) and len({t.groups for _, t in layers}) == 1:
         return _by_partial_traces(layers, ridge)
     if all(isinstance(term, Dense) for term in curvature.terms):
@@ -118,8 +118,8 @@ def _woodbury(vectors: Tensor, diagonal: Tensor) -> Callable[[Tensor], Tensor]:
 def _solver_of(matrices: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
     """Return a solver for symmetric matrices plus a multiple of the identity.
 
-    Where they are not positive definite, this raises on the CPU; from an accelerator,
-    which it does not wait for, what is solved is NaN.
+    If they are not positive definite, this raises an error on the CPU. On an
+    accelerator, for which it does not wait, the solutions are NaN.
     """
     working = torch.promote_types(matrices.dtype, torch.float32)
     wide = matrices.to(torch.float64, copy=True)

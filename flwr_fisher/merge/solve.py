@@ -24,8 +24,8 @@ from flwr_fisher.merge.paper_solvers import adam, gradient_descent
 from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.params import Params, add, dot, is_finite, norm, select, shares_of
 
-_FLOOR = 1e-6  # of a system's largest curvature, as FisherMerge's code has it
-_ROUNDED = 1.001  # of the residual at the start
+_FLOOR = 1e-6  # relative to the largest curvature, as in FisherMerge's code
+_ROUNDED = 1.001  # how much larger than at the start a residual may be, by rounding
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class _Unread:
 
 
 def _solved(system: LinearSystem, settings: MergeSettings, reads: Reads) -> _Unread:
-    """Solve one layer's system, and queue what came of it."""
+    """Solve one layer's system, and queue the result."""
     scale = system.scale * power_of_two(system.unit.exponent)
     start, numbers = reads.queue(norm(system.rhs)), None
     # No curvature, or one that is not finite, is an error on the CPU.
@@ -187,7 +187,7 @@ def _solution(system: LinearSystem, settings: MergeSettings) -> Solution:
     if settings.solver == "closed-form":
         return _closed_form(system, _FLOOR)
     if settings.solver in ("pcg", "cg") and system.is_diagonal():
-        # What many iterations would reach, beyond float32's digits.
+        # Many iterations would lead here, up to float32's rounding.
         return _closed_form(system, floor=0.0)
     most, tolerance = settings.iterations, settings.tolerance
     problem = system.matvec, system.rhs

@@ -102,8 +102,8 @@ def own_move(traces: Curvature, pull: Params, anchor: float) -> dict[str, Tensor
 
     :math:`(F_i + \lambda I)^{-1} F_i (\theta_i - \bar\theta)`, the ridge shared
     between a layer's factors. It is never longer than the client's move from the mean.
-    Of numbers that are no product of its Fisher it is long: the merge divides them by
-    curvatures next to 0.
+    If the client's numbers are no product of its Fisher, it is long, because the merge
+    divides them by curvatures near 0.
 
     Parameters
     ----------
@@ -198,8 +198,8 @@ class _LayerSystem:
     .. math:: \Big(\tfrac1u \sum_i p_i F_i + \rho I\Big)\, \delta
               = \tfrac1u \sum_i p_i F_i (\theta_i - \bar\theta),
 
-    with u the mean eigenvalue of the sum, and so 1 that of what is solved. Products
-    with the sum come from the clients.
+    with u the mean eigenvalue of the sum, so that the system's mean eigenvalue is 1.
+    Products with the sum come from the clients.
     """
 
     names: list[str]  # of the layer's parameters

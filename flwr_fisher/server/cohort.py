@@ -67,12 +67,12 @@ class Cohort(NodeNames):
         # By name: how many deadlines a node missed in a row, and the round until which
         # it sits out.
         self._missed: dict[str, tuple[int, int]] = {}
-        self._passed_over: set[str] = set()  # names
+        self._passed_over: set[str] = set()  # names of clients that were too late once
         self._given_up: set[int] = set()  # nodes that are not waited for
-        # of the nodes that were asked: trained names, and frozen ones with digests
+        # By node: names of trained parameters; names and digests of frozen ones.
         self._trained: dict[int, frozenset[str] | None] = {}
         self._frozen: dict[int, frozenset[str]] = {}
-        self._alike: dict[frozenset[str], frozenset[str]] = {}  # one of equal ones
+        self._alike: dict[frozenset[str], frozenset[str]] = {}  # to share equal sets
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the grid's mailbox, which knows the outstanding replies."""

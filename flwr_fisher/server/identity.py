@@ -135,10 +135,10 @@ class NodeNames:
     def __init__(self, allow_foreign: bool = True) -> None:
         self.allow_foreign = allow_foreign
         self._known: dict[int, Identity] = {}
-        self._registered: dict[int, str] = {}  # of the nodes that were asked, or ""
+        self._registered: dict[int, str] = {}  # names of the asked nodes, or ""
         self._until: dict[int, float] = {}  # when a query expires
         self._errors: dict[int, int] = {}  # how often a node answered with one
-        self._warned: set[str] = set()  # what a run warns of once
+        self._warned: set[str] = set()  # warnings that the log has already
         self.answered: set[int] = set()
         self.refused: dict[int, str] = {}
         self.foreign: dict[int, str] = {}
@@ -258,7 +258,7 @@ class NodeNames:
             for claim in (one.name, one.number):
                 claims.setdefault(claim, []).append(one)
         for one in connected:
-            # A node's own id is its own, even if another node claims it.
+            # A node's id is always its own, even if another node claims it.
             same = claims[one.name] + (
                 [] if one.partition is None else claims[one.number]
             )

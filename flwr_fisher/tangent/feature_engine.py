@@ -24,7 +24,7 @@ from flwr_fisher.curvature.estimate.taps import Tap, UnlikeCallsError, tapped_on
 from flwr_fisher.errors import StructureError
 
 _FEW = 16  # examples of the first batch, for the trial of layers
-_TURNED = 5  # of them, in another order
+_TURNED = 5  # of these, run once more in reverse order
 _AT_ONCE = 2**24  # entries of activations, 64 MiB in float32
 # Entries of a layer's products at once. On a CPU they stay in its cache.
 _PRODUCTS = {"cpu": 2**19}
@@ -71,7 +71,7 @@ class FeatureEngine:
     ) -> None:
         self.network, self.chosen = network, chosen
         few = inputs[:_FEW]
-        if len(few) == 1:  # with a second, which may change its output
+        if len(few) == 1:  # a second example may change its output
             few = concatenated([few, few.mapped(torch.zeros_like)])
         with torch.no_grad():
             _check_shape(few(network), len(few))

@@ -148,7 +148,7 @@ class TangentFeatures:
             raise DataError(
                 f"examples must be a tensor, or Inputs, got {type(x).__name__}"
             )
-        x = replace(x, output_fn=None)  # that the new head's output stands for
+        x = replace(x, output_fn=None)  # the new head's output takes its place
         with evaluating(self._network), layer_by_layer(self._network):
             x = x.mapped(lambda t: t.clone() if t.is_inference() else t.detach())
             shape = len(x), self.num_features

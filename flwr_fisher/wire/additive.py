@@ -42,8 +42,8 @@ from flwr_fisher.wire.payload import Payload, displacements, drawn_back, norm64
 
 PARAMS, BUFFERS, FISHER, POINT = "params", "buffers", "fisher", "fisher-params"
 PRODUCT, NORMS = "product", "norms"
-SUMS = (PARAMS, FISHER, POINT)  # from which FedFisher merges diagonals
-_OTHERS = {PARAMS, BUFFERS, FISHER, POINT, PRODUCT}  # than plain vectors
+SUMS = (PARAMS, FISHER, POINT)  # what FedFisher needs to merge diagonals
+_OTHERS = {PARAMS, BUFFERS, FISHER, POINT, PRODUCT}  # parts that are no plain vectors
 _DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
 
 

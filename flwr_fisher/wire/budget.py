@@ -35,12 +35,12 @@ from flwr_fisher.wire.size import (
 )
 
 _METRICS = 512  # bytes of a reply that are not arrays
-_PARAM_BITS = ((1.0, 16), (0.35, 8), (0.0, 4))  # the least budget for this
+_PARAM_BITS = ((1.0, 16), (0.35, 8), (0.0, 4))  # the smallest budget, and its bits
 _WHOLE_BITS, _CUT_BITS = (16, 8), 8
 _OWN = 64  # more bits than any dtype has: the tensor's own bytes are sent
 _ROUNDING = 5  # bytes of an entry, and digits of its size in the header
-_GIVES = 0.25  # of its bytes, a matrix that is cut in a larger one's place
-_MORE = 1.25  # leading columns that are found, for each that there is room for
+_GIVES = 0.25  # share of its bytes that a smaller matrix gives to a larger one
+_MORE = 1.25  # how many more leading columns are computed than there is room for
 
 
 class PackingError(FlwrFisherError, RuntimeError):

@@ -8,7 +8,7 @@ from torch import Tensor
 from flwr_fisher.errors import WireError
 
 SLACK = 4096  # bytes that one array's headers may take, or its exponent's words
-_ROUNDING = 1e-5  # of sums in float32
+_ROUNDING = 1e-5  # relative, for sums in float32
 _SYMMETRY = 1e-4  # relative to the largest entry; sums in another order vary less
 
 

@@ -59,7 +59,7 @@ from flwr_fisher.wire.quantise import (
     unpack,
 )
 
-_JITTER = 1e-6  # of a unit diagonal: a tenth of a step at 16 bits
+_JITTER = 1e-6  # added to a unit diagonal: a tenth of a step at 16 bits
 _MOST_JITTER = 1e-4
 _SMALL = 1024  # rows up to which a matrix is computed once, not kept as codes
 WHOLE = 512  # rows up to which a matrix is decomposed whole

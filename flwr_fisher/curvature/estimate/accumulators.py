@@ -19,11 +19,11 @@ from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.operators.plain import Dense, Diagonal
 from flwr_fisher.params import flatten
 
-Columns = Sequence[Tensor]  # of some examples, one tensor for each backward pass
-Share = Tensor | None  # [n], of each example's positions; None: all of them
+Columns = Sequence[Tensor]  # some examples' columns, one tensor a backward pass
+Share = Tensor | None  # [n], the share of positions that count; None: all count
 
-# Rows, below which a product of matrices is no faster for being half of one: on a CPU,
-# and on another device, which waits for launches.
+# With fewer rows in a block, half of a matrix takes as long as all of it: on a CPU; on
+# another device, where each product costs a launch.
 _BLOCK, _BLOCK_ELSEWHERE = 128, 1024
 _MOST = 16  # blocks of rows
 
@@ -70,19 +70,19 @@ class SecondMoment:
 
 
 _AT_ONCE = 2**22  # entries of examples' gradients: 16 MiB in float32
-_CACHED = 2**19  # of them that stay in a processor's cache
-_LARGE = 2**14  # of an example, from which one at a time is faster there
+_CACHED = 2**19  # entries that stay in a processor's cache
+_LARGE = 2**14  # entries of one example, from which a CPU takes one at a time
 
 
 class LayerAccumulator(ABC):
     """Base class: what one structure sums of a layer's inputs and output gradients."""
 
     observes = False  # whether `observe` wants every example's input columns
-    # Whether it takes gradients beside inputs, at all positions of both (`add_pairs`);
-    # else the gradients, and what `observe` takes, may be of a few positions.
+    # Whether it takes pairs of inputs and gradients, at all positions (`add_pairs`). If
+    # not, gradients and `observe`'s columns may be those of a few positions.
     takes_inputs = True
     forms_gradients = False  # whether it makes each example's gradient of the weight
-    takes_calls = False  # whether `add_call` stands in for both of these
+    takes_calls = False  # whether `add_call` replaces the other methods
 
     def __init__(self, layer: KroneckerLayer) -> None:
         self.layer = layer
@@ -167,7 +167,7 @@ class KroneckerAccumulator(LayerAccumulator):
             together = g.stride(0) == g.shape[3] * g.stride(3)
             if together or g.shape[3] <= g.shape[2]:
                 self.G.add(side_by_side(g), weight)
-            else:  # a matrix an example is smaller than a copy
+            else:  # one matrix for each example is smaller than a copy
                 self.G.add_products((g @ g.mT).sum(0), weight)
 
     def mean(self, num_examples: int) -> Kronecker:

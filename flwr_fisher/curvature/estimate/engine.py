@@ -34,7 +34,7 @@ from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.sums import widened
 from flwr_fisher.errors import DataError
 
-_SLOW = 3  # passes that a piece takes where each example's gradient is taken
+_SLOW = 3  # a piece's cost in passes, if it takes each example's gradient
 _QUEUE = 64  # examples that a CPU runs together, where memory allows
 _MOST_BUNDLED = 16  # pieces of an example whose gradients are summed at once
 _MOST_ENTRIES = 2**20  # entries that the gradients of these pieces have
@@ -94,11 +94,11 @@ class Engine:
         self._generator = torch.Generator(device)
         self._generator.manual_seed(expectation.seed)
         self.count, self._passes = 0, 0
-        # Of every example, whether its outputs and its inputs are finite. They are read
-        # late, so that no device is waited for.
+        # Whether each example's outputs, and its inputs, are finite. They are read
+        # late, so that a device is not waited for.
         self._outputs: list[Tensor] = []
         self._inputs: list[Tensor] = []
-        # By the number of pieces, and by what may stand in one batch.
+        # By the number of pieces, and the form of the inputs.
         self._waiting: dict[Any, list[_Later]] = {}
 
     @property
@@ -141,7 +141,7 @@ class Engine:
         self._outputs.append(_finite_rows([run.outputs.detach()], len(batch)))
         self._inputs.append(_finite_rows(batch.inputs.tensors, len(batch)))
         if self.expectation.kind == "sampled":
-            self.check_finite()  # a draw from what is not ends a process with a GPU
+            self.check_finite()  # drawing from NaN ends a process with a GPU
         groups = backward_plan(
             self.expectation.pieces(
                 widened(run.outputs), batch, label_mask, self._generator
@@ -333,7 +333,7 @@ class Engine:
                         self._add(name, columns, [gradient], sizes[name], each)
             for name, gradients in waiting.items():
                 self._add(name, columns, gradients, sizes[name])
-            # In the end, for a forward that changes weights in place.
+            # Last, because the model's forward may change weights in place.
             for jacobian in self.sums.jacobians.values():
                 jacobian.add(inputs, torch.stack(some))
 

@@ -226,7 +226,7 @@ def fisher(
         max_positions=max_positions,
         weight_sharing=weight_sharing,
     ).check(structures, engine)
-    if isinstance(examples, str):  # which stands for a number, of a client's
+    if isinstance(examples, str):  # "auto": only a client knows the number
         raise ConfigurationError(
             f"examples='{examples}' is for FisherOptions only: pass a number to "
             "fisher, None for all examples, or **FisherOptions().for_client(count)"

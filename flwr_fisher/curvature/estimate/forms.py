@@ -40,10 +40,10 @@ from flwr_fisher.devices import CPU
 from flwr_fisher.params import trainable, trainable_names
 
 _FEW = 5
-_EVERY = 3  # of them has a gradient; not the first, which a kernel may read alone
-# Relative: above rounding, TF32's too; a wrong formula is off by far more.
+_EVERY = 3  # each third one has a gradient, not the first: kernels may read it alone
+# Relative: larger than rounding, also TF32's; a wrong formula is off by far more.
 _TOLERANCE = 5e-3
-_ROUNDINGS = 4  # of float32, or float64, in sums
+_ROUNDINGS = 4  # how many units of rounding a sum may be off
 
 
 class LookupRefusedError(Exception):
@@ -139,7 +139,7 @@ class FormTrial:
         )
         self.at_outputs = {name: next(gradients) for name in self.calls}
         self._of = {id(parameter): next(gradients) for parameter in trained}
-        # After the gradients, for a forward that changes weights in place.
+        # After the gradients, because the model's forward may change weights in place.
         check_examples_do_not_mix(model, self.inputs, self.outputs)
 
     def reaches_others(self, gradient: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def agree(computed: Tensor, expected: Tensor, dtype: torch.dtype) -> Tensor:
     return within(tolerance, computed, expected)
 
 
-_AXES = 3  # at most, that a parameter is stretched along: positions, or an image's
+_AXES = 3  # the most axes to stretch a parameter along: positions, or an image's
 
 
 @dataclass(frozen=True)
@@ -253,9 +253,10 @@ class Forms:
         inputs : Inputs
             A batch; a few of its examples are tried.
         by_layer : bool, default True
-            False: of none, but the model is tried.
+            If not, no parameter has a form, but the model is still run.
         without : Container[str], default ()
-            The names of layers, as in :attr:`inputs`, that are not called in one way.
+            The names, as in :attr:`inputs`, of layers that batches call in different
+            ways. They have no form.
         """
         if not by_layer:
             FormTrial(model, inputs, {})
@@ -309,7 +310,7 @@ def direct_layers(model: nn.Module) -> dict[str, DirectLayer]:
         names = {own: f"{prefix}{own}" for own in sorted(trained, reverse=True)}
         layer = DirectLayer.of(module, names) if names else None
         if layer is not None:
-            # A bias beside a weight that is taken by itself has a name of its own.
+            # If the weight has another form, its bias has a name of its own.
             alone = "weight" not in layer.names and is_transposed(module)
             layers[layer.names["bias"] if alone else name] = layer
     return layers
@@ -369,14 +370,13 @@ def _explained(groups: Iterable[_Names], trial: FormTrial) -> list[_Names]:
 def _explains(names: Sequence[str], trial: FormTrial) -> Tensor | None:
     """Return whether inputs and output gradients reproduce the layers' gradients.
 
-    None where they do not by their shapes alone.
-
-    Of several layers, which share their parameters, the sum does.
+    For several layers that share their parameters, the sum of theirs must. Return None
+    if the shapes alone show that they do not.
 
     They do not if the weight is also used outside the layer's own call, or if a
-    subclass computes something else; nor do they give one example's gradient where the
-    layer's rows are not the batch's examples (a model that folds time into the batch,
-    or puts time first). Then per-example gradients take over.
+    subclass computes something else. If the layer's rows are not the batch's examples
+    (in a model that folds time into the batch, or puts time first), they do not give an
+    example's gradient. Then per-example gradients are computed in another way.
     """
     first = trial.layers[names[0]]
     gradients = [trial.gradient(parameter) for parameter in first.parameters()]
@@ -384,7 +384,7 @@ def _explains(names: Sequence[str], trial: FormTrial) -> Tensor | None:
     if len(known) < len(gradients):
         return None
     found: list[list[Tensor]] = []
-    foreign: list[Tensor] = []  # whether a row without a gradient has one here
+    foreign: list[Tensor] = []  # whether other examples have a gradient, too
     rounding: list[list[Tensor]] = []  # a bias before a norm has no other gradient
     for name in names:
         layer, output = trial.layers[name], trial.at_outputs.get(name)
@@ -398,14 +398,14 @@ def _explains(names: Sequence[str], trial: FormTrial) -> Tensor | None:
         wide = widened(output)
         unit = _ROUNDINGS * torch.finfo(wide.dtype).eps
         rounding.append([unit * wide.abs().sum()] * len(known))
-        if isinstance(layer, KroneckerLayer):  # its weight's are of products
+        if isinstance(layer, KroneckerLayer):  # a weight's gradients are products
             norms = torch.linalg.vector_norm(wide), torch.linalg.vector_norm(inputs)
             rounding[-1][0] = unit * norms[0] * norms[1]
     computed, allowed = (
         [torch.stack(each).sum(0) for each in zip(*every, strict=True)]
         for every in (found, rounding)
     )
-    equal = [  # each by itself: a weight's may be far below the bias's
+    equal = [  # one by one: a weight's may be far smaller than the bias's
         agree(a, b, b.dtype) | torch.dist(widened(a), widened(b)).le(least)
         for a, b, least in zip(computed, known, allowed, strict=True)
     ]
@@ -431,7 +431,7 @@ def shared_parameters(
         return _shared_parameters(trial, names)
     try:
         found = _shared_parameters(trial.on_cpu(), names)
-    except Exception:  # whatever a model raises that cannot be copied, or run there
+    except Exception:  # the model cannot be copied, or cannot run there
         return {}
     return {name: each.in_model(trial.model) for name, each in found.items()}
 
@@ -453,7 +453,7 @@ def _shared_parameters(
 def _candidates(model: nn.Module, name: str) -> Iterator[SharedParameter]:
     module, _, own = name.rpartition(".")
     layer, shape = model.get_submodule(module), model.get_parameter(name).shape
-    if shape[:1] == (1,):  # in the place of the examples
+    if shape[:1] == (1,):  # its first axis stands for the examples
         yield SharedParameter(layer, {own: name}, shape[1:])
     for axes in range(_AXES + 1):
         yield SharedParameter(layer, {own: name}, torch.Size([1] * axes) + shape)
@@ -473,7 +473,7 @@ def _takes(trial: FormTrial, candidates: Sequence[SharedParameter]) -> bool:
             outputs, list(copies.values()), trial.direction, allow_unused=True
         )
         one = {each.name: each.copies(1) for each in candidates}
-        with trial.guard():  # another kernel's
+        with trial.guard():  # one example may take another kernel
             alone = outputs_with(trial.model, one, trial.inputs[:1])
     except LookupRefusedError:
         raise

@@ -23,7 +23,7 @@ from flwr_fisher.curvature.operators.layer import from_matrices, to_matrices
 from flwr_fisher.errors import DataError, check_range
 from flwr_fisher.params import Params
 
-_BYTES = 1 << 26  # of one layer's unfolded inputs, by default
+_BYTES = 1 << 26  # the default limit for one layer's unfolded inputs
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Sums:
     def __init__(self, model: nn.Module, inputs: Inputs, max_batch_bytes: int) -> None:
         check_examples_are_independent(model, "layers' inputs depend on the batch")
         self.model, self.count = model, 0
-        # A transposed one `matrices` does not know.
+        # Not transposed layers: `matrices` does not support them.
         explained = explained_layers(model, inputs, TransposedLinear)
         self.layers, taps, self.spread = explained
         columns = {

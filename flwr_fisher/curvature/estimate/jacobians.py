@@ -18,8 +18,8 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 
 _ENTRIES_AT_ONCE = 2**24  # 64 MiB in float32
-_SHARE = 0.05  # of a gradient: far above the rounding of half precision
-_ROUNDING = 1e-5  # of all gradients
+_SHARE = 0.05  # of a gradient's norm: far above the rounding of half precision
+_ROUNDING = 1e-5  # of the sum of all gradients' norms
 
 
 class Jacobians:
@@ -64,13 +64,13 @@ class Jacobians:
                     inputs.tensors, pieces
                 )
         except (RuntimeError, TypeError, ValueError) as error:
-            # What torch says depends on the model: a mask that reads numbers, a cell.
+            # The error depends on the model: a mask that reads numbers, an LSTM cell.
             logger.debug("No vmap over examples: %s", error)
         else:
             if self._checked or self._are_right(found, inputs, pieces):
                 self._checked = True
                 return found
-            logger.debug("No vmap over examples: a module's parameter is not all")
+            logger.debug("No vmap over examples: one example alone has other gradients")
         self.loops = True
         return self._one_by_one(inputs, pieces)
 

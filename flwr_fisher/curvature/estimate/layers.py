@@ -23,8 +23,8 @@ from torch.nn import grad
 from flwr_fisher.curvature.estimate.positions import Grid
 from flwr_fisher.curvature.operators.layer import from_matrices, to_matrices
 
-_FEW = 8  # channels of a group, up to which a convolution is faster than columns
-_FEW_POSITIONS, _FEW_OFFSETS = 64, 9  # to which, and from which, it is slow itself
+_FEW = 8  # channels of a group up to which a convolution is faster than columns
+_FEW_POSITIONS, _FEW_OFFSETS = 64, 9  # so few positions, or so many offsets: slow
 _OF_WEIGHT: list[Callable[..., Tensor]] = [
     grad.conv1d_weight,
     grad.conv2d_weight,
@@ -38,7 +38,7 @@ class KroneckerLayer(ABC):
 
     layer: nn.Module
     weight: str
-    bias: str | None  # None: it has none that is trained
+    bias: str | None  # None if it has no trained bias
     own: ClassVar[tuple[str, str]] = ("weight", "bias")
     """The layer's own names of them."""
 

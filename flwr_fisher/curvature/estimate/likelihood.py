@@ -189,7 +189,7 @@ class Categorical(Likelihood):
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``onehot(y) - p`` for y drawn from p."""
         p = _at_least_2d(outputs).softmax(-1)
-        # As torch.multinomial draws one, without its look at p, for which a GPU waits.
+        # As torch.multinomial draws, but without its check of p, which waits for a GPU.
         races = torch.empty_like(p).exponential_(generator=generator)
         return _from_probabilities((p / races).argmax(-1), p)
 
@@ -345,7 +345,7 @@ def _same_shape(outputs: Tensor, labels: Tensor) -> Tensor:
     return labels.to(outputs.dtype)
 
 
-# Of a certain model, a difference of two numbers near 1 would have no digits.
+# For a confident model, 1 - p has no digits left if p is rounded first.
 
 
 def _minus_sigmoid(labels: Tensor, outputs: Tensor) -> Tensor:

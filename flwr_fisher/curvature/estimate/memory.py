@@ -16,8 +16,8 @@ from flwr_fisher.params import trainable
 
 _SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
 _LEAST = 2**26  # bytes that may be taken even if a step takes less
-# The same beside the sums where each part of a batch costs a pass of launches, however
-# few its examples are.
+# The same on other devices, beside the sums: there each part of a batch costs the
+# launches of a pass, however few its examples are.
 _LEAST_ELSEWHERE = 2**30
 _FEWEST = 8  # examples at once, unless the caller bounds the memory
 
@@ -74,14 +74,14 @@ def examples_at_once(
 
 
 class _Bytes(NamedTuple):
-    """The bytes that an example takes at one layer, by when they are free again.
+    """The bytes that an example takes at one layer, by how long they are held.
 
     - `forward`: a training step's. It keeps each layer's input and output, and as much
       again in what lies between layers.
     - `kept`: held until the backward pass ends. These are the output's gradient, and
       the input's columns that are paired with it.
-    - `passing`: held for one layer at a time. These are columns that are looked at
-      alone and, for some structures, the gradient of the weight.
+    - `passing`: held for one layer at a time. These are columns that are needed without
+      gradients and, for some structures, the gradient of the weight.
     """
 
     forward: int

@@ -1,4 +1,4 @@
-"""All that is summed of a model: of each layer, and of its other parameters."""
+"""The sums over examples of a model's layers, and of its other parameters."""
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass

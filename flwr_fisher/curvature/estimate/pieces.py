@@ -265,7 +265,7 @@ def worth_keeping(weights: Tensor, tolerance: float) -> Tensor:
     order = flat.argsort(stable=True)
     lost = flat[order].cumsum(0)
     kept = torch.empty_like(flat, dtype=torch.bool)
-    kept[order] = ~(lost <= tolerance * lost[-1])  # and none of NaN is dropped
+    kept[order] = ~(lost <= tolerance * lost[-1])  # `not <=`, so that NaN is kept
     return kept.reshape(weights.shape) & (weights > 0)
 
 

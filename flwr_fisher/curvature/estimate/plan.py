@@ -132,7 +132,7 @@ def fisher_plan(
         nbytes = nbytes * layer.kernel.element_size() // layer.dtype.itemsize
         layers.append(LayerPlan(names, form, nbytes))
     for direct in sums.direct.values():
-        if not (own := direct.sums.parameters):  # a tied weight's, told with the other
+        if not (own := direct.sums.parameters):  # of a tied weight, in another row
             continue
         size = sum(parameter.nbytes for parameter in own.values())
         layers.append(LayerPlan(tuple(own), "diagonal", size))

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-_AT_ONCE = 64  # directions of which a copy is made
+_AT_ONCE = 64  # directions that are copied at once
 
 
 class SymmetricFactor(ABC):

@@ -140,7 +140,7 @@ class Kronecker(LayerCurvature):
         return [self.A_factor.diagonal(), self.G_factor.diagonal()]
 
 
-_BENT = 1e-4  # of a unit vector; float32's rounding is far less
+_BENT = 1e-4  # how far a basis may be from orthonormal; rounding is far less
 
 
 class EigenKronecker(LayerCurvature):
