@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from oracles import posteriors, random_blocks
 from test_strategy_checkpoint import start
 from test_strategy_contract import BAD_REPLIES, left_out, run
 from torch import nn
+from torch.utils.data import DataLoader
 from virtual import (
     FEATURES,
     LIFTED,
@@ -33,10 +35,10 @@ from virtual import (
     tiny_app,
     tiny_arrays,
     tiny_client,
+    tiny_data,
     tiny_model,
 )
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.curvature import BlockDiagonal, Diagonal, WeightedSum, fisher
 from flwr_fisher.errors import (
     CheckpointError,
@@ -59,7 +61,6 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.strategies import Policy
-from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import LOSSLESS, Additive, Codec, arrays_to_tensors
 from flwr_fisher.wire.additive import SUMS as SUMMED
@@ -655,30 +656,20 @@ def test_a_run_with_parts_is_not_continued_with_sums(tmp_path):
 
 @pytest.mark.usefixtures("empty_pictures")
 def test_the_report_leaves_out_what_the_server_cannot_know(tmp_path):
-    task = load_task(
-        dataset="digits", model="mlp", partition="dirichlet-client", alpha=0.5,
-        num_partitions=3, seed=0,
-    )  # fmt: skip
-
-    def client_fn(context):
-        loader = task.train_loader(context.node_config["partition-id"], 32)
-        train = LocalSGD(epochs=1, lr=0.05)
-        return FisherClient(task.make_model(), loader, train_fn=train, device="cpu")
-
-    reports = []
+    data, reports = tiny_data(9, n=50), []
+    task = SimpleNamespace(
+        make_model=tiny_model, test_loader=lambda: DataLoader(data, batch_size=25)
+    )
     for name, options in (("parts", PARTS), ("sums", SUMS)):
-        strategy = fedfisher_with(fraction_evaluate=0.0, **options)
-        grid = LocalGrid(make_client_app(client_fn), 3)
-        result = strategy.start(grid, ArrayRecord(shared_state(task.make_model())))
-        path = tmp_path / name
-        path.mkdir()
-        config = {"seed": 0}
-        report_one_shot(path, task=task, result=result, seconds={}, config=config)
-        reports.append(json.loads((path / "metrics.json").read_text()))
+        own = {"fraction_evaluate": 0.0, "norm_statistics": "average", **options}
+        grid = LocalGrid(quick_app(), 3)
+        result = fedfisher_with(**own).start(grid, tiny_arrays())
+        report_one_shot(tmp_path / name, task=task, result=result)
+        text = (tmp_path / name / "metrics.json").read_text()
+        reports.append(json.loads(text))
     parts, sums = reports
     assert set(sums["accuracy"]) == {"fedavg", "fedfisher"}
-    for method, value in sums["accuracy"].items():
-        assert value == pytest.approx(parts["accuracy"][method], abs=0.005)
+    assert sums["accuracy"].items() <= parts["accuracy"].items()
     plain = sums["bytes"]["fedavg_per_client"]
     assert plain == parts["bytes"]["fedavg_per_client"]
-    assert 2.9 < sums["bytes"]["upload_per_client"] / plain < 3.1
+    assert sums["bytes"]["upload_per_client"] > 1.5 * plain
