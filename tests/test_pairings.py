@@ -253,6 +253,24 @@ def test_what_a_train_function_by_hand_cannot_do_is_told():
         FAGH(fraction_evaluate=0.0).start(LocalGrid(app, 2), tiny_arrays())
 
 
+@pytest.mark.parametrize("strategy", [FAGH, Scaffold, TCT, FedFisherOneShot])
+def test_our_app_with_a_train_function_tells_it_before_it_trains(strategy):
+    options = {FedFisherOneShot: {"aggregate": "sums"}, TCT: {"stage1_rounds": 1}}
+    plain, app = Plain(curvature=True), OurApp()
+    app.train()(lambda message, context: plain(message, context))
+    made = strategy(fraction_evaluate=0.0, **options.get(strategy, {}))
+    with pytest.raises(RoundError, match=r"requests the job .* FisherClient\(model"):
+        made.start(LocalGrid(app, 2), tiny_arrays(), num_rounds=4)
+    assert not plain.trained
+
+
+def test_a_train_function_may_do_a_job_of_its_own():
+    message, context = asked(job="mine")
+    app, reply = OurApp(), Message(RecordDict(), reply_to=message)
+    app.train()(lambda message, context: reply)
+    assert app(message, context) is reply
+
+
 def asked(**options):
     """What a train function is called with."""
     LocalGrid(tiny_app(), 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp as FlowerApp
 from torch import nn
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES
@@ -268,7 +269,8 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
             "app by client.as_client_app()"
         ) from error
 
-    @app.train(mods=[errors_as_replies, errors_to_the_server, *own])
+    # Flower's, because a FisherClient does every job.
+    @FlowerApp.train(app, mods=[errors_as_replies, errors_to_the_server, *own])
     def train(message: Message, context: Context) -> Message:
         return _client_of(client_fn, context).fit(message, context)
 

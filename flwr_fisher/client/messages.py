@@ -5,6 +5,7 @@ Both ``FisherClient`` and apps of plain functions use this file.
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import wraps
 from typing import Any
 
 from flwr.app import (
@@ -22,8 +23,9 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import nn
 
 from flwr_fisher import __version__
+from flwr_fisher.client.jobs.train import requested_training
 from flwr_fisher.client.request import config_of, partition_of
-from flwr_fisher.errors import ClientError
+from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.files import digest_of
 from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.log_lines import Failures
@@ -46,8 +48,8 @@ class ClientApp(FlowerApp):
     """Flower's ``ClientApp``, with this library's answers to queries.
 
     It answers the server's queries before training as :func:`identify` does, unless it
-    has a query function of your own. It refuses strategies of Flower's older API with
-    an error that says so.
+    has a query function of your own. It refuses strategies of Flower's older API, and
+    those that request more than training, before your train function runs.
 
     Parameters
     ----------
@@ -73,6 +75,24 @@ class ClientApp(FlowerApp):
         """Register a query function in place of :func:`identify`, as in Flower."""
         self._has_query = True
         return super().query(*args, **options)
+
+    def train(
+        self, *args: Any, **options: Any
+    ) -> Callable[[ClientAppCallable], ClientAppCallable]:
+        """Register a train function, as in Flower. It is not called for other jobs."""
+        register = super().train(*args, **options)
+
+        def registered(function: ClientAppCallable) -> ClientAppCallable:
+            @wraps(function)
+            def train(message: Message, context: Context) -> Message:
+                with suppress(ConfigurationError):  # a job of the app's own
+                    requested_training(config_of(message)[0])
+                return function(message, context)
+
+            register(train)
+            return function
+
+        return registered
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Handle a message.

@@ -7,11 +7,10 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord
 from torch import nn
 
-from flwr_fisher.client.jobs import get_job
 from flwr_fisher.client.jobs.train import (
     TrainingJob,
     amount,
-    training_job_of,
+    requested_training,
     try_upload,
 )
 from flwr_fisher.client.limits import ClientLimits
@@ -26,7 +25,6 @@ from flwr_fisher.curvature.batches import count_of
 from flwr_fisher.curvature.kept_model import copied
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU, has_float64
-from flwr_fisher.errors import ClientError
 from flwr_fisher.params import Params, trainable_names
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES, fedavg_bytes, reply_bytes
@@ -233,15 +231,7 @@ def _read(
 ) -> tuple[Request, TrainingJob]:
     """Read the request and its job; the app itself trains."""
     request = Request.of(message, context, problem.device)
-    job: type[TrainingJob] | None = None
-    for name in (request.options.get("check", "train"), request.options.get("job")):
-        if (job := training_job_of(get_job(str(name or "train")))) is None:
-            raise ClientError(
-                f"the strategy requests the job {name!r:.80}, but fisher_arrays "
-                "supports only jobs that train: pass your model, loader and training "
-                "function to FisherClient(model, trainloader, train_fn=...)"
-            )
-    assert job is not None
+    job = requested_training(request.options)
     problem.check_layout(request.params)
     if request.from_library:
         problem.check_dtypes(request.params)

@@ -14,7 +14,7 @@ import torch
 from flwr.app import MetricRecord
 from torch import Tensor
 
-from flwr_fisher.errors import RoundError, WireError, kept_record
+from flwr_fisher.errors import RoundError, WireError, kept_record, listed
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import rounded
 from flwr_fisher.secure.aggregator import (
@@ -152,8 +152,9 @@ def take_keys(
         public[upload.number] = keys
     if len(public) < _FEWEST:
         raise RoundError(
-            f"only {len(public)} clients sent valid keys for a secure sum, but "
-            f"{_FEWEST} are needed: ask more, by fraction_train or min_train_nodes"
+            f"valid keys for a secure sum came from {len(public)} of {len(uploads)} "
+            f"clients, but {_FEWEST} are needed: ask more, by fraction_train or "
+            "min_train_nodes"
         )
     usable = [upload for upload in uploads if upload.number in public]
     numbers = sorted(public)
@@ -248,7 +249,9 @@ def take_words(
     left = set(known.present) - set(new.present)
     if gone := [known.aggregator.names[n] for n in known.present if n in left]:
         logger.warning(
-            "aggregate_train: the round's sum %s lacks %s", index, ", ".join(gone)
+            "aggregate_train: secure sum, contribution %d: without %s",
+            1 + index // 2,
+            listed(gone),
         )
     return Step(new.into(state), quiet=True)
 

@@ -13,7 +13,14 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
 from flwr_fisher.client.batch_norms import catch_up_norms
-from flwr_fisher.client.jobs import Job, LocalProblem, Reply, Request, register_job
+from flwr_fisher.client.jobs import (
+    Job,
+    LocalProblem,
+    Reply,
+    Request,
+    get_job,
+    register_job,
+)
 from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.training import LocalSGD, score
 from flwr_fisher.client.trial import (
@@ -26,7 +33,7 @@ from flwr_fisher.curvature import Curvature, FisherOptions, fisher
 from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.batches import check_can_be_read_again, count_of
 from flwr_fisher.curvature.models import device_of
-from flwr_fisher.errors import check_number
+from flwr_fisher.errors import ClientError, check_number
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params, check_finite
@@ -68,6 +75,26 @@ def training_job_of(job: Job) -> "type[TrainingJob] | None":
     """Return the class of a registered job, or None if it does not train."""
     own = getattr(job, "__wrapped__", None)  # as `training_job` leaves it
     return own if isinstance(own, type) and issubclass(own, TrainingJob) else None
+
+
+def requested_training(options: Mapping[str, Any]) -> "type[TrainingJob]":
+    """Return the class of the requested job, for an app that only trains.
+
+    Raises
+    ------
+    ClientError
+        If the server requests another kind of job. It names the job and the way out.
+    """
+    job: type[TrainingJob] | None = None
+    for name in (options.get("check", "train"), options.get("job")):
+        if (job := training_job_of(get_job(str(name or "train")))) is None:
+            raise ClientError(
+                f"the strategy requests the job {name!r:.80}, but fisher_arrays "
+                "supports only jobs that train: pass your model, loader and training "
+                "function to FisherClient(model, trainloader, train_fn=...)"
+            )
+    assert job is not None
+    return job
 
 
 @training_job("train")
