@@ -365,11 +365,10 @@ class CurvatureStrategy(FedAvg):
             the same clients as before, and the result equals the uninterrupted run's,
             bit for bit.
         reopen : bool, default False
-            With `resume`: repeat the last round with its saved uploads and those of
-            clients that have not replied yet. In a collection window, any client that
-            connects can still reply. A window that closed with too few clients opens
-            again.
-
+            With `resume`: repeat the last round (its last exchange, if it has several)
+            with its saved uploads and those of clients that have not replied yet. In a
+            collection window, any client that connects can still reply. A window that
+            closed with too few clients opens again.
         callbacks : Sequence[Callback], optional
             The server calls them after each finished round; they can end the run
             (:mod:`flwr_fisher.callbacks`).

@@ -236,6 +236,12 @@ STRATEGIES = {
         {"trained": trainable_names(tiny_model())},
         frozenset({IDENTICAL, ALONE, GOES_ON, HAS_DETAILS} | COUNTS_ABSENT),
     ),
+    # Another user's own, of several exchanges.
+    "own-regmean": Row(
+        tutorials.load("own_exchanges", "Three runs").RegMeanPlusPlus,
+        {"layers": ["0.weight", "3.weight"]},
+        frozenset(OF_ONE_EXCHANGE),
+    ),
     **{
         f"fagh-{probe}": Row(
             FAGH,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flwr_fisher.curvature import InputCovariance, Kronecker, input_covariances
+from flwr_fisher.curvature import InputCovariance, input_covariances
 from flwr_fisher.errors import ConfigurationError, StructureError, check_range
 from flwr_fisher.merge import LocalPosterior, regmean
 from flwr_fisher.params import Params, weighted_mean
@@ -75,16 +75,14 @@ def regmean_plus_plus(
     if not layers:
         raise StructureError("RegMean++ needs a layer that its inputs explain")
     for layer in layers:
-        names = [name for name in (layer.weight, layer.bias) if name]
-        for name, parameter in network.named_parameters():
-            parameter.requires_grad_(name in names)  # or all layers' are computed
         network.load_state_dict(merged, strict=False)
-        own = [
-            LocalPosterior(params, _curvature(network, mine, params), weight)
-            for params, mine, weight in zip(clients, batches, weights, strict=True)
-        ]
+        own = []
+        for params, mine, weight in zip(clients, batches, weights, strict=True):
+            inputs = input_covariances(network, mine, layers=[layer.weight])
+            curvature = inputs[layer.weight].as_kfac(params)
+            own.append(LocalPosterior(params, curvature, weight))
         solved = regmean(own, off_diagonal=off_diagonal)
-        merged |= {name: solved[name] for name in names}
+        merged |= {n: solved[n] for n in (layer.weight, layer.bias) if n}
     return merged
 
 
@@ -106,11 +104,3 @@ def _in_order(model: nn.Module, batches: Batches) -> Iterator[InputCovariance]:
         handle.remove()
     for weight in dict.fromkeys(name.removeprefix(".") for name in called):
         yield found[weight]
-
-
-def _curvature(model: nn.Module, batches: Batches, params: Params) -> Kronecker:
-    """Return a Fisher of the only trainable layer that has its inputs' factor alone."""
-    (layer,) = input_covariances(model, batches).values()
-    rows = layer.as_matrices(params).shape[1]
-    G = torch.eye(rows).to(layer.A).expand(len(layer.A), rows, rows)
-    return Kronecker(layer.weight, params[layer.weight].shape, layer.A, G, layer.bias)

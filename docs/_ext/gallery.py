@@ -15,7 +15,7 @@ from flwr_fisher import strategies
 
 ORDER = (
     *("one_shot", "many_rounds", "real_federation"),
-    *("without_flower", "own_method", "own_state"),
+    *("without_flower", "own_method", "own_state", "own_exchanges"),
     *("pretrained", "hugging_face", "lora_adapters", "fedfish_toy"),
 )
 # Of one script, which can be downloaded by itself.

@@ -22,7 +22,9 @@ def regmean(
     .. math:: W = \Big(\sum_i p_i W_i A_i\Big)\Big(\sum_i p_i A_i\Big)^{+},
 
     where :math:`A_i` is the second moment of the layer's inputs with its off-diagonal
-    entries scaled by `off_diagonal`. Everything else is averaged. (In a K-FAC of
+    entries scaled by `off_diagonal`, and :math:`^+` the pseudoinverse, for which an
+    eigenvalue below n times float32's rounding of the largest (n inputs) is zero.
+    Everything else is averaged. (In a K-FAC of
     transformers' ``Conv1D``, whose weight is ``[in, out]``, inputs and outputs change
     places, so that :math:`A_i` is of gradients: use ``fedfisher`` for such a model.)
 

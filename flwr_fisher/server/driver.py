@@ -135,6 +135,7 @@ class Driver:
         exchanges = strategy.exchanges(server_round)
         exchanges = with_secure_sums(strategy, exchanges, f"{server_round}")
         for index, exchange in enumerate(exchanges, start=1):
+            exchange = exchange.after(uploads)
             # Free the uploads of the last exchange before this one's arrive.
             uploads = []
             run.forget_uploads()

@@ -31,7 +31,7 @@ P = TypeVar("P", bound=Payload)
 Groups = Mapping[str, Params]
 _GROUPS = "groups/"
 *_, _COUNT = NORM_STATISTICS
-_CLIENTS = ("sampled", "all")
+_CLIENTS = ("sampled", "all", "previous")
 # options that the library sets itself
 _RESERVED = ("query", "report-local", "run", "seed", "tell-frozen")
 
@@ -48,7 +48,8 @@ class _Group(dict[str, Tensor]):
             f"the state's group '{self.name}' has no '{key}', only {sorted(self)}: "
             "resume with the version of flwr-fisher that began the run, or begin a "
             "new run in another checkpoint_dir. In a method of your own, return in "
-            "each Step all groups that the next one reads"
+            "each Step all groups that the next one reads; if it reads what each "
+            "client sent in the exchange before, use Exchange(clients='previous')"
         )
 
 
@@ -351,10 +352,11 @@ class Exchange(Generic[P]):
         Further tensors to send with the parameters, in named groups.
     start : Callable[[ServerState], Params]
         The parameters and buffers to send, if they are not those of the state.
-    clients : "sampled" | "all" | Callable[[ServerState], Collection[int]]
+    clients : "sampled" | "all" | "previous" | Callable[[ServerState], Collection[int]]
         Which clients receive the request: by default the strategy's fraction of those
-        that are connected; or all that are connected; or those with the returned
-        numbers.
+        that are connected, the same ones in each exchange of a round; or all that are
+        connected; or those whose uploads the round's previous exchange used, if the
+        step needs both; or those with the returned numbers.
     require_same_parameters : bool, default False
         Skip, before they train, clients that train other parameters than most, or whose
         frozen parameters have other values.
@@ -411,6 +413,24 @@ class Exchange(Generic[P]):
         """The function that adds an arriving upload to the sum, if there is one."""
         own = self.additive
         return None if own is None or own.total is None or own.keep_all else own.add
+
+    def after(self, uploads: Uploads[Any]) -> "Exchange[P]":
+        """Return the exchange as it follows the one that used these uploads.
+
+        Raises
+        ------
+        ConfigurationError
+            If it asks the previous exchange's clients, and is the first of the round.
+        """
+        if self.clients != "previous":
+            return self
+        if not uploads:
+            raise ConfigurationError(
+                "a round's first Exchange has clients='previous', but there is none "
+                "before it: use 'sampled' or 'all'"
+            )
+        numbers = frozenset(upload.number for upload in uploads)
+        return replace(self, clients=lambda state: numbers)
 
     def take(self, state: ServerState, uploads: Uploads[P]) -> Step:
         """Take the step, with the uploads or with their mean."""

@@ -158,6 +158,11 @@ class NodeNames:
         """Return a sort key that does not depend on node ids, if possible."""
         return self.identity(node_id).order
 
+    def named(self, numbers: Collection[int]) -> list[str]:
+        """Return the names of the clients with these numbers, connected or not."""
+        known = sorted(self._known.values(), key=lambda client: client.order)
+        return list(dict.fromkeys(c.name for c in known if c.number in numbers))
+
     def recall(self, client: Identity) -> None:
         """Restore a client's identity, with its node id before the resume."""
         self._known.setdefault(client.node, client)

@@ -255,7 +255,13 @@ class ExchangeRun(Generic[P]):
             else:
                 ready = cohort.ready(self.grid, 0, minimum, self.timeout)
             nodes = [node for node in ready if cohort.identity(node).number in numbers]
-            part = self.exchange.log_name and f"{self.exchange.log_name}: "
+            there = {cohort.identity(node).number for node in nodes}
+            gone = cohort.named(set(numbers) - there)
+            self.door.missing |= dict.fromkeys(gone, "it is no longer connected")
+            name = self.exchange.log_name
+            if not self.optional:
+                name = name or str(self.exchange.options.get("job", ""))
+            part = name and f"{name}: "
             begin = NORMS_STAGE if self.optional else "configure_train"
             if part or not self.optional:  # else the driver has logged it
                 logger.info("%s: %sasking %s nodes", begin, part, len(nodes))

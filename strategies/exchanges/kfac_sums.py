@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import WireError
@@ -35,10 +34,9 @@ from flwr_fisher.wire import (
     tensors_to_curvature,
 )
 from flwr_fisher.wire.additive import PARAMS, PRODUCT
-from flwr_fisher.wire.arrays import numbers_to_tensor, tensor_to_numbers
 from flwr_fisher.wire.layer_traces import LayerTraces
 
-_RUN, _TRACES, _CLIENTS = "sums", "traces", "clients"
+_RUN, _TRACES = "sums", "traces"
 _DIRECTION = "direction"  # one of the groups of an Iterate
 _SLACK = 1e-3  # for float32's rounding, relative to the largest possible length
 
@@ -91,7 +89,7 @@ class KfacSums:
             partial(LayerTraces.read, own_step=alone),
             self._begin,
             send=_run,
-            clients=_present,
+            clients="previous",
             additive=self._mean(),
         )
         products = [self._product(k) for k in range(1, self.merge.iterations + 1)]
@@ -107,7 +105,7 @@ class KfacSums:
             Additive.reader(PRODUCT),
             partial(self._advance, iteration),
             send=_direction,
-            clients=_present,
+            clients="previous",
             additive=self._mean(),
             check=_product_check,
         )
@@ -120,7 +118,7 @@ class KfacSums:
         groups = {_RUN: state.group(_RUN), _TRACES: total}
         begun = ServerState(state.params, groups)
         iterate = begin(_traces(begun), pull, self.merge)
-        return Step(_with(begun, iterate, uploads))
+        return Step(_with(begun, iterate))
 
     def _advance(
         self, iteration: int, state: ServerState, uploads: Uploads[Additive]
@@ -131,7 +129,7 @@ class KfacSums:
         product = uploads[0].payload.part(PRODUCT)
         iterate = advanced(traces, before, product, self.merge)
         if iteration < self.merge.iterations:
-            return Step(_with(state, iterate, uploads))
+            return Step(_with(state, iterate))
         layers = [list(block.shapes) for block in traces.blocks()]
         result = merged(state.params, iterate, layers)
         result = replace(result, settings=self.merge)
@@ -162,14 +160,13 @@ def _product_check(state: ServerState) -> Callable[[Additive], None]:
 
 
 def _take_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:
-    """Return a step to FedAvg's mean, which keeps its clients for the round."""
+    """Return a step to FedAvg's mean."""
     mean = uploads[0].payload.part(PARAMS)
     params = {k: rounded(mean[k], v.dtype) for k, v in state.params.items()}
-    groups = {_RUN: state.group(_RUN), _CLIENTS: _numbers(uploads)}
-    return Step(ServerState(params, groups))
+    return Step(ServerState(params, {_RUN: state.group(_RUN)}))
 
 
-def _with(state: ServerState, iterate: Iterate, uploads: Uploads[Any]) -> ServerState:
+def _with(state: ServerState, iterate: Iterate) -> ServerState:
     """Return the state with an iterate; clients get its direction.
 
     Raises
@@ -181,8 +178,7 @@ def _with(state: ServerState, iterate: Iterate, uploads: Uploads[Any]) -> Server
     check_finite(sent, "the direction")
     direction = {name: value.double() for name, value in sent.items()}
     rounded = replace(iterate, direction=direction)
-    groups = {**state.groups, **rounded.to_groups(), _CLIENTS: _numbers(uploads)}
-    return ServerState(state.params, groups)
+    return ServerState(state.params, {**state.groups, **rounded.to_groups()})
 
 
 def _traces(state: ServerState) -> Curvature:
@@ -199,12 +195,3 @@ def _direction(state: ServerState) -> Groups:
         for name, value in state.group(_DIRECTION).items()
     }
     return {**_run(state), _DIRECTION: direction}
-
-
-def _numbers(uploads: Uploads[Any]) -> dict[str, Tensor]:
-    """Return the numbers of an exchange's clients, which the next one asks."""
-    return {"numbers": numbers_to_tensor(uploads[0].members)}
-
-
-def _present(state: ServerState) -> list[int]:
-    return tensor_to_numbers(state.group(_CLIENTS)["numbers"])

@@ -113,7 +113,7 @@ def asked_again(numbers: Numbers) -> Choice:
     return Choice(
         "One training, but clients answer once more for each layer, and upload second "
         "moments of the merged model's features",
-        "RegMean++ (`benchmarks/rivals/regmean_plus_plus.py`)",
+        "RegMean++ (the strategy in `examples/own_exchanges.py`)",
         f"points over FedFisher: {', '.join(shown)}",
         "rivals_mnist",
         all(map(ahead, leads.values())),

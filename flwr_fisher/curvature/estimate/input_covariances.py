@@ -1,6 +1,6 @@
 """Second moments of the inputs of a model's layers: K-FAC's `A`."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.estimate.accumulators import SecondMoment, side_by_side
 from flwr_fisher.curvature.estimate.forms import explained_layers
-from flwr_fisher.curvature.estimate.layers import TransposedLinear
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer, TransposedLinear
 from flwr_fisher.curvature.estimate.taps import (
     UnlikeCallsError,
     layer_by_layer,
@@ -19,8 +19,9 @@ from flwr_fisher.curvature.estimate.taps import (
 )
 from flwr_fisher.curvature.model_checks import check_examples_are_independent
 from flwr_fisher.curvature.models import device_of, evaluating
+from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.curvature.operators.layer import from_matrices, to_matrices
-from flwr_fisher.errors import DataError, check_range
+from flwr_fisher.errors import ConfigurationError, DataError, check_range
 from flwr_fisher.params import Params
 
 _BYTES = 1 << 26  # the default limit for one layer's unfolded inputs
@@ -55,11 +56,19 @@ class InputCovariance:
         """Cut what :meth:`as_matrices` returns back, in the shapes of `like`."""
         return from_matrices(matrices, self.weight, like[self.weight].shape, self.bias)
 
+    def as_kfac(self, like: Params) -> Kronecker:
+        """Return the layer's K-FAC with the identity for G, as RegMean reads it."""
+        rows = self.as_matrices(like).shape[1]
+        G = torch.eye(rows).to(self.A).expand(len(self.A), rows, rows)
+        shape = like[self.weight].shape
+        return Kronecker(self.weight, shape, self.A, G, self.bias)
+
 
 def input_covariances(
     model: nn.Module,
     loader: Iterable[Any],
     *,
+    layers: Collection[str] | None = None,
     device: torch.device | str | None = None,
     max_batch_bytes: int = _BYTES,
 ) -> dict[str, InputCovariance]:
@@ -78,6 +87,8 @@ def input_covariances(
         Used in eval mode, and left as it was.
     loader : Iterable
         Batches ``(inputs, labels)``, or only ``inputs``; labels are not used.
+    layers : Collection[str] | None
+        The layers to compute, by their weights' names; by default all that are trained.
     device : torch.device | str | None
         The model's device; by default that of its first trainable parameter.
     max_batch_bytes : int, default 64 MiB
@@ -94,8 +105,9 @@ def input_covariances(
     Raises
     ------
     ConfigurationError
-        If the model has no trainable parameter or is on another device, or
-        `max_batch_bytes` is below 1.
+        If the model has no trainable parameter or is on another device,
+        `max_batch_bytes` is below 1, or a layer of `layers` is not among those that
+        would be returned.
     DataError
         If the loader yields no examples, or something else than batches.
     StructureError
@@ -115,7 +127,7 @@ def input_covariances(
     sums: _Sums | None = None
     with evaluating(model), layer_by_layer(model):
         for batch in batches_of(loader, model, device):
-            sums = sums or _Sums(model, batch.inputs, max_batch_bytes)
+            sums = sums or _Sums(model, batch.inputs, layers, max_batch_bytes)
             with torch.no_grad():
                 for part in batch.inputs.split(sums.chunk):
                     sums.add(part)
@@ -127,12 +139,19 @@ def input_covariances(
 class _Sums:
     """The sums over examples; a trial on the first examples chooses the layers."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, max_batch_bytes: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        layers: Collection[str] | None,
+        max_batch_bytes: int,
+    ) -> None:
         check_examples_are_independent(model, "layers' inputs depend on the batch")
         self.model, self.count = model, 0
         # Not transposed layers: `matrices` does not support them.
         explained = explained_layers(model, inputs, TransposedLinear)
-        self.layers, taps, self.spread = explained
+        found, taps, self.spread = explained
+        self.layers = _chosen(found, layers)
         columns = {
             n: each.input_columns(taps[n].inputs[:1]) for n, each in self.layers.items()
         }
@@ -164,3 +183,18 @@ class _Sums:
             )
             for name, layer in self.layers.items()
         }
+
+
+def _chosen(
+    found: dict[str, KroneckerLayer], layers: Collection[str] | None
+) -> dict[str, KroneckerLayer]:
+    """Return the layers with these weights, or all."""
+    if layers is None:
+        return found
+    weights = [layer.weight for layer in found.values()]
+    if unknown := sorted(set(layers) - set(weights)):
+        raise ConfigurationError(
+            f"layers has {unknown}, but the trained layers that their inputs explain "
+            f"are {weights}"
+        )
+    return {name: layer for name, layer in found.items() if layer.weight in layers}

@@ -1,0 +1,242 @@
+r"""
+A method of several exchanges
+=============================
+
+In some methods a round has several exchanges: the server asks the same clients again,
+and what it asks depends on what they have answered. :doc:`own_method` comes first.
+
+The method here is RegMean++ (Nguyen et al., TMLR 2026, arXiv 2508.03121). Clients train
+once. Then the server merges their models layer by layer, from the first to the last, by
+the least squares of RegMean (Jin et al., ICLR 2023),
+
+.. math:: W_l = \Big(\sum_i p_i W_{l,i} A_{l,i}\Big) \Big(\sum_i p_i A_{l,i}\Big)^{+},
+
+where :math:`A_{l,i}` is the second moment of what the *merged* layers before feed layer
+l on client i's examples. So each layer is an exchange: clients get the layers that are
+merged, and send one matrix.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+from flwr.app import ArrayRecord, Context
+
+from flwr_fisher.client import (
+    FisherClient,
+    LocalProblem,
+    LocalSGD,
+    Reply,
+    Request,
+    make_client_app,
+    register_job,
+)
+from flwr_fisher.curvature import InputCovariance, input_covariances
+from flwr_fisher.errors import ConfigurationError, WireError, check_range
+from flwr_fisher.measures import accuracies
+from flwr_fisher.merge import LocalPosterior, regmean
+from flwr_fisher.params import Params, bias_of, select, shared_state, weighted_mean
+from flwr_fisher.strategies import (
+    CurvatureStrategy,
+    Exchange,
+    FedAvg,
+    FedFisherOneShot,
+    ServerState,
+    Step,
+    Upload,
+)
+from flwr_fisher.tasks import load_task
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import Additive, Payload, arrays_to_tensors, tensors_to_arrays
+
+# %%
+# What travels
+# ------------
+#
+# A matrix for one layer. The bias is the last column of the layer's matrix, so that
+# every input ends with a 1.
+
+
+@dataclass(frozen=True)
+class Moments(Payload):
+    """The second moment of one layer's inputs."""
+
+    inputs: InputCovariance
+
+    def layout(self) -> tuple[str, ...]:
+        """Return what two uploads must have alike to be used together."""
+        return (self.inputs.weight, str(self.inputs.A.shape))
+
+    def curvature_norms(self) -> dict[str, float]:
+        """Return how much it weighs beside others, which the policy limits."""
+        return {"inputs": float(self.inputs.A.diagonal(dim1=1, dim2=2).double().sum())}
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+        """Return it as the policy limits it."""
+        A = self.inputs.A * factors.get("inputs", 1.0)
+        return replace(self, inputs=replace(self.inputs, A=A))
+
+    def to_arrays(self) -> ArrayRecord:
+        """Return what is sent."""
+        return tensors_to_arrays({self.inputs.weight: self.inputs.A})
+
+    @classmethod
+    def from_arrays(
+        cls, record: ArrayRecord, like: Params, *, weight: str
+    ) -> "Moments":
+        """Read what arrived for a layer; `like` are the parameters that were sent."""
+        bias = bias_of(weight, like)
+        n = like[weight][0].numel() + (bias is not None)
+        arrays = arrays_to_tensors(record, limit=8 * n * n + 1000, most=1)
+        A = arrays.get(weight)
+        if A is None or A.shape != (1, n, n):
+            raise WireError(f"must have one matrix [1, {n}, {n}]", field=weight)
+        if not torch.allclose(A, A.mT) or bool((A.diagonal(dim1=1, dim2=2) < 0).any()):
+            raise WireError("is no second moment", field=weight)
+        return cls(InputCovariance(weight, bias, A))
+
+
+# %%
+# What a client computes
+# ----------------------
+#
+# The training is the library's. The job for a layer finds the model with the layers
+# that are merged so far. The first request also names the job in its option ``check``,
+# with all layers: a client does it once before it trains, and sends nothing of it. So
+# a layer that inputs do not explain, such as a batch norm, is refused at once.
+
+
+@register_job("own-moments")
+def moments_job(problem: LocalProblem, request: Request) -> Reply:
+    """Return the second moment of a layer's inputs on the client's own examples."""
+    weights = request.options["layers"]
+    found = input_covariances(problem.model, problem.train_batches, layers=weights)
+    return Reply({}, Moments(found[weights[0]]).to_arrays())
+
+
+# %%
+# What the server does
+# --------------------
+#
+# ``exchanges`` returns a round's exchanges in their order. A group that a step puts
+# into the state is there in the next exchange. ``clients="previous"`` asks the clients
+# whose uploads the previous step used: a client that failed in the training has no
+# layer to merge. A step that only prepares the next one is ``quiet``, and the log has
+# no line of its metrics. If a run is stopped within a round and resumed, the steps are
+# taken again from the uploads on the disk, and no client does twice what it has done.
+
+
+class RegMeanPlusPlus(CurvatureStrategy):
+    """Train once, then merge layer by layer, in the order of `layers`.
+
+    Everything else is averaged. The layers are linear, or convolutions without groups.
+    """
+
+    def __init__(
+        self, *, layers: Sequence[str], off_diagonal: float = 0.95, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        check_range("off_diagonal", off_diagonal, 0, 1)
+        self.layers, self.off_diagonal = list(layers), off_diagonal
+
+    def check(self, state: ServerState) -> None:
+        """Raise an error, before any client trains, for layers of another model."""
+        if unknown := sorted(set(self.layers) - state.params.keys()):
+            raise ConfigurationError(f"layers has {unknown}, which the model lacks")
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
+        """Ask for a training, then for each layer's second moments."""
+        check = {"check": "own-moments", "layers": self.layers}
+        training = Exchange(check, Additive.reader("params"), self.average)
+        return [training, *map(self._of_layer, self.layers)]
+
+    def _of_layer(self, weight: str) -> Exchange[Moments]:
+        return Exchange(
+            {"job": "own-moments", "layers": [weight]},
+            partial(Moments.from_arrays, weight=weight),
+            partial(self.solve, weight),
+            clients="previous",
+        )
+
+    def average(self, state: ServerState, uploads: Sequence[Upload[Additive]]) -> Step:
+        """Begin with the mean, and keep each client's layers for the next exchanges."""
+        models = [upload.payload.part("params") for upload in uploads]
+        mean = weighted_mean(models, [upload.num_examples for upload in uploads])
+        names = {n for w in self.layers for n in (w, bias_of(w, mean)) if n}
+        groups = {
+            f"client {upload.number}": select(model, names)
+            for upload, model in zip(uploads, models, strict=True)
+        }
+        return Step(ServerState(mean, groups), quiet=True)
+
+    def solve(
+        self, weight: str, state: ServerState, uploads: Sequence[Upload[Moments]]
+    ) -> Step:
+        """Solve for one layer, with the clients that have sent its second moments."""
+        own = []
+        for upload in uploads:
+            inputs = upload.payload.inputs
+            sent = state.group(f"client {upload.number}")
+            params = {n: sent[n] for n in (weight, inputs.bias) if n}
+            curvature = inputs.as_kfac(params)
+            own.append(LocalPosterior(params, curvature, upload.num_examples))
+        params = {**state.params, **regmean(own, off_diagonal=self.off_diagonal)}
+        if weight == self.layers[-1]:
+            return Step(ServerState(params), {"clients-merged": len(uploads)})
+        return Step(ServerState(params, state.groups), quiet=True)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options that a resumed run must have alike."""
+        return {"layers": self.layers, "off_diagonal": self.off_diagonal}
+
+
+# %%
+# Three runs
+# ----------
+#
+# Ten virtual clients with digits of few classes each, trained once. FedFisher asks them
+# once, too, and for nothing else. RegMean++ asks them again for each layer.
+
+# Flower logs every step of a round, which this page has no need of.
+logging.getLogger("flwr").setLevel(logging.ERROR)
+
+task = load_task(
+    dataset="digits",
+    model="mlp",
+    partition="dirichlet-class",
+    alpha=0.1,
+    num_partitions=10,
+    seed=0,
+)
+test = list(task.test_loader())
+
+
+def client_fn(context: Context) -> FisherClient:
+    """Return the client of a node."""
+    loader = task.train_loader(int(context.node_config["partition-id"]), 32)
+    return FisherClient(
+        task.make_model(), loader, train_fn=LocalSGD(epochs=10, lr=0.05)
+    )
+
+
+model = task.make_model()
+layers = [name for name in shared_state(model) if name.endswith("weight")]
+grid = LocalGrid(make_client_app(client_fn), num_supernodes=10)
+start = ArrayRecord(shared_state(model))
+for strategy in (
+    FedAvg(fraction_evaluate=0.0),
+    FedFisherOneShot(fraction_evaluate=0.0),
+    RegMeanPlusPlus(layers=layers, fraction_evaluate=0.0),
+):
+    result = strategy.start(grid, start, num_rounds=1)
+    params = result.arrays.to_torch_state_dict()
+    accuracy = accuracies(model, {"it": params}, test)["it"]
+    print(f"{type(strategy).__name__}: {accuracy:.1%}")
+
+# %%
+# To test such a method, copy the file of :doc:`/testing`. Add a test with a client that
+# fails in the second exchange, and one that stops the run within the round, by a
+# ``KeyboardInterrupt`` in a step, and resumes it.
