@@ -355,8 +355,8 @@ class ExchangeRun(Generic[P]):
     def _restore(self, record: ExchangeRecord | None) -> None:
         """Admit the uploads of an interrupted run, even of disconnected clients.
 
-        An upload that turned out to be bad stays where it is, and its client rejected.
-        Of an exchange that was closed, those count of which its step was made.
+        An upload that turned out to be bad is not read, and its client stays rejected.
+        If the exchange was closed, only the uploads that its step used count.
         """
         door, rejected, closed = self.door, self.journal.all_set_aside, None
         if record is not None:

@@ -234,8 +234,8 @@ def _diagonal_bits(
 ) -> tuple[int, float, int]:
     """Return the diagonals' bits, the share of values with them, and the bytes left.
 
-    All others have half as many. 8 come first, from 4, then 16 where as much is left as
-    `matrices` take.
+    The other values have half as many bits. First, values get 8 bits in place of 4. If
+    more bytes are left than `matrices` take, values then get 16 in place of 8.
     """
     count = sum(v.numel() for v in diagonals.values())
     left -= _ROUNDING * len(diagonals)
@@ -383,8 +383,8 @@ def _ranks(
 ) -> dict[str, int]:
     """Return how many columns of each matrix to send; compute more if needed.
 
-    Where all that are known of a matrix are to be sent, and not so many that it is
-    better sent whole, twice as many are found, and the bytes are shared out anew.
+    If all known columns of a matrix are to be sent, and not so many that the matrix is
+    better sent whole, twice as many are computed, and the bytes are divided again.
     """
     while True:
         ranks = _greedy(to_send, spectra, left)

@@ -77,7 +77,7 @@ def read_moment_sums(
 ) -> TangentUpload:
     """Read and check the sums of at most `num_features` features.
 
-    The variance is a difference of sums: what is below their resolution counts as none.
+    A variance is a difference of sums. If it is below their resolution, it counts as 0.
 
     Raises
     ------
