@@ -294,9 +294,9 @@ class FedFisherOneShot(CurvatureStrategy):
         return FisherUpload.from_arrays(record, like, codec, structure=self.structure)
 
     def check(self, state: ServerState) -> None:
-        """Raise an error for a model that the budget or the matching does not fit.
+        """Raise an error if the model does not fit the budget or the matching.
 
-        So it does if the score of the model is no number.
+        Also if `score` returns something else than a number for it.
         """
         if self.score is not None:
             check_number("score's result", plain(self.score(dict(state.params))))

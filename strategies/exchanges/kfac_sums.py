@@ -140,8 +140,8 @@ class KfacSums:
 def _product_check(state: ServerState) -> Callable[[Additive], None]:
     """Return a check that no product shows a negative eigenvalue of a Fisher.
 
-    It raises ``WireError``, and names a layer in which the direction's squared length,
-    as that product has it, is negative.
+    It raises ``WireError``, and names a layer in which the direction's inner product
+    with its own product is negative.
     """
     direction = double(state.group(_DIRECTION))
     layers = [list(block.shapes) for block in _traces(state).blocks()]
