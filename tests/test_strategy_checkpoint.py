@@ -420,6 +420,19 @@ def test_numpys_numbers_and_tuples_in_a_settings_table_are_gone_on_with(tmp_path
         fagh.start(LocalGrid(Watched(), 2), tiny_arrays(), **options)
 
 
+@pytest.mark.parametrize("where", [None, "kept"])
+def test_settings_that_json_lacks_are_refused_by_name(where, tmp_path):
+    class Own(FAGH):
+        def settings(self):
+            return {"layers": {1, 2}}
+
+    app, own = Watched(), Own(fraction_evaluate=0.0)
+    folder = where and tmp_path / where
+    with pytest.raises(ConfigurationError, match=r"settings\(\) .*'layers' is {1, 2}"):
+        own.start(LocalGrid(app, 2), tiny_arrays(), checkpoint_dir=folder)
+    assert not app.trained
+
+
 def test_a_directory_with_a_run_is_refused_without_resume(once):
     before = {name: (once / name).read_bytes() for name in files(once)}
     app = Watched()

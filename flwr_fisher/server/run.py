@@ -3,6 +3,7 @@
 The journal saves both after each step, so that a new process can resume the run.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +74,8 @@ class Run:
         Raises
         ------
         ConfigurationError
-            If the last round is to be opened again, but `num_rounds` are fewer.
+            If the last round is to be opened again, but `num_rounds` are fewer; or if
+            an option is no JSON value.
         CheckpointError
             If there is a run on disk but `resume` is false, if it is another run, or if
             another server uses it.
@@ -86,7 +88,7 @@ class Run:
         if reopen and not resume:
             raise ConfigurationError("reopen=True needs resume=True: pass both")
         state = ServerState.first(initial_arrays, dict(groups or {}))
-        options = plain(dict(options))  # as JSON has them
+        options = _as_json(options)
         if resume and checkpoint_dir is None:
             raise CheckpointError("resume=True needs a checkpoint_dir")
         journal = Journal(checkpoint_dir)
@@ -267,6 +269,19 @@ class Run:
 def _bytes_of_each(uploads: Uploads[Any]) -> float:
     """Return the mean size of the clients' replies."""
     return sum(upload.num_bytes for upload in uploads) / max(len(uploads), 1)
+
+
+def _as_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's options in the form in which they are kept and compared."""
+    for name, value in (kept := plain(dict(options))).items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"a strategy's settings() must return JSON, and {name!r} is "
+                f"{value!r:.80} ({error}): return numbers, texts, and lists of these"
+            ) from error
+    return dict(kept)
 
 
 def _check_options(journal: Journal, options: Mapping[str, Any]) -> None:
