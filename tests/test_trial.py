@@ -3,6 +3,7 @@
 import logging
 import random
 import time
+from contextlib import suppress
 from itertools import islice, product
 
 import numpy as np
@@ -17,13 +18,14 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 from virtual import ask, metrics_of, same_bits, tiny_client, tiny_data, tiny_model
 
-from flwr_fisher.client import FisherClient, LocalSGD, Request, trial
+from flwr_fisher.client import FisherClient, LocalSGD, Request, cross_entropy, trial
 from flwr_fisher.client.jobs import train
 from flwr_fisher.client.trial import on_few_examples, upload_summary
 from flwr_fisher.curvature import STRUCTURES, Likelihood, fisher
@@ -104,6 +106,7 @@ batch_statistics = nn.Sequential(
     nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)
 )
 REAL = torch.rand(12)
+LATE = TensorDataset(torch.rand(12, 3), torch.tensor([*[1, 2] * 5, 0, 255]).byte())
 EMPIRICAL = {"expectation": "empirical"}
 PACKED = {"codec": "fedavg", "codec-version": FORMAT_VERSION}
 
@@ -157,6 +160,28 @@ FAILURES = {
         DataError,
         r"label 7 is outside \[0, 3\)",  # on a GPU, training would end the process
         loader=with_inputs(lambda x: x, torch.full((12,), 7)),
+    ),
+    "late-label": fails(
+        DataError,
+        r"label 255 is outside \[0, 3\)",
+        loader=DataLoader(Subset(LATE, range(2, 12)), 4, shuffle=True),
+    ),
+    "late-label-of-a-list": fails(
+        DataError,
+        r"label 255 is outside \[0, 3\)",
+        loader=list(DataLoader(LATE, 4)),
+    ),
+    "late-label-of-batches": fails(
+        DataError,
+        r"label 255 is outside \[0, 3\)",
+        loader=DataLoader(LATE, batch_sampler=[[0, 1, 2], [11]]),
+    ),
+    "classes-second": fails(
+        StructureError,
+        r"the loss shows that the second dimension .*\(4, 3, 3\).*movedim",
+        model=lambda: nn.Conv1d(1, 3, 1),
+        loader=[(torch.rand(4, 1, 3), torch.arange(12).view(4, 3) % 3)],
+        train_fn=LocalSGD(loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1)),
     ),
     "dtype": fails(
         DataError,
@@ -245,6 +270,36 @@ def test_what_would_fail_after_training_fails_before(case, error, text):
         case["loader"] = (batch for batch in DataLoader(tiny_data(2), 4))
     with pytest.raises(error, match=text):
         ask_untrained(**case)
+
+
+class Labelled(Sampler):
+    def __iter__(self):
+        return iter(range(10))
+
+    def __len__(self):
+        return 10
+
+
+@pytest.mark.parametrize(
+    "sampler", [Labelled(), range(10), SubsetRandomSampler(range(10))]
+)
+def test_labels_that_no_sampler_draws_are_no_reason_to_fail(sampler):
+    with pytest.raises(Trained):
+        ask_untrained(loader=DataLoader(LATE, 4, sampler=sampler))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "text"), [(None, "last dimension"), (cross_entropy, "")]
+)
+def test_classes_may_be_last_where_both_orders_fit(loss_fn, text, caplog):
+    loop = never if loss_fn is None else LocalSGD(loss_fn=loss_fn)
+    data = torch.rand(4, 3, 3), torch.arange(12).view(4, 3) % 3
+    model = nn.Linear(3, 3)
+    client = FisherClient(model, [data], train_fn=loop, device="cpu")
+    caplog.set_level("INFO")
+    with suppress(Trained):
+        ask(client, ArrayRecord(shared_state(model)), config={"structure": "kfac"})
+    assert text in caplog.text
 
 
 @pytest.mark.parametrize("train_fn", [LocalSGD(), lambda *own: LocalSGD()(*own)])
@@ -427,8 +482,8 @@ class Counting(nn.Module):
         self.last = 0.0
 
     def forward(self, x):
-        self.last = self.last + 0.1
-        self.calls += 1
+        self.last = self.last + 1e-4
+        self.calls += 1e-3
         return x + self.calls + self.last
 
 

@@ -183,10 +183,12 @@ class LocalProblem:
     @property
     def _given_loss(self) -> Loss:
         """The client's loss, or its loop's, or the default one."""
-        if self.loss_fn is not None:
-            return self.loss_fn
-        trained_with: Loss = getattr(self.train_fn, "loss_fn", cross_entropy)
-        return trained_with
+        return self.loss_fn or self.trained_with or cross_entropy
+
+    @property
+    def trained_with(self) -> Loss | None:
+        """The loss of the client's loop, if it has one by this name."""
+        return getattr(self.train_fn, "loss_fn", None)
 
     @property
     def differentiable_loss(self) -> Loss:

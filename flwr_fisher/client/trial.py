@@ -13,9 +13,10 @@ Long: reading the examples, all checks of them, and the lines for the log.
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from multiprocessing.reduction import ForkingPickler
 from textwrap import wrap
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ from torch.utils.data import (
 
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.curvature import Curvature
-from flwr_fisher.curvature.batch import Batch, Inputs
+from flwr_fisher.curvature.batch import Batch, Inputs, check_all_classes
 from flwr_fisher.curvature.batches import (
     check_can_be_read_again,
     positions_of,
@@ -43,7 +44,12 @@ from flwr_fisher.curvature.batches import (
 )
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.kept_model import copied
-from flwr_fisher.curvature.losses import LOSSES, Loss, check_mean_over_labels
+from flwr_fisher.curvature.losses import (
+    LOSSES,
+    Loss,
+    check_mean_over_labels,
+    loss_of,
+)
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import ClientError, DataError, FlwrFisherError, StructureError
 from flwr_fisher.log_lines import logger
@@ -244,6 +250,7 @@ def check_outputs(problem: LocalProblem, batch: Batch) -> None:
         if isinstance(batch.labels, Tensor):
             _check_are_no_weights(problem, batch)
             _check_labels(problem, outputs.cpu(), batch.labels.cpu())
+            _check_order(problem, outputs.cpu(), batch.labels.cpu())
             _check_are_logits(problem, outputs.cpu(), batch.labels.cpu())
         return
     if not all(tensor.isfinite().all() for tensor in inputs.tensors):
@@ -275,13 +282,70 @@ def _called(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def _check_labels(problem: LocalProblem, outputs: Tensor, labels: Tensor) -> None:
-    loss_fn = getattr(problem.train_fn, "loss_fn", None)
+    loss_fn = problem.trained_with
     of_classes = problem.has_classes and not labels.is_floating_point()
     if of_classes:
         if labels.dtype == torch.int64 and labels.shape == outputs.shape[:-1]:
             likelihood_of(problem.likelihood).score(outputs, labels)
+            if problem.likelihood == "categorical":
+                for each in _known_labels(problem):
+                    if isinstance(each, Tensor) and not each.is_floating_point():
+                        check_all_classes(each.long(), outputs.shape[-1])
     elif labels.shape != outputs.shape and loss_fn:
         check_mean_over_labels(outputs, labels, loss_fn)
+
+
+def _known_labels(problem: LocalProblem) -> Iterator[Any]:
+    """Yield the labels that are in memory, so that they need no reading of data."""
+    loader: Any = problem.trainloader
+    if isinstance(loader, (list, tuple)):
+        for batch in loader:
+            if batch is not None:
+                yield problem.train_batches.read(batch, problem.model).labels
+    elif type(loader) is DataLoader and _is_plain(loader) and not problem.batch_fn:
+        batches: Any = sampler_of(loader)
+        if not all(map(_is_torchs, (batches, getattr(batches, "sampler", batches)))):
+            return  # it may leave out what has no label
+        data: Any = loader.dataset
+        positions = list[Any](positions_of(loader))
+        if positions and isinstance(positions[0], Sequence):  # a batch each
+            positions = list(chain.from_iterable(positions))
+        while isinstance(data, Subset):
+            data, positions = data.dataset, [data.indices[i] for i in positions]
+        yield data.tensors[-1][torch.as_tensor(positions)]
+
+
+def _is_torchs(sampler: object) -> bool:
+    """Return whether positions are given as a sequence, or by a sampler of torch's."""
+    kind = type(sampler).__module__
+    return isinstance(sampler, Sequence) or kind == "torch.utils.data.sampler"
+
+
+def _check_order(problem: LocalProblem, outputs: Tensor, labels: Tensor) -> None:
+    """Raise :class:`StructureError` if a loss shows that classes are not last.
+
+    Outputs ``[n, C, C]`` and labels ``[n, C]`` do not show it. A loss of logits stays
+    what it is where a number is added to all classes.
+    """
+    shape, rest = labels.shape, outputs.shape[2:]
+    if not (problem.has_classes and rest and shape[1:] == rest == outputs.shape[1:-1]):
+        return
+    if (loss_fn := problem.loss_fn or problem.trained_with) is None:
+        log_once([f"Outputs {tuple(outputs.shape)}: the last dimension is the classes"])
+        return
+
+    def ignores(dimension: int) -> bool:
+        added = torch.randn_like(outputs.narrow(dimension, 0, 1))
+        before, now = (loss_of(loss_fn, o, labels) for o in (outputs, outputs + added))
+        return torch.allclose(now, before, rtol=1e-3)
+
+    if ignores(1) and not ignores(-1):
+        raise StructureError(
+            "the loss shows that the second dimension of the outputs, of shape "
+            f"{tuple(outputs.shape)}, is the classes, and the Fisher's are the last: "
+            "make it the last, by outputs.movedim(1, -1), in the model or in an "
+            "output_fn, and train with flwr_fisher.client.cross_entropy"
+        )
 
 
 def _check_are_no_weights(problem: LocalProblem, batch: Batch) -> None:
@@ -325,7 +389,7 @@ def _check_are_logits(problem: LocalProblem, outputs: Tensor, labels: Tensor) ->
     if not are_shares or not (is_softmax or name == "bernoulli"):
         return
     maker, log_loss = _OF_PROBABILITIES[name]
-    loss_fn = problem.loss_fn or getattr(problem.train_fn, "loss_fn", None)
+    loss_fn = problem.loss_fn or problem.trained_with
     if loss_fn is None:
         if is_softmax:
             text = "The model returns probabilities, but the Fisher is that of logits: "

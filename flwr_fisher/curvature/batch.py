@@ -279,6 +279,12 @@ def check_classes(labels: Iterable[int], classes: int) -> None:
             )
 
 
+def check_all_classes(labels: Tensor, classes: int) -> None:
+    """Raise :class:`DataError` if one of the labels is no class, as above."""
+    wrong = (labels != IGNORED) & ((labels < 0) | (labels >= classes))
+    check_classes(map(int, labels[wrong][:1]), classes)
+
+
 def are_probabilities(labels: Tensor) -> bool:
     """Return whether labels are probabilities, whose sum in the last dimension is 1."""
     total = labels.sum(-1, dtype=torch.float32)

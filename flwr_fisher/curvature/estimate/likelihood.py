@@ -17,7 +17,7 @@ from torch import Tensor
 from flwr_fisher.curvature.batch import (
     IGNORED,
     are_probabilities,
-    check_classes,
+    check_all_classes,
     check_from_0_to_1,
     count_labels,
 )
@@ -208,12 +208,10 @@ class Categorical(Likelihood):
                 f"not fit logits of shape {tuple(p.shape)}: labels must be class "
                 "indices"
             )
-        labels, classes = labels.long(), p.shape[-1]
-        ignored = labels == IGNORED
-        wrong = labels[~ignored & ((labels < 0) | (labels >= classes))]
-        check_classes(map(int, wrong[:1]), classes)
+        labels = labels.long()
+        check_all_classes(labels, p.shape[-1])
         scores = _from_probabilities(labels.clamp_min(0), p)
-        return scores.masked_fill(ignored.unsqueeze(-1), 0)
+        return scores.masked_fill((labels == IGNORED).unsqueeze(-1), 0)
 
     def num_labels(self, labels: Tensor) -> int:
         """Return the number of labels other than -100."""
