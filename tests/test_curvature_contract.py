@@ -67,6 +67,20 @@ class Keeps(nn.Module):
         return y[0]
 
 
+class Remembers(nn.Module):
+    """It begins where the former call has ended, if that had as many examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.state = nn.RNNCell(3, 3), None
+
+    def forward(self, x):
+        if self.state is None or len(self.state) != len(x):
+            self.state = torch.ones_like(x)
+        self.state = self.cell(x, self.state.detach())
+        return self.state
+
+
 class Makes(nn.Module):
     """It makes its head in its first call, or a weight in each call."""
 
@@ -226,6 +240,8 @@ WITHOUT_A_FISHER = {
     "of the batch": (Then(lambda x, y: y - y.mean(0)), "examples of its batch"),
     "between examples": (Then(lambda x, y: y @ y.T), "examples of its batch"),
     "a state": (Keeps(), "differ from call to call"),
+    "a state of a size": (Remembers(), "differ from call to call"),
+    "a batch size": (Then(lambda x, y: y.view(7, 3)), r"of 7 examples, .* fails on 5"),
     "made": (Makes(again=False), r"makes its parameters .'head.weight', 'head.bias'"),
     "made again": (Makes(again=True), r"makes its parameters .'layer.weight'"),
     "a script": (SCRIPTED, "layer '0' is a ScriptModule"),
@@ -239,8 +255,30 @@ WITHOUT_A_FISHER = {
 def test_a_model_without_a_fisher_is_refused(name, structure):
     model, why = WITHOUT_A_FISHER[name]
     model = exported() if model is exported else model
+    loader = [torch.cat([VECTORS, VECTORS[:2]])] if name == "a batch size" else ONE
     with pytest.raises(StructureError, match=why):
-        fisher(model, ONE, structure=structure)
+        fisher(model, loader, structure=structure)
+
+
+def test_a_gradient_of_a_state_that_is_kept_is_refused():
+    labels = torch.zeros(len(VECTORS), dtype=torch.long)
+    with pytest.raises(StructureError, match="differ from call to call"):
+        curvature.gradient(Remembers(), [(VECTORS, labels)])
+
+
+class Shaken(nn.Module):
+    """It adds noise of its own generator in every mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.generator = nn.Linear(3, 3), torch.Generator()
+
+    def forward(self, x):
+        return self.layer(x) + torch.randn(x.shape, generator=self.generator)
+
+
+def test_noise_is_no_state_that_is_kept():
+    assert fisher(Shaken(), ONE).trace() > 0
 
 
 def test_a_class_may_have_methods_of_its_own_for_its_parameters():

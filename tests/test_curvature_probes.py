@@ -526,18 +526,18 @@ class FailsAt(nn.Module):
 
 @pytest.mark.parametrize("error", FAILURES)
 def test_only_a_refusal_makes_forward_mode_give_way(error):
-    model = FailsAt(3, error)  # after two that show whether examples are independent
+    model = FailsAt(4, error)  # after three that show whether examples are independent
     with pytest.raises(type(error)) as caught:
         gradient_and_hvp(model, [(IMAGES, labels_for(IMAGES))])
     assert caught.value is error
-    assert model.calls == 3
+    assert model.calls == 4
     for refusal in (
         NotImplementedError("Could not run 'aten::own' with the 'ZeroTensor' backend"),
         RuntimeError("Trying to use forward AD with own that does not support it"),
     ):
-        model = FailsAt(3, refusal)
+        model = FailsAt(4, refusal)
         assert hvp(model, [(IMAGES, labels_for(IMAGES))], 0)["scale"].shape == (3,)
-        assert model.calls == 4
+        assert model.calls == 5
 
 
 class Cell(nn.Module):
@@ -686,7 +686,7 @@ def test_max_batch_size_bounds_what_the_model_sees():
     model = nn.Linear(3, 3)
     model.register_forward_hook(lambda m, args, out: sizes.append(len(args[0])))
     gradient(model, [(VECTORS, labels_for(VECTORS))], max_batch_size=2)
-    assert sizes == [2, 1, 2, 2, 1]  # two show whether examples are independent
+    assert sizes == [2, 2, 1, 2, 2, 1]  # three show whether examples are independent
 
 
 def test_a_zero_vector_has_a_zero_product():

@@ -266,6 +266,13 @@ def test_batch_norm_and_a_last_batch_of_one_are_told_before_anything_trains(conf
         ask(FisherClient(model, loader), ArrayRecord(start))
 
 
+def test_batch_norm_and_any_batch_of_one_are_named():
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(X[0].numel()), tiny_model())
+    x, y = next(iter(DataLoader(tiny_data(2), 4)))
+    with pytest.raises(DataError, match=r"is of one example.*drop_last"):
+        LocalSGD()(model, [(x, y), (x[:1], y[:1])], torch.device("cpu"), {})
+
+
 def swapped(model):
     with torch.inference_mode():
         for parameter in model.parameters():

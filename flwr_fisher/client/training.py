@@ -297,7 +297,8 @@ class _Steps:
             if not self.taken:
                 _check_last_batch(loader, model, batch.inputs)
             self.taken += 1
-            loss = self._take(partial(self._gradients, batch, epoch))
+            with refusing_batches_of_one("a batch of the trainloader is of"):
+                loss = self._take(partial(self._gradients, batch, epoch))
             total += loss.float() * labels  # half precision ends at 65504
             count += labels
             yield total, count

@@ -14,6 +14,7 @@ from flwr_fisher.curvature.model_checks import (
     check_examples_are_independent,
     check_examples_do_not_mix,
     check_is_not_reentrant,
+    refusing_one_batch_size,
 )
 from flwr_fisher.curvature.models import (
     device_of,
@@ -164,7 +165,7 @@ def mean_derivatives(
             if not (labels := batch.num_labels):
                 continue
             if not count:
-                _check_first(model, batch.inputs[:_FEW], may_mix=train_mode)
+                _check_first(model, batch.inputs, may_mix=train_mode)
             loss, *means = derivatives(batch.inputs, batch.labels)
             sums = sums or [Sums(parameters) for _ in means]
             for each, mean in zip(sums, means, strict=True):
@@ -178,9 +179,11 @@ def mean_derivatives(
     return [each.mean(count) for each in sums], float(torch.stack(losses).sum()) / count
 
 
-def _check_first(model: nn.Module, few: Inputs, *, may_mix: bool) -> None:
+def _check_first(model: nn.Module, inputs: Inputs, *, may_mix: bool) -> None:
     """Raise an error if a few examples have no rows, or mix where they must not."""
-    outputs = few(model)
+    few = inputs[:_FEW]
+    with refusing_one_batch_size(model, inputs, few):
+        outputs = few(model)
     if not outputs.dim():
         raise StructureError(
             f"the model returns one number for {len(few)} examples: return outputs "

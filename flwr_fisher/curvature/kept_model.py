@@ -90,8 +90,7 @@ class KeptModel:
     def __init__(self, model: nn.Module) -> None:
         own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._attributes = [(vars(module), dict(vars(module))) for module in own]
-        held = chain.from_iterable(each.values() for _, each in self._attributes)
-        reached = _reached([*held, *gradient_hooks(model)])
+        reached = attributes_of(model)
         self._rewind = rewinding(reached)
         for each in reached:
             if isinstance(each, np.ndarray) and each.flags.writeable:
@@ -137,6 +136,13 @@ class KeptModel:
         for rewind in self._rewind:
             rewind()
         _put_back([*self._values, *self._others])
+
+
+def attributes_of(model: nn.Module) -> list[Any]:
+    """Return what a model's modules hold, with what is in their lists and the like."""
+    own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    held = chain.from_iterable(vars(module).values() for module in own)
+    return _reached([*held, *gradient_hooks(model)])
 
 
 def with_own_train(modules: Iterable[nn.Module]) -> list[nn.Module]:

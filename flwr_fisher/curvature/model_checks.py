@@ -1,5 +1,7 @@
 """Checks of a model by a few examples: whether each example has outputs of its own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_fisher.curvature.batch import Inputs
+from flwr_fisher.curvature.kept_model import attributes_of
 from flwr_fisher.curvature.models import REENTRANT
 from flwr_fisher.curvature.sums import within
-from flwr_fisher.errors import StructureError
-from flwr_fisher.randomness import seeded
+from flwr_fisher.errors import FlwrFisherError, StructureError
+from flwr_fisher.randomness import rewinding, seeded
 
 
 def check_examples_are_independent(model: nn.Module, consequence: str) -> None:
@@ -27,7 +30,30 @@ def check_examples_are_independent(model: nn.Module, consequence: str) -> None:
 
 
 _LEAST = 0.05  # relative: far above the rounding of other kernels, TF32's too
-_EQUAL = 1e-3  # of the same kernels
+
+
+@contextmanager
+def refusing_one_batch_size(
+    model: nn.Module, whole: Inputs, few: Inputs
+) -> Iterator[None]:
+    """Raise :class:`StructureError` where a model takes a whole batch, but not a few.
+
+    Torch's own error speaks of shapes deep in the model.
+    """
+    try:
+        yield
+    except (FlwrFisherError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        try:
+            whole(model)
+        except Exception:
+            raise error from None
+        raise StructureError(
+            f"the model takes a batch of {len(whole)} examples, but fails on "
+            f"{len(few)} ({error}): in place of a fixed batch size, use the number of "
+            "examples that its forward is given, such as x.shape[0]"
+        ) from error
 
 
 def check_outputs_have_rows(inputs: Inputs, outputs: Tensor) -> None:
@@ -94,20 +120,21 @@ def check_examples_do_not_mix(
     Raises
     ------
     StructureError
-        If outputs depend on the other examples of a batch; or if the model takes no
-        other number of examples, because of what it keeps of former calls.
+        If outputs depend on the other examples of a batch, or on former calls.
 
     Notes
     -----
-    Where outputs differ from call to call, by random numbers or by what the model
-    remembers, nothing is known of other examples.
+    Where outputs differ from call to call by random numbers, or the model takes no
+    single example, nothing is known of other examples.
     """
+    if not _near(inputs(model), outputs):
+        _check_keeps_nothing(model, inputs)
+        return
     try:
         alone = inputs[:1](model)
-    except Exception as error:  # a model may take no single example
-        _check_keeps_nothing(model, inputs, error)
+    except Exception:  # a model may take no single example
         return
-    if not _near(alone, outputs[:1]) and _near(inputs(model), outputs):
+    if not _near(alone, outputs[:1]):
         raise StructureError(
             "the model's outputs of an example depend on the other examples of its "
             "batch, in eval mode, too, so an example has no gradient of its own: use "
@@ -115,24 +142,26 @@ def check_examples_do_not_mix(
         )
 
 
-def _check_keeps_nothing(model: nn.Module, inputs: Inputs, error: Exception) -> None:
+def _check_keeps_nothing(model: nn.Module, inputs: Inputs) -> None:
     """Raise unless a model's outputs are the same in each call, but for randomness."""
-    outputs = []
+    outputs, rewind = [], rewinding(attributes_of(model))
     for _ in range(2):
         with seeded(0):
             outputs.append(inputs(model))
-    if not _near(outputs[1], outputs[0], _EQUAL):
+        for each in rewind:
+            each()
+    if not _near(outputs[1], outputs[0]):
         raise StructureError(
-            f"the model fails on another number of examples ({error}), and its outputs "
-            "of the same ones differ from call to call: it keeps something, such as a "
-            "hidden state. Begin each call of forward from the same state"
-        ) from error
+            "the model's outputs of the same examples differ from call to call, and "
+            "not by random numbers: it keeps something, such as a hidden state. Begin "
+            "each call of forward from the same state"
+        )
 
 
-def _near(found: Tensor, wanted: Tensor, least: float = _LEAST) -> bool:
+def _near(found: Tensor, wanted: Tensor) -> bool:
     """Return whether outputs are equal, or not finite."""
     if found.shape != wanted.shape:
         return False
-    tolerance = max(least, 16 * torch.finfo(wanted.dtype).eps)
+    tolerance = max(_LEAST, 16 * torch.finfo(wanted.dtype).eps)
     near = within(tolerance, found, wanted)
     return bool(near | ~wanted.isfinite().all())

@@ -33,6 +33,7 @@ from flwr_fisher.curvature.estimate.tied_layers import Pair, tied_pairs
 from flwr_fisher.curvature.model_checks import (
     check_examples_do_not_mix,
     check_outputs_have_rows,
+    refusing_one_batch_size,
 )
 from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.curvature.sums import widened, within
@@ -116,7 +117,8 @@ class FormTrial:
     ) -> None:
         self.model, self.layers = model, layers
         self.inputs = concatenated([inputs[:_FEW]] * 2)[:_FEW]
-        outputs, taps = tapped_forward(model, self.inputs, layers, spread=False)
+        with refusing_one_batch_size(model, inputs, self.inputs):
+            outputs, taps = tapped_forward(model, self.inputs, layers, spread=False)
         check_outputs_have_rows(self.inputs, outputs)
         ones = any(len(call.inputs) == 1 for each in taps.values() for call in each)
         self.spread = ones and _may_spread(model, self.inputs, layers, outputs)
