@@ -562,7 +562,7 @@ def test_a_file_is_opened_in_a_worker(workers):
 def test_where_no_process_can_read_training_goes_on(stuck, monkeypatch, caplog):
     class Stuck(Noisy):
         def __getitem__(self, i):
-            return time.sleep(2 if stuck == "fork" else 0)
+            return time.sleep(0.5 if stuck == "fork" else 0)
 
     if stuck == "fork":
         monkeypatch.setattr("flwr_fisher.client.trial._SECONDS", 0.1)
