@@ -110,27 +110,12 @@ def comparable(
     >>> {k: dict(v) for k, v in kept.items()}, others
     ({'b': {'x': 2, 'y': 3}}, {'a': "reports no 'y'", 'c': "reports no 'x'"})
     """
-
-    def entries(record: MetricRecord) -> dict[tuple[str, int], None]:
-        """Return the metrics' names with lengths (-1 for a number), in order."""
-        return {
-            (name, len(value) if isinstance(value, list) else -1): None
-            for name, value in record.items()
-        }
-
-    def reported(finite: bool) -> list[tuple[str, int]]:
-        """Return what more than half report; on request, with finite numbers."""
-        counts = Counter(
-            (name, size)
-            for own in metrics.values()
-            for name, size in entries(own)
-            if _finite(own[name]) or not finite
-        )
-        return [entry for entry, n in counts.items() if 2 * n > len(metrics)]
-
-    common = reported(finite=True)
-    for name, size in reported(finite=False):
-        if (name, size) not in common:
+    every = [(own, entry) for own in metrics.values() for entry in _entries(own)]
+    reported = Counter(entry for _, entry in every)
+    finite = Counter(entry for own, entry in every if _finite(own[entry[0]]))
+    common = [entry for entry, n in finite.items() if 2 * n > len(metrics)]
+    for (name, size), n in reported.items():
+        if 2 * n > len(metrics) and (name, size) not in common:
             logger.warning(
                 "metrics without '%s', which is NaN or infinite for so many clients "
                 "that it has no mean",
@@ -139,7 +124,7 @@ def comparable(
     kept: dict[Key, MetricRecord] = {}
     mismatched: dict[Key, str] = {}
     for client, record in metrics.items():
-        there = entries(record)
+        there = set(_entries(record))
         missing = [entry for entry in common if entry not in there]
         infinite = [name for name, _ in common if not _finite(record.get(name))]
         if missing:
@@ -152,6 +137,12 @@ def comparable(
             own = {name: value for name, value in record.items() if name in names}
             kept[client] = MetricRecord(own)
     return kept, mismatched
+
+
+def _entries(record: MetricRecord) -> list[tuple[str, int]]:
+    """Return the metrics' names with lengths (-1 for a number)."""
+    sizes = (len(v) if isinstance(v, list) else -1 for v in record.values())
+    return list(zip(record, sizes, strict=True))
 
 
 def _lacks(record: MetricRecord, name: str, size: int) -> str:
