@@ -98,6 +98,10 @@ WRONG = {
         lambda s: Step(s, {"loss": "low"}),
         r"in the metrics of its Step must return .*'low'",
     ),
+    "half-a-model": (
+        lambda s: Step(ServerState({"0.weight": s.params["0.weight"]})),
+        r"returned params without 0\.bias, 1\.bias, .* return all params and buffers",
+    ),
     "no-model": (
         lambda s: Step(ServerState({"w": 0.5})),
         r"the params with 'w' as 0\.5 .*, but it must be a tensor",
@@ -111,6 +115,15 @@ def test_a_step_that_returns_something_else_is_named(returned, message):
     strategy.returned = returned
     with pytest.raises(ConfigurationError, match=rf"^Forgetful\.vote .*{message}"):
         strategy.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
+
+
+@pytest.mark.parametrize("returned", [None, Exchange({}, dict, dict), [SignSGD]])
+def test_exchanges_that_are_no_list_of_exchanges_are_named(returned):
+    app, strategy = Watched(), SignSGD(fraction_evaluate=0.0)
+    strategy.exchanges = lambda server_round: returned
+    with pytest.raises(ConfigurationError, match="must return a list of Exchange"):
+        strategy.start(LocalGrid(app, 3), tiny_arrays(), num_rounds=1)
+    assert not app.trained
 
 
 def test_any_kind_of_number_is_a_metric_of_a_step():

@@ -84,7 +84,7 @@ def test_a_lost_state_is_counted_and_told(tmp_path, caplog):
     result = run(num_rounds=2, checkpoint_dir=tmp_path, resume=True)
     assert result.train_metrics_clientapp[2]["num-lost-states"] == 1
     assert "The state 'feddyn' of step 1 is not in" in caplog.text
-    assert "1 clients lost their state" in caplog.text
+    assert "start with a new one: partition-1" in caplog.text
 
 
 def test_a_state_is_refused_by_name():

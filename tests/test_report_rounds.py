@@ -142,8 +142,8 @@ def test_several_runs_and_metrics_are_drawn(tmp_path, drawn):
 
 
 def test_a_mark_says_what_begins(tmp_path, drawn):
-    marks = {1: "stage 2"}
-    plot_rounds(tmp_path / "a.png", {"a": RUN}, ["accuracy", "shares"], marks=marks)
+    marks, path = {1: "stage 2"}, str(tmp_path / "new" / "a.png")
+    plot_rounds(path, {"a": RUN}, ["accuracy", "shares"], marks=marks)
     (figure,) = drawn
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.texts] == ["stage 2"]

@@ -245,7 +245,7 @@ def test_a_lost_state_starts_from_zero_is_logged_and_counted(caplog):
     assert caplog.text.count("starting with a new one") == 3
     assert f"Ignoring {damaged}, which is damaged" in caplog.text
     assert "Ignoring the state of another model" in caplog.text
-    assert "3 clients lost their state" in caplog.text
+    assert "with a new one: partition-0, partition-1, partition-2" in caplog.text
 
 
 def test_the_state_is_on_the_clients_disk_and_not_in_its_context():

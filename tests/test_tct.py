@@ -371,7 +371,7 @@ def test_a_lost_state_starts_from_zero_is_logged_and_counted(tmp_path, caplog):
     states[2].write_bytes(states[2].read_bytes()[:-4])
     result = run(tct(), num_rounds=5, checkpoint_dir=where, resume=True)
     assert metric(result, "num-lost-states") == [0, 2]
-    assert "2 clients lost their state" in caplog.text
+    assert "start with a new one: partition-1, partition-2" in caplog.text
     assert caplog.text.count("starting with a new one") == 2
 
 

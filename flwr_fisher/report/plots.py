@@ -40,7 +40,8 @@ def panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
 
 
 def save(drawn: Figure, path: Path) -> None:
-    """Write the figure, cropped to its content."""
+    """Write the figure, cropped to its content; make its folder if necessary."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path, bbox_inches="tight", facecolor="white")
 
 

@@ -14,7 +14,13 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from torch import Tensor
 
-from flwr_fisher.errors import CheckpointError, ConfigurationError, check_known, plain
+from flwr_fisher.errors import (
+    CheckpointError,
+    ConfigurationError,
+    check_known,
+    listed,
+    plain,
+)
 from flwr_fisher.params import NORM_STATISTICS, Params, weighted_mean
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import (
@@ -255,7 +261,9 @@ class Step:
     quiet: bool = False
 
 
-def _checked(step: object, function: Callable[..., object]) -> Step:
+def _checked(
+    step: object, function: Callable[..., object], before: ServerState
+) -> Step:
     """Return a step, or raise an error if a strategy's function returned none."""
     who = getattr(function, "__qualname__", repr(function))
     if not isinstance(step, Step) or not isinstance(step.state, ServerState):
@@ -266,6 +274,12 @@ def _checked(step: object, function: Callable[..., object]) -> Step:
             "params, groups), metrics), without groups and metrics if there are none"
         )
     _check_tensors(step.state.params, f"{who} returned the params")
+    if missing := [name for name in before.params if name not in step.state.params]:
+        raise ConfigurationError(
+            f"{who} returned params without {listed(missing)}, but a step must return "
+            "all params and buffers, changed or not: ServerState({**state.params, "
+            "**changed}, groups)"
+        )
     check_groups(step.state.groups, who)
     own: Any = metrics_from(step.metrics, f"{who} in the metrics of its Step")
     return replace(step, metrics=own or {})
@@ -437,7 +451,7 @@ class Exchange(Generic[P]):
         own = self.additive
         if own is not None and own.total is not None and own.alone:
             uploads = [own.mean(own.total, uploads)]
-        return _checked(self.step(state, uploads), self.step)
+        return _checked(self.step(state, uploads), self.step, state)
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record with the caller's entries and the options."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import ConfigurationError, listed
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, scale
 from flwr_fisher.randomness import new_run_number
@@ -132,7 +132,9 @@ def lost_states(uploads: Uploads[Any]) -> int:
 
     Clients report it with the metric ``state-lost``.
     """
-    lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
+    lost = [upload.client for upload in uploads if upload.metrics.get("state-lost")]
     if lost:
-        logger.warning("%d clients lost their state and start with a new one", lost)
-    return lost
+        logger.warning(
+            "clients that lost their state start with a new one: %s", listed(lost)
+        )
+    return len(lost)

@@ -23,6 +23,7 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.errors import (
     CheckpointError,
+    ConfigurationError,
     ParamsError,
     RoundError,
     StructureError,
@@ -145,7 +146,20 @@ def with_secure_sums(
 
     `label` makes their seed another than that of a run's other exchanges. `weighted_by`
     is the metric that weights clients, by default the strategy's.
+
+    Raises
+    ------
+    ConfigurationError
+        If the strategy returned something else than a list of exchanges.
     """
+    every: object = exchanges
+    if not isinstance(every, list | tuple) or not all(
+        isinstance(one, Exchange) for one in every
+    ):
+        raise ConfigurationError(
+            f"exchanges() must return a list of Exchange, got {every!r:.80}: return "
+            "[Exchange(options, read, step)]"
+        )
     if strategy.secure is None:
         return exchanges
     seed, weight = f"{strategy.seed}/{label}", weighted_by or strategy.weighted_by_key
