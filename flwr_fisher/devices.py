@@ -32,8 +32,8 @@ def default_device() -> torch.device:
     >>> has_float64(default_device())
     True
     """
-    found = accelerator()
-    return found if found is not None and has_float64(found) else CPU
+    device = accelerator()
+    return device if device is not None and has_float64(device) else CPU
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def defaults_kept() -> Iterator[None]:
     """
     dtype, device = torch.get_default_dtype(), _default_device()
     grad = torch.is_grad_enabled()
-    kinds = {"cpu", found.type if (found := accelerator()) else "cpu"}
+    kinds = {"cpu", own.type if (own := accelerator()) else "cpu"}
     autocast = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
     try:
         yield
@@ -126,20 +126,20 @@ def random_states() -> dict[str, Any]:
     They are ``{"kind": …, "states": […]}``, for :func:`set_random_states`, or ``{}``
     without an accelerator.
     """
-    if (found := accelerator()) is None:
+    if (device := accelerator()) is None:
         return {}
-    module: Any = torch.get_device_module(found)
+    module: Any = torch.get_device_module(device)
     every = getattr(module, "get_rng_state_all", None)
     states = [module.get_rng_state()] if every is None else every()
-    return {"kind": found.type, "states": states}
+    return {"kind": device.type, "states": states}
 
 
 def set_random_states(states: dict[str, Any]) -> None:
     """Restore what :func:`random_states` returned, on an accelerator of that kind."""
-    found = accelerator()
-    if found is None or states.get("kind") != found.type:
+    device = accelerator()
+    if device is None or states.get("kind") != device.type:
         return
-    module: Any = torch.get_device_module(found)
+    module: Any = torch.get_device_module(device)
     every = getattr(module, "set_rng_state_all", None)
     if every is None:
         module.set_rng_state(*states["states"])
@@ -218,14 +218,14 @@ def one_ahead(items: Iterable[T]) -> Iterator[T]:
 
 def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors on the CPU, copied where they are not there already."""
-    found = list(tensors)
-    away = [i for i, tensor in enumerate(found) if tensor.device.type != "cpu"]
+    copies = list(tensors)
+    away = [i for i, tensor in enumerate(copies) if tensor.device.type != "cpu"]
     if not away:
-        return found
-    own = [found[i].contiguous().reshape(-1).view(torch.uint8) for i in away]
+        return copies
+    own = [copies[i].contiguous().reshape(-1).view(torch.uint8) for i in away]
     parts = torch.split(torch.cat(own).cpu(), [len(each) for each in own])
     for i, part in zip(away, parts, strict=True):
         # A view in a wider dtype needs aligned bytes, and a clone is aligned.
-        like = found[i]
-        found[i] = part.clone().view(like.dtype).view(like.shape)
-    return found
+        like = copies[i]
+        copies[i] = part.clone().view(like.dtype).view(like.shape)
+    return copies

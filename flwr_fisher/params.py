@@ -110,9 +110,9 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
     A device is read once, after all tensors.
     """
-    found = [(name, all_finite(tensor)) for name, tensor in tensors]
-    flags = torch.stack([flag for _, flag in found]).tolist() if found else []
-    names = (name for name, _ in found)
+    flagged = [(name, all_finite(tensor)) for name, tensor in tensors]
+    flags = torch.stack([flag for _, flag in flagged]).tolist() if flagged else []
+    names = (name for name, _ in flagged)
     return next((n for n, fine in zip(names, flags, strict=True) if not fine), None)
 
 

@@ -176,27 +176,27 @@ def _layer_system(
     unweighted, exponent = _regularised(parts, settings, device)
     mean = {name: _wide(mean[name], device) for name in unweighted.shapes}
     moves = _ClientMoves(posteriors, mean, device)
-    found = moves.measured(unweighted.terms, reads)
-    if unit := _exponent_of_moves(found.largest, mean):
+    measured = moves.measured(unweighted.terms, reads)
+    if unit := _exponent_of_moves(measured.largest, mean):
         moves = replace(moves, exponent=unit)
-        found = moves.measured(unweighted.terms, reads)
+        measured = moves.measured(unweighted.terms, reads)
     examples = [posterior.num_examples for posterior in posteriors]
     weights = layer_weights(
         examples,
-        _products(unweighted.weights, found.traces),
-        _products(unweighted.weights, found.fisher_squares),
+        _products(unweighted.weights, measured.traces),
+        _products(unweighted.weights, measured.fisher_squares),
         settings,
     )
     weights = _products(unweighted.weights, weights)
-    total = WeightedSum(unweighted.terms, weights, found.traces)
+    total = WeightedSum(unweighted.terms, weights, measured.traces)
     shift = _exponent_of_mean(total, mean)
     total = total.scaled(power_of_two(-shift)) if shift else total
-    products = found.products or moves.products(total.terms)
+    products = measured.products or moves.products(total.terms)
     system = LinearSystem.anchored(
         total, _weighted_sum(total, products, mean), settings.anchor
     )
     unscale = power_of_two(exponent + shift)
-    radius = settings.trust * _trusted_length(examples, found.squared_lengths)
+    radius = settings.trust * _trusted_length(examples, measured.squared_lengths)
     return replace(
         system,
         scale=unscale,

@@ -146,11 +146,11 @@ def _solved(system: LinearSystem, settings: MergeSettings, reads: Reads) -> _Unr
     start, numbers = reads.queue(norm(system.rhs)), None
     # No curvature, or one that is not finite, is an error on the CPU.
     with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-        found = _solution(system, settings)
+        solution = _solution(system, settings)
         # Twice the objective's rise: x·Ax - 2 x·b = -x·(b + r), because Ax is b - r.
-        rise = -dot(found.values, add(system.rhs, found.residual))
-        tensors = found.values.values()
-        numbers = reads.queue(*tensors, found.norms, found.steps, rise)
+        rise = -dot(solution.values, add(system.rhs, solution.residual))
+        tensors = solution.values.values()
+        numbers = reads.queue(*tensors, solution.norms, solution.steps, rise)
     names, traces = list(system.rhs), system.client_traces
     return _Unread(names, scale, system.unit, traces, start, numbers)
 

@@ -96,9 +96,9 @@ def _stage(
         "clients": lambda state: SecureState.of(state).present,
         "log_name": f"{_PART}, {stage}",
     }
-    asked = {**(options or {}), **own}
+    requested = {**(options or {}), **own}
     read = SecureUpload.from_arrays
-    return _Stage(asked, read, take, send_each=send_each, **(usual | more))
+    return _Stage(requested, read, take, send_each=send_each, **(usual | more))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +214,10 @@ class SecureSums:
         """Return the exchanges that open an exchange's exponents and values."""
         additive, values = exchange.additive, index + 1
         assert additive is not None
-        asked = {**exchange.options, "secure-job": exchange.options.get("job", "train")}
+        job = exchange.options.get("job", "train")
+        requested = {**exchange.options, "secure-job": job}
         if additive.weighted:
-            asked["secure-weighted"] = True
+            requested["secure-weighted"] = True
         sizes, words = WordSums(), WordSums()
         privacy = additive.privacy
         exponents = ask(
@@ -224,7 +225,7 @@ class SecureSums:
             index,
             partial(steps.take_words, index, sizes, privacy),
             partial(_begin, privacy, index == 0),
-            options=asked,
+            options=requested,
             send=exchange.send,
             start=exchange.start,
             additive=Summation(total=sizes, alone=False),

@@ -282,10 +282,10 @@ class Cohort(NodeNames):
         trained = {n: own for n in nodes if (own := self._trained[n]) is not None}
         if text := of_products(frozenset[str]().union(*trained.values())):
             self.warn_once(text, "products of adapters")
-        odd = unlike_most(trained, _difference)
-        left = (node for node in nodes if node in self._frozen and node not in odd)
-        odd |= unlike_most({n: self._frozen[n] for n in left}, _other_values)
-        return {node: ClientError(why) for node, why in odd.items()}
+        reasons = unlike_most(trained, _difference)
+        left = [n for n in nodes if n in self._frozen and n not in reasons]
+        reasons |= unlike_most({n: self._frozen[n] for n in left}, _other_values)
+        return {node: ClientError(why) for node, why in reasons.items()}
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
         """Store which of these names a node trains, and which others it freezes."""
@@ -317,10 +317,10 @@ def unlike_most(
         return {}
     common, number = counts[0]
     whom = "most" if 2 * number > len(said) else "others"
-    odd = {k: own for k, own in said.items() if number == 1 or own != common}
+    unlike = {k: own for k, own in said.items() if number == 1 or own != common}
     return {
         key: difference(own, counts[1][0] if own == common else common, whom)
-        for key, own in odd.items()
+        for key, own in unlike.items()
     }
 
 

@@ -190,10 +190,10 @@ class NodeNames:
                     self._known[node] = Identity(node, names[node])
             self._until |= dict.fromkeys(new, now + QUERY_LIFETIME)
             wait = 0.0 if self.answered.intersection(nodes) else timeout
-            asked = new
-            while asked:
-                replies = query(mailbox, asked, RecordDict(), wait, self._take)
-                asked = [reply.node for reply in replies if self._take(reply)]
+            due = new
+            while due:
+                replies = query(mailbox, due, RecordDict(), wait, self._take)
+                due = [reply.node for reply in replies if self._take(reply)]
             self._log_nameless(new)
         self._refuse(nodes)
         return [n for n in nodes if n in self.answered and n not in self.refused]

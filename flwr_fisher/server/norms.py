@@ -43,10 +43,10 @@ def who_can_measure(
         logger.warning("norm statistics: disconnected: %s", listed(gone))
     there = {c: own for c, own in clients.items() if own[0] in nodes}
     able = cohort.do_any_job
-    asked = {c: own for c, own in there.items() if nodes[own[0]] in able}
-    if others := there.keys() - asked.keys():
+    measuring = {c: own for c, own in there.items() if nodes[own[0]] in able}
+    if others := there.keys() - measuring.keys():
         logger.warning(_ONLY_TRAINS, listed(others))
-    return dict(asked.values())
+    return dict(measuring.values())
 
 
 def norm_exchange(
@@ -65,10 +65,10 @@ def norm_exchange(
         Whether to measure norms whose parameters a client does not train, as where a
         training has changed their statistics.
     """
-    asked: dict[str, ConfigValue] = {"job": "norm-statistics", "norms": [*prefixes]}
-    asked["frozen"] = frozen
+    options: dict[str, ConfigValue] = {"job": "norm-statistics", "norms": [*prefixes]}
+    options["frozen"] = frozen
     return Exchange(
-        asked,
+        options,
         partial(_read, frozenset(prefixes)),
         partial(_step, weights),
         clients=lambda state: weights.keys(),

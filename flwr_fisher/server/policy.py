@@ -210,14 +210,14 @@ class Policy:
         """
         if len(sizes) < _FEWEST or self.max_distance == inf:
             return {}
-        found = {}
+        lengths = {}
         for name in sizes[0].step_norms:
             median = statistics.median(own.step_norms[name] for own in sizes)
             most = self.max_distance * before.get(_FIRST + name, inf)
-            found[name] = min(median, most)
-        if kept in found:
-            found[kept] = max(found[kept], _LATE * _FADES * before.get(kept, 0.0))
-        return found
+            lengths[name] = min(median, most)
+        if kept in lengths:
+            lengths[kept] = max(lengths[kept], _LATE * _FADES * before.get(kept, 0.0))
+        return lengths
 
     def weights(self, weights: Sequence[float]) -> list[float]:
         """Return weights, each at most `max_weight` times the median.

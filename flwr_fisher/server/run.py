@@ -287,9 +287,10 @@ def _as_json(options: Mapping[str, Any]) -> dict[str, Any]:
 def _check_options(journal: Journal, options: Mapping[str, Any]) -> None:
     """Raise :class:`CheckpointError` if options differ from the run's."""
     saved = journal.options
-    odd = sorted(k for k in {*saved, *options} if saved.get(k) != options.get(k))
-    if odd:
-        changes = ", ".join(f"{k}: {saved.get(k)!r} -> {options.get(k)!r}" for k in odd)
+    keys = sorted(k for k in {*saved, *options} if saved.get(k) != options.get(k))
+    if keys:
+        pairs = (f"{k}: {saved.get(k)!r} -> {options.get(k)!r}" for k in keys)
+        changes = ", ".join(pairs)
         raise CheckpointError(
             f"{journal.path} has a run with other options: {changes}. Resume it with "
             "its options, or begin a new run in another checkpoint_dir"

@@ -164,13 +164,13 @@ class Additive(Payload):
         room = sum(8 * value.numel() + SLACK for value in like.values())
         limit, most = len(parts) * room, len(parts) * len(like)
         tensors = arrays_to_tensors(record, limit=limit, most=most)
-        found = take_parts(tensors, like, parts)
-        for name, value in found.get(FISHER, {}).items():
+        read = take_parts(tensors, like, parts)
+        for name, value in read.get(FISHER, {}).items():
             if (value < 0).any():
                 raise WireError("must not be negative", field=f"{FISHER}/{name}")
-        if of_one and POINT in found:
-            found[POINT] = products(found[FISHER], found[PARAMS])
-        return cls(found)
+        if of_one and POINT in read:
+            read[POINT] = products(read[FISHER], read[PARAMS])
+        return cls(read)
 
 
 def products(fisher: Params, params: Params) -> dict[str, Tensor]:
@@ -193,17 +193,17 @@ def take_parts(
         It names what does not fit. All parts over trained parameters must cover the
         same parameters.
     """
-    found: dict[str, Params] = {part: _take(part, tensors, like) for part in parts}
+    taken: dict[str, Params] = {part: _take(part, tensors, like) for part in parts}
     if tensors:
         raise WireError("unexpected key", field=min(tensors))
     over = [part for part in parts if part not in (PARAMS, BUFFERS)]
-    trained = {name for part in over for name in found[part]}
+    trained = {name for part in over for name in taken[part]}
     if over and not trained:
         raise WireError(f"no {over[0]} arrived", field=f"{over[0]}/")
     rest = {PARAMS: like.keys(), BUFFERS: like.keys() - trained}
-    for part, own in found.items():
+    for part, own in taken.items():
         check_same_keys(own.keys(), rest.get(part, trained), _key(part, ""))
-    return found
+    return taken
 
 
 def _take(part: str, tensors: dict[str, Tensor], like: Params) -> dict[str, Tensor]:

@@ -116,8 +116,8 @@ class Codec:
         """Raise :class:`WireError` unless an upload's description names this codec."""
         received = read_description(text, field)
         if received != (requested := self.describe(packed=packed)):
-            odd = {k: v for k, v in requested.items() if received.get(k) != v}
-            raise WireError(f"the server requested another codec: {odd}", field=field)
+            other = {k: v for k, v in requested.items() if received.get(k) != v}
+            raise WireError(f"the server requested another codec: {other}", field=field)
 
 
 LOSSLESS = Codec("lossless")

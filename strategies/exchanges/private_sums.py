@@ -50,11 +50,11 @@ def private_exchange(
             mean = noised(mean, privacy, len(upload.members))
         return merge(state, private_sums(mean, state.params, privacy.clipping_norm))
 
-    asked: dict[str, ConfigValue] = dict(options)
-    asked |= {"job": "diagonal-sums", "clipping-norm": privacy.clipping_norm}
+    requested: dict[str, ConfigValue] = dict(options)
+    requested |= {"job": "diagonal-sums", "clipping-norm": privacy.clipping_norm}
     unit = replace(privacy, clipping_norm=1.0)
     mean = Summation[Any](read=_CONTRIBUTION, privacy=unit, total=RunningMean())
-    return Exchange(asked, _read, step, require_same_parameters=True, additive=mean)
+    return Exchange(requested, _read, step, require_same_parameters=True, additive=mean)
 
 
 def _read(record: ArrayRecord, like: Params) -> Additive:

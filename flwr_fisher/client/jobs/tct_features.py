@@ -67,13 +67,13 @@ class Examples:
             shapes = sorted({tuple(batch.labels.shape) for batch in batches})
             raise DataError(f"labels must be one class for each example; got {shapes}")
         labels = torch.cat([batch.labels for batch in batches])
-        found = [digest for batch in batches for digest in _digests(batch)]
-        order = sorted(range(len(found)), key=found.__getitem__)
-        whole = hashlib.blake2b(b"".join(found[i] for i in order), digest_size=16)
+        digests = [digest for batch in batches for digest in _digests(batch)]
+        order = sorted(range(len(digests)), key=digests.__getitem__)
+        whole = hashlib.blake2b(b"".join(digests[i] for i in order), digest_size=16)
         forms = {f"{b.inputs.form} {b.labels.dtype}" for b in batches}
         whole.update("\n".join(sorted(forms)).encode())
-        place = torch.empty(len(found), dtype=torch.long)
-        place[torch.tensor(order)] = torch.arange(len(found))
+        place = torch.empty(len(digests), dtype=torch.long)
+        place[torch.tensor(order)] = torch.arange(len(digests))
         parts: dict[Any, list[tuple[Inputs, Tensor]]] = {}
         start = 0
         for batch in batches:
@@ -302,9 +302,9 @@ class ClientFeatures:
             made = gram_spectrum(features)
             return {"values": made.eigenvalues, "vectors": made.eigenvectors}
 
-        found = disk.made_once("spectrum", decomposed, ["values", "vectors"])
+        kept = disk.made_once("spectrum", decomposed, ["values", "vectors"])
         device = features.device
-        spectrum = Spectrum(found["values"].to(device), found["vectors"].to(device))
+        spectrum = Spectrum(kept["values"].to(device), kept["vectors"].to(device))
         return spectrum, spectrum.largest
 
     def _computed(self) -> Tensor:
