@@ -58,6 +58,34 @@ CAUSAL = {
     "gpt2": lambda: T.GPT2LMHeadModel(T.GPT2Config(**OF_GPT, **ENDS, vocab_size=WORDS)),
     "llama": lambda: T.LlamaForCausalLM(T.LlamaConfig(**SMALL, **ENDS)),
 }
+SEQUENCES = {
+    "t5": lambda: T.T5ForConditionalGeneration(
+        T.T5Config(
+            d_model=8,
+            d_kv=4,
+            d_ff=12,
+            num_layers=1,
+            num_heads=2,
+            vocab_size=WORDS,
+            decoder_start_token_id=0,
+        )
+    ),
+    "bart": lambda: T.BartForConditionalGeneration(
+        T.BartConfig(
+            d_model=8,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=12,
+            decoder_ffn_dim=12,
+            vocab_size=WORDS,
+            max_position_embeddings=16,
+            decoder_start_token_id=2,
+            **ENDS,
+        )
+    ),
+}
 IMAGES = {
     "vit": lambda: T.ViTForImageClassification(
         T.ViTConfig(
@@ -77,15 +105,18 @@ TARGETS = {
     "gpt2": ["c_attn"],
     "llama": ["q_proj", "v_proj"],
     "vit": ["q_proj", "v_proj"],
+    "t5": ["q", "v"],
+    "bart": ["q_proj", "v_proj"],
 }
+MAKE = TEXT | CAUSAL | SEQUENCES | IMAGES
 HEADS = {"bert": ["classifier"], "distilbert": ["classifier"], "vit": ["classifier"]}
-MODELS = {name: (name, False) for name in TEXT | CAUSAL | IMAGES}
-MODELS |= {f"{name}-lora": (name, True) for name in TEXT | CAUSAL | IMAGES}
+MODELS = {name: (name, False) for name in MAKE}
+MODELS |= {f"{name}-lora": (name, True) for name in MAKE}
 
 
 def make(name, lora, seed=0):
     torch.manual_seed(seed)
-    model = (TEXT | CAUSAL | IMAGES)[name]()
+    model = MAKE[name]()
     if lora:
         config = peft.LoraConfig(
             r=2,
@@ -111,6 +142,8 @@ def rows_of(name, n=8, seed=0):
         made.append({"input_ids": ids, "labels": i % CLASSES})
         if name in CAUSAL:
             made[-1]["labels"] = ids.masked_fill(torch.arange(len(ids)) < 1, -100)
+        if name in SEQUENCES:
+            made[-1]["labels"] = torch.randint(1, WORDS, (2 + i % 3,), generator=g)
     return made
 
 
@@ -139,7 +172,8 @@ def batches(name, size=4, **options):
 def own_loss(model, row):
     """The model's own loss of one example, and how many labels it is the mean of."""
     (labels,) = collate([row])["labels"].unsqueeze(0)
-    count = int((labels[..., 1:] != -100).sum()) if labels.dim() > 1 else 1
+    # In those of a causal model, the first one is -100.
+    count = int((labels != -100).sum()) if labels.dim() > 1 else 1
     one = collate([row])
     if "pixel_values" in one:
         one["pixel_values"] = one["pixel_values"].double()

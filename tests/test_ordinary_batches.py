@@ -251,6 +251,10 @@ REFUSED = {
     "two labels": (lambda x, y: {"left": x, "label": y, "target": y}, "target"),
     "nothing": (lambda x, y: {"label": y}, "no tensor of inputs"),
     "sparse": (lambda x, y: (x.to_sparse(), y), r"sparse_coo.*to_dense\(\)"),
+    "nested": (
+        lambda x, y: (torch.nested.as_nested_tensor(list(x), layout=torch.strided), y),
+        r"nested.*to_padded_tensor",
+    ),
     "text": (lambda x, y: (["a"] * len(x), y), "batch_fn"),
     "an object": (lambda x, y: object(), "object"),
     "rows": (lambda x, y: (x, x[:-1], y), "first dimensions"),
@@ -258,10 +262,17 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("function", [fisher, gradient])
+def test_tensors_in_place_of_a_loader_are_refused(function):
+    with pytest.raises(DataError, match=r"inputs and labels: .*TensorDataset"):
+        function(MODEL, (X, Y))
+
+
 def tokens(x):
     return (x.abs() * 10).long()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize(("form", "culprit"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_told_is_refused_by_name(form, culprit):
     with pytest.raises(DataError, match=culprit):

@@ -74,11 +74,15 @@ class Inputs:
                     f"input {name!r:.40} is a {type(value).__name__}, but each input "
                     f"must be a tensor with one row for each example: {_WAY_OUT}"
                 )
-            if isinstance(value, Tensor) and value.layout != torch.strided:
+            if isinstance(value, Tensor) and (
+                value.layout != torch.strided or value.is_nested
+            ):
+                layout = "nested" if value.is_nested else str(value.layout)
+                dense = "to_padded_tensor(0.0)" if value.is_nested else "to_dense()"
                 raise DataError(
-                    f"input {name!r:.40} is of layout {value.layout}, whose examples "
-                    "cannot be taken one by one: make it dense, by input.to_dense() in "
-                    "the loader's collate_fn or in FisherClient(batch_fn=...)"
+                    f"input {name!r:.40} is of layout {layout}, whose examples cannot "
+                    f"be taken one by one: make it dense, by input.{dense} in the "
+                    "loader's collate_fn or in FisherClient(batch_fn=...)"
                 )
         rows = {n: v.shape[:1] for n, v in self._named() if isinstance(v, Tensor)}
         if not rows or len(set(rows.values())) > 1 or torch.Size() in rows.values():
@@ -417,6 +421,8 @@ def _of_mapping(
     alone = not known and len(tensors) == 1
     if isinstance(labels, Tensor):
         labels = _shifted(labels, tensors if alone else chosen, model, form)
+        if own := _decoder_inputs(labels, chosen, model):
+            return Inputs((), {**(chosen or tensors), **own}, output_fn), labels
     if alone:
         return _inputs(next(iter(tensors.values())), output_fn), labels
     if not chosen:
@@ -426,6 +432,20 @@ def _of_mapping(
             f"the model's forward ({arguments}): {_WAY_OUT}"
         )
     return Inputs((), chosen, output_fn), labels
+
+
+def _decoder_inputs(
+    labels: Tensor, given: Mapping[str, Tensor], model: Callable[..., Any]
+) -> dict[str, Tensor]:
+    """Return what a transformers encoder-decoder makes of labels, for its decoder.
+
+    Without labels, its ``forward`` has no inputs for it, or takes the encoder's.
+    """
+    inner = getattr(model, "called_like", model)
+    make = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
+    if make is None or any(name.startswith("decoder_input") for name in given):
+        return {}
+    return {"decoder_input_ids": make(labels)}
 
 
 def _shifted(

@@ -60,7 +60,7 @@ class Pairs(Iterable[Any]):
     - Labels that are integers are read as int64, as PyTorch's losses require.
     - A batch that is None is skipped: a collate function may leave out all examples.
     - For a causal language model of transformers, which shifts labels by itself, the
-      labels are shifted by one.
+      labels are shifted by one. An encoder-decoder makes its decoder's inputs of them.
     - A model's outputs are the tensor that it returns, or the entry that it names
       ``logits``, or the only floating-point tensor of several entries.
 
@@ -73,6 +73,11 @@ class Pairs(Iterable[Any]):
         mapping of tensors; the model gets them by position or by name.
     output_fn : Callable, optional
         Returns the one tensor of outputs from what the model returns.
+
+    Raises
+    ------
+    DataError
+        If the loader is one batch, and no batches.
 
     Examples
     --------
@@ -90,6 +95,7 @@ class Pairs(Iterable[Any]):
         output_fn: OutputFn | None = None,
     ) -> None:
         self.loader: Iterable[Any] = unwrapped(loader)
+        _check_is_no_batch(self.loader)
         self.batch_fn, self.output_fn = batch_fn, output_fn
         if isinstance(loader, Pairs):
             self.batch_fn = batch_fn or loader.batch_fn
@@ -176,7 +182,7 @@ def batches_of(
     Raises
     ------
     DataError
-        If the loader is one tensor, a batch's form is not clear, or a batch lacks
+        If the loader is one batch, a batch's form is not clear, or a batch lacks
         labels.
     """
     own, first_batch_checks = pairs_of(loader), _first_batch_checks.get([])
@@ -201,13 +207,27 @@ def pairs_of(loader: Iterable[Any]) -> Pairs:
     Raises
     ------
     DataError
-        If the loader is one tensor, and no batches.
+        If the loader is one batch, and no batches.
     """
+    return loader if isinstance(loader, Pairs) else Pairs(loader, *_defaults.get())
+
+
+def _check_is_no_batch(loader: Iterable[Any]) -> None:
+    """Raise :class:`DataError` for a batch in place of a loader of batches."""
     if isinstance(loader, Tensor):
         raise DataError(
             "the loader must yield batches, but it is a tensor: pass the list [inputs]"
         )
-    return loader if isinstance(loader, Pairs) else Pairs(loader, *_defaults.get())
+    parts = list(loader) if isinstance(loader, (list, tuple)) else []
+    if not all(isinstance(part, Tensor) for part in parts):
+        return
+    if len({(part.dim(), part.dtype) for part in parts}) > 1:
+        raise DataError(
+            "the loader must yield batches, but its parts are tensors of unlike kinds, "
+            f"such as inputs and labels: {[tuple(part.shape) for part in parts[:4]]}. "
+            "Pass DataLoader(TensorDataset(inputs, labels), batch_size=32), or the "
+            "list [(inputs, labels)]"
+        )
 
 
 def can_be_read_again(loader: Iterable[Any]) -> bool:

@@ -22,7 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flwr_fisher.curvature.batch import Inputs, concatenated
-from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SharedParameter
+from flwr_fisher.curvature.estimate.direct_layers import (
+    DirectLayer,
+    EmbeddingRows,
+    SharedParameter,
+)
 from flwr_fisher.curvature.estimate.layers import (
     KroneckerLayer,
     is_packed,
@@ -395,6 +399,8 @@ def _explains(names: Sequence[str], trial: FormTrial) -> Tensor | None:
         inputs = trial.calls[name].inputs
         if not layer.fits(inputs.shape, output.shape):
             return None
+        if isinstance(layer, EmbeddingRows) and inputs.is_floating_point():
+            return None  # a class of its own looks up something else: BART's, positions
         foreign.append(trial.reaches_others(output))
         found.append(layer.gradients(inputs, output))
         wide = widened(output)
