@@ -53,6 +53,7 @@ from flwr_fisher.strategies.hooks import (
     check_hooks,
     initial_groups_of,
 )
+from flwr_fisher.wire import NUM_EXAMPLES
 
 _FUNCTIONS = ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
 # With what a function is called, and what to make of an older one.
@@ -259,6 +260,20 @@ class CurvatureStrategy(FedAvg):
         """
         if self.secure is not None:
             self.secure.check(self.exchanges(1), type(self).__name__)
+
+    def check_weighted_by_examples(self, what: str) -> None:
+        """Raise an error for another weight than the one in the clients' uploads.
+
+        Raises
+        ------
+        ConfigurationError
+            If `weighted_by_key` is another metric. It says that `what` needs this one.
+        """
+        if self.weighted_by_key != NUM_EXAMPLES:
+            raise ConfigurationError(
+                f"{what} needs weighted_by_key='{NUM_EXAMPLES}', because clients "
+                f"weight their contributions by it, not '{self.weighted_by_key}'"
+            )
 
     def norms_to_refresh(self, before: Params, after: Params) -> Sequence[str]:
         """Return the norms that a round's clients must measure.

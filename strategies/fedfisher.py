@@ -50,7 +50,6 @@ from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     LOSSLESS,
-    NUM_EXAMPLES,
     REGRESSION,
     Additive,
     Codec,
@@ -238,11 +237,7 @@ class FedFisherOneShot(CurvatureStrategy):
             raise ConfigurationError(
                 f"{needs} codec='lossless', since packed uploads cannot be summed"
             )
-        if self.weighted_by_key != NUM_EXAMPLES:
-            raise ConfigurationError(
-                f"{needs} weighted_by_key='num-examples', because clients weight "
-                f"their contributions by it, not '{self.weighted_by_key}'"
-            )
+        self.check_weighted_by_examples("aggregate='sums'")
         self.codec = LOSSLESS
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:

@@ -156,6 +156,7 @@ class TCT(CurvatureStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.check_weighted_by_examples("TCT")
         check_whole("stage1_rounds", stage1_rounds, 0)
         check_whole("num_features", num_features, 1)
         check_whole("local_steps", local_steps, 1)

@@ -327,3 +327,8 @@ def test_masses_are_an_examples_and_each_part_is_limited_alone():
     torch.testing.assert_close(less.cross, 0.5 * good.sums.cross)
     assert torch.equal(good.scaled({cross: 0.5}, LIKE).sums.gram, good.sums.gram)
     assert replace(good, bias=None).layout() != good.layout()
+
+
+def test_other_weights_than_the_sums_own_are_refused():
+    with pytest.raises(ConfigurationError, match=r"^AFL needs weighted_by_key"):
+        AFL(weighted_by_key="trust")

@@ -502,6 +502,7 @@ def test_the_server_evaluates_the_network_and_then_the_model():
         ({"feature_dtype": "int8"}, r"unknown feature_dtype 'int8'"),
         ({"fraction_train": 0.0}, r"^fraction_train must be > 0"),
         ({"fraction_train": 2.0}, r"^fraction_train must be in"),
+        ({"weighted_by_key": "trust"}, r"^TCT needs weighted_by_key='num-examples'"),
     ],
 )
 def test_bad_arguments_are_named(options, reason):

@@ -60,6 +60,7 @@ class AFL(CurvatureStrategy):
         self, *, ridge: float = 1e-3, head: str | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
+        self.check_weighted_by_examples("AFL")
         check_range("ridge", ridge, 0)
         self.ridge, self.head = ridge, head
 
