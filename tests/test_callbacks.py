@@ -134,6 +134,15 @@ def test_the_best_rounds_model_is_kept(tmp_path):
         assert file.metadata() == {"round": "3", "metric": "server/accuracy"}
 
 
+def test_files_may_be_in_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    best = BestModel("~/a/best.safetensors", "train/num-replies")
+    run(best, CSVFile("~/a/rounds.csv"), num_rounds=1)
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert names == {"best.safetensors", "rounds.csv"}
+
+
 def test_a_crash_before_the_best_model_was_written_is_made_good(tmp_path):
     path = tmp_path / "best.safetensors"
     options = {"checkpoint_dir": tmp_path / "run", "scores": "01900"}

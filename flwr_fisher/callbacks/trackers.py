@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ class TensorBoard(_Tracker):
         super().__init__()
         with _installed("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        self._writer: Any = SummaryWriter(str(log_dir))
+        self._writer: Any = SummaryWriter(os.path.expanduser(log_dir))
 
     def log(self, server_round: int, numbers: dict[str, float]) -> None:
         """Add the scalars."""
@@ -152,7 +153,7 @@ class CSVFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
 
     def on_round_end(
         self, server_round: int, arrays: ArrayRecord, history: History

@@ -107,7 +107,8 @@ class BestModel:
     def __init__(
         self, path: str | Path, metric: str = "server/accuracy", mode: str = "max"
     ) -> None:
-        self.path, self._watched = Path(path), Watched(metric, mode)
+        self.path = Path(path).expanduser()
+        self._watched = Watched(metric, mode)
 
     def on_round_end(
         self, server_round: int, arrays: ArrayRecord, history: History

@@ -70,7 +70,7 @@ def save_report(
         numbers of NumPy are written as plain numbers. What JSON does not have is left
         out, and a warning names it.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     save_model(path, params)
     content = {"seed": config.get("seed"), "config": dict(config), **measured}
     text = json.dumps(_as_json(content), indent=2, sort_keys=True) + "\n"
@@ -79,7 +79,7 @@ def save_report(
 
 def save_model(path: str | Path, params: Params) -> None:
     """Write ``model.safetensors`` to a directory, which is made if necessary."""
-    path = Path(path)
+    path = Path(path).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     save_tensors(path / "model.safetensors", params)
 

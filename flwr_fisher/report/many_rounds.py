@@ -111,7 +111,7 @@ def report_rounds(
         of `also`, and ``zero_shot`` and ``personalised`` of held-out clients, as they
         were last measured.
     """
-    path, params = Path(path), arrays_to_tensors(result.arrays)
+    path, params = Path(path).expanduser(), arrays_to_tensors(result.arrays)
     save_model(path, params)  # it is safe, whatever a score raises
     rounds = rounds_of(result)
     last = rounds.setdefault(max(rounds, default=0), {}).setdefault("server", {})

@@ -86,7 +86,7 @@ def report_one_shot(
         If the result has no merge: it is of another strategy, or of a resumed run that
         had nothing left to do.
     """
-    path, merged = Path(path), result.details
+    path, merged = Path(path).expanduser(), result.details
     if not isinstance(merged, MergeResult):
         raise ConfigurationError(
             "report_one_shot needs the last merge of FedFisherOneShot, and this result "

@@ -83,7 +83,7 @@ def plot_rounds(
             ["barrier-loss", ("personalised-accuracy", "zero-shot-accuracy")],
         )
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     wanted = [(m,) if isinstance(m, str) else tuple(m) for m in metrics]
     drawn = []
     for keys in wanted:

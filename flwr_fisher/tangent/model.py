@@ -210,7 +210,7 @@ class TCTModel(nn.Module):
             If the disk refuses.
         """
         try:
-            save_tensors(Path(path), self.to_tensors())
+            save_tensors(Path(path).expanduser(), self.to_tensors())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot write {path}: {error}") from error
 
@@ -235,7 +235,7 @@ class TCTModel(nn.Module):
         if not isinstance(model, nn.Module):
             raise ParamsError(f"load(path, model) takes a module, got {model!r}")
         try:
-            tensors = load_file(path)
+            tensors = load_file(Path(path).expanduser())
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path} is missing or damaged: {error}") from error
         try:
