@@ -202,8 +202,9 @@ def test_a_metric_that_is_not_there_is_named():
         run(BestModel("unused", "server/accurac"), scores="01234")
     with pytest.raises(ConfigurationError, match="'train/x' is a list"):
         EarlyStopping("train/x").on_round_end(1, ArrayRecord(), {1: {"train/x": [1.0]}})
-    with pytest.raises(ConfigurationError, match="'accuracy' is not the name"):
-        EarlyStopping("accuracy").on_round_end(1, ArrayRecord(), {1: {"train/x": 1.0}})
+    for name in ("accuracy", "evaluation/accuracy", 0.5):
+        with pytest.raises(ConfigurationError, match="is not the name of a metric"):
+            EarlyStopping(name)
     with pytest.raises(ConfigurationError, match="unknown mode 'up'"):
         EarlyStopping(mode="up")
 

@@ -17,6 +17,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.wire import arrays_to_tensors
 
 _MODES = ("max", "min")
+_KINDS = ("server", "evaluate", "train")  # of metrics, by their source
 
 
 class Watched:
@@ -28,10 +29,21 @@ class Watched:
         The metric's name in the history, such as ``server/accuracy``.
     mode : "max" | "min"
         Whether a larger or a smaller value is better.
+
+    Raises
+    ------
+    ConfigurationError
+        If no metric can have this name, or the mode is unknown.
     """
 
     def __init__(self, name: str, mode: str) -> None:
         check_known("mode", mode, _MODES)
+        kind, slash, _ = str(name).partition("/")
+        if not slash or kind not in _KINDS:
+            raise ConfigurationError(
+                f"{name!r:.80} is not the name of a metric: names are such as "
+                "'server/accuracy', 'evaluate/loss' or 'train/train_loss'"
+            )
         self._told = False
         self.name, self._sign = name, 1.0 if mode == "max" else -1.0
 
@@ -53,12 +65,7 @@ class Watched:
 
     def _check_may_come(self, server_round: int, history: History) -> None:
         """Raise an error if no later round can have the metric either."""
-        kind, slash, _ = self.name.partition("/")
-        if not slash:
-            raise ConfigurationError(
-                f"'{self.name}' is not the name of a metric: names are such as "
-                "'server/accuracy' or 'evaluate/loss'"
-            )
+        kind = self.name.partition("/")[0]
         names = sorted({name for record in history.values() for name in record})
         if any(name.startswith(f"{kind}/") for name in names):
             raise ConfigurationError(
