@@ -535,6 +535,13 @@ MISTAKES = {
         ConfigurationError,
         r"pass ArrayRecord\(\.\.\.\)",
     ),
+    "a model that has diverged": (
+        lambda: FedFisherOneShot().start(
+            LocalGrid(tiny_app(), 3), ArrayRecord({"w": torch.tensor([torch.nan])})
+        ),
+        ConfigurationError,
+        "the initial arrays cannot be trained: 'w': holds NaN or infinity. Check",
+    ),
     "an app for a grid": (
         lambda: FedFisherOneShot().start(tiny_app(), tiny_arrays()),
         ConfigurationError,

@@ -17,6 +17,7 @@ from torch import Tensor
 from flwr_fisher.errors import (
     CheckpointError,
     ConfigurationError,
+    WireError,
     check_known,
     listed,
     plain,
@@ -106,8 +107,19 @@ class ServerState:
 
         Flower's own strategies average a batch norm's count of batches, too, and return
         it as a float. Here it becomes an integer again, as clients have it.
+
+        Raises
+        ------
+        ConfigurationError
+            If an array is not finite, or of a dtype that cannot be trained.
         """
-        params = arrays_to_tensors(arrays)
+        try:
+            params = arrays_to_tensors(arrays)
+        except WireError as error:
+            raise ConfigurationError(
+                f"the initial arrays cannot be trained: {error}. Check the model, or "
+                "the run that they come from"
+            ) from error
         for name, value in params.items():
             if name.rpartition(".")[2] == _COUNT and value.is_floating_point():
                 params[name] = value.round().long()
