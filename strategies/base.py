@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_fisher.callbacks import Callback
-from flwr_fisher.callbacks.base import check_callbacks
+from flwr_fisher.callbacks.base import checked_callbacks
 from flwr_fisher.devices import check_default_device
 from flwr_fisher.errors import (
     ConfigurationError,
@@ -408,7 +408,7 @@ class CurvatureStrategy(FedAvg):
         CallbackError
             If a callback failed. Its round is finished then.
         """
-        check_callbacks(callbacks)
+        callbacks = checked_callbacks(callbacks)
         _check_function("evaluate_fn", evaluate_fn, *_EVALUATES)
         check_default_device()
         if not hasattr(grid, "get_node_ids"):

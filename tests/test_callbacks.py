@@ -76,6 +76,12 @@ def test_they_are_told_of_each_round_with_all_metrics():
     assert last["evaluate/accuracy"] == result.evaluate_metrics_clientapp[4]["accuracy"]
 
 
+def test_a_generator_of_callbacks_is_read_once():
+    told = Told()
+    run(callbacks=(each for each in [told]), num_rounds=2)
+    assert told.rounds == [1, 2]
+
+
 def test_one_that_says_so_ends_the_run(caplog):
     caplog.set_level("INFO", "flwr")
     other = Told()

@@ -63,8 +63,8 @@ class Callback(Protocol):
         """
 
 
-def check_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Check that each callback has its method, before the run begins.
+def checked_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return the callbacks, each with its method, before the run begins.
 
     Raises
     ------
@@ -75,7 +75,8 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
         raise ConfigurationError(
             f"callbacks must be a list of callbacks, got {callbacks!r:.80}"
         )
-    for callback in callbacks:
+    every = list(callbacks)  # a generator can be read once
+    for callback in every:
         method = getattr(callback, "on_round_end", None)
         if not callable(method):
             raise ConfigurationError(
@@ -86,6 +87,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
                 f"{callback!r:.80} is a class, or its on_round_end is async: pass an "
                 "object, such as BestModel(...), with an ordinary method"
             )
+    return every
 
 
 def call(
