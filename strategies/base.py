@@ -56,7 +56,7 @@ from flwr_fisher.strategies.hooks import (
 from flwr_fisher.wire import NUM_EXAMPLES
 
 _FUNCTIONS = ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
-# With what a function is called, and what to make of an older one.
+# For errors: a function's arguments, and how to change one of an older strategy.
 _AGGREGATES = (
     "a list of RecordDict and the name of the weights",
     "function of pairs (num_examples, metrics), make one of (records, "
@@ -72,7 +72,7 @@ _FEWEST = {"min_train_nodes": 1, "min_evaluate_nodes": 0, "min_available_nodes":
 _NORM_STATISTICS = ("average", "refresh")
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
 _INDENT = 10  # columns in front of a line of settings in the log
-# What belongs elsewhere, in Flower's older strategies' constructors.
+# Arguments of Flower's older strategies, and where each is given now.
 _OLDER_ARGUMENTS = {
     "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
     "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
