@@ -286,6 +286,21 @@ def test_the_last_epoch_squares_what_training_saw(training, reduction, mu):
     assert_close(fisher, {k: s / count for k, s in squares.items()})
 
 
+def test_a_batch_without_labels_adds_nothing_to_the_last_epochs_sum():
+    x, y = tiny_data(0, n=8).tensors
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+    unlabelled = (x, torch.full_like(y, -100))
+    sums = [
+        fisher_of(
+            FisherClient(net(), own, train_fn=LocalSGD(lr=0.1), device="cpu"),
+            source="last-epoch",
+            reduction="sum",
+        )[1]
+        for own in (batches, [*batches, unlabelled])
+    ]
+    assert_close(*sums)
+
+
 def test_the_last_epoch_costs_no_further_backward_pass():
     counts, passes = {}, []
 

@@ -102,7 +102,7 @@ class FedFishJob(TrainingJob):
         epochs = local_sgd(problem.train_fn, _SQUARES).epochs
         squares = LastEpochSquares(problem.model, epochs)
         metrics = problem.train(config, on_gradients=squares)
-        return metrics, self._reduced(squares.curvature(), problem.trainloader)
+        return metrics, self._reduced(squares.curvature(), range(squares.count))
 
     def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:
         """Return a batch's Fisher, or ones if the training loop squares gradients."""
@@ -147,33 +147,34 @@ class LastEpochSquares:
     r"""The mean of squared batch gradients, collected during training.
 
     FedFish, Appendix A.5.1: it uses the gradients of the last local epoch, in which the
-    parameters still change, instead of another pass at the end.
+    parameters still change, instead of another pass at the end. `count` is how many
+    batches had gradients; one without any label has none.
     """
 
     def __init__(self, model: nn.Module, epochs: int) -> None:
         self._parameters = trainable(model)
         self._sums = Sums({})
-        self._count, self._epochs = 0, epochs
+        self.count, self._epochs = 0, epochs
 
     def __call__(self, epoch: int, step: int) -> None:
         """Add the current gradients, if this is the last epoch."""
         if epoch < self._epochs:
             return
-        if not self._count:
+        if not self.count:
             self._sums = Sums(self._parameters)
         self._sums.add_squares(p.grad for p in self._parameters.values())
-        self._count += 1
+        self.count += 1
 
     def curvature(self) -> Diagonal:
         """Return the mean over the calls."""
-        return Diagonal(self._sums.mean(self._count))
+        return Diagonal(self._sums.mean(self.count))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far, for a checkpoint."""
-        return {"sums": self._sums.totals, "count": self._count}
+        return {"sums": self._sums.totals, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the sums of a checkpoint."""
-        self._count = state["count"]
-        self._sums = Sums(self._parameters if self._count else {})
+        self.count = state["count"]
+        self._sums = Sums(self._parameters if self.count else {})
         self._sums.totals = dict(state["sums"])
