@@ -45,7 +45,12 @@ from flwr.app import ArrayRecord, MetricRecord
 from safetensors import SafetensorError
 from torch import Tensor
 
-from flwr_fisher.errors import CheckpointError, kept_record
+from flwr_fisher.errors import (
+    CheckpointError,
+    ConfigurationError,
+    kept_record,
+    plain,
+)
 from flwr_fisher.files import (
     digest_of,
     load_record,
@@ -625,6 +630,25 @@ class FolderLock:
             return self._holder.read_text().strip()
         except OSError:
             return "its name is not known yet"
+
+
+def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's options in the form in which they are kept and compared.
+
+    Raises
+    ------
+    ConfigurationError
+        If one of them is no JSON value.
+    """
+    for name, value in (kept := plain(dict(options))).items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"a strategy's settings() must return JSON, and {name!r} is "
+                f"{value!r:.80} ({error}): return numbers, texts, and lists of these"
+            ) from error
+    return dict(kept)
 
 
 def _line(event: Event) -> str:

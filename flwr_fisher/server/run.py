@@ -3,7 +3,6 @@
 The journal saves both after each step, so that a new process can resume the run.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,11 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
 from flwr_fisher.callbacks import Callback, call, history_of
-from flwr_fisher.errors import CheckpointError, ConfigurationError, kept_record, plain
+from flwr_fisher.errors import CheckpointError, ConfigurationError, kept_record
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload, Uploads
-from flwr_fisher.server.journal import ExchangeJournal, Journal
+from flwr_fisher.server.journal import ExchangeJournal, Journal, as_kept
 from flwr_fisher.wire import tensors_to_arrays
 
 _HISTORIES = (
@@ -88,7 +87,7 @@ class Run:
         if reopen and not resume:
             raise ConfigurationError("reopen=True needs resume=True: pass both")
         state = ServerState.first(initial_arrays, dict(groups or {}))
-        options = _as_json(options)
+        options = as_kept(options)
         if resume and checkpoint_dir is None:
             raise CheckpointError("resume=True needs a checkpoint_dir")
         journal = Journal(checkpoint_dir)
@@ -269,19 +268,6 @@ class Run:
 def _bytes_of_each(uploads: Uploads[Any]) -> float:
     """Return the mean size of the clients' replies."""
     return sum(upload.num_bytes for upload in uploads) / max(len(uploads), 1)
-
-
-def _as_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's options in the form in which they are kept and compared."""
-    for name, value in (kept := plain(dict(options))).items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"a strategy's settings() must return JSON, and {name!r} is "
-                f"{value!r:.80} ({error}): return numbers, texts, and lists of these"
-            ) from error
-    return dict(kept)
 
 
 def _check_options(journal: Journal, options: Mapping[str, Any]) -> None:
