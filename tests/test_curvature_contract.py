@@ -70,15 +70,17 @@ class Keeps(nn.Module):
 class Remembers(nn.Module):
     """It begins where the former call has ended, if that had as many examples."""
 
-    def __init__(self):
+    def __init__(self, share=1.0):
         super().__init__()
         self.cell, self.state = nn.RNNCell(3, 3), None
+        self.share = share
 
     def forward(self, x):
         if self.state is None or len(self.state) != len(x):
-            self.state = torch.ones_like(x)
-        self.state = self.cell(x, self.state.detach())
-        return self.state
+            self.state = torch.zeros_like(x)
+        y = self.cell(x) + self.share * self.state.detach()
+        self.state = y
+        return y
 
 
 class Makes(nn.Module):
@@ -219,6 +221,9 @@ def test_every_structure_refuses_the_same(structure, engine):
     if engine == "auto":
         with pytest.raises(StructureError, match=r"logits .*\(5, 1\)"):
             fisher(ended(nn.Linear(3, 1)), ONE, **how)
+        labels = torch.ones(len(VECTORS), dtype=torch.long)
+        with pytest.raises(StructureError, match="likelihood='bernoulli' for one"):
+            fisher(ended(nn.Linear(3, 1)), [(VECTORS, labels)], **how)
 
 
 with warnings.catch_warnings():
@@ -241,6 +246,7 @@ WITHOUT_A_FISHER = {
     "between examples": (Then(lambda x, y: y @ y.T), "examples of its batch"),
     "a state": (Keeps(), "differ from call to call"),
     "a state of a size": (Remembers(), "differ from call to call"),
+    "a little of a state": (Remembers(1e-3), "keeps a tensor from call to call"),
     "a batch size": (Then(lambda x, y: y.view(7, 3)), r"of 7 examples, .* fails on 5"),
     "made": (Makes(again=False), r"makes its parameters .'head.weight', 'head.bias'"),
     "made again": (Makes(again=True), r"makes its parameters .'layer.weight'"),

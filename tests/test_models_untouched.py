@@ -436,14 +436,17 @@ def test_a_loader_gives_afterwards_what_it_would_have_given(read):
         assert torch.equal(one[1], other[1])
 
 
-def test_persistent_workers_begin_with_the_same_order():
+@pytest.mark.parametrize(
+    ("workers", "examples"),
+    [({"num_workers": 1}, 2), ({"num_workers": 1, "persistent_workers": True}, None)],
+)
+def test_workers_begin_with_the_same_order(workers, examples):
     def make():
         generator, data = torch.Generator().manual_seed(0), TensorDataset(X, Y)
-        options = {"num_workers": 1, "persistent_workers": True}
-        return DataLoader(data, 2, shuffle=True, generator=generator, **options)
+        return DataLoader(data, 2, shuffle=True, generator=generator, **workers)
 
     loader = make()
-    fisher(nn.Linear(5, 3), loader)
+    fisher(nn.Linear(5, 3), loader, examples=examples)
     for one, other in zip(loader, make(), strict=True):
         assert torch.equal(one[0], other[0])
 

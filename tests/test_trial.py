@@ -482,8 +482,8 @@ class Counting(nn.Module):
         self.last = 0.0
 
     def forward(self, x):
-        self.last = self.last + 1e-4
-        self.calls += 1e-3
+        self.last = self.last + 1e-5
+        self.calls += 1e-4
         return x + self.calls + self.last
 
 

@@ -218,7 +218,7 @@ def _check_is_no_batch(loader: Iterable[Any]) -> None:
         raise DataError(
             "the loader must yield batches, but it is a tensor: pass the list [inputs]"
         )
-    parts = list(loader) if isinstance(loader, (list, tuple)) else []
+    parts = list(loader) if type(loader) in (list, tuple) else []
     if not all(isinstance(part, Tensor) for part in parts):
         return
     if len({(part.dim(), part.dtype) for part in parts}) > 1:
@@ -359,9 +359,9 @@ def at_most(
         parts = [chosen[k : k + size] for k in range(0, len(chosen), size)]
         return Pairs(with_positions(plain, parts), whole.batch_fn, whole.output_fn)
     length = length_of(whole)
-    given = (batch for batch in islice(whole.loader, length) if batch is not None)
-    every = (whole.read(batch, model) for batch in given)
-    with loader_kept(whole.loader):
+    with loader_kept(whole.loader):  # to begin its iterator is to draw a number
+        given = (batch for batch in islice(whole.loader, length) if batch is not None)
+        every = (whole.read(batch, model) for batch in given)
         if length is None or _shuffles(whole.loader):
             return Pairs(list(_first(every, examples)))
         return Pairs(_sample(every, examples, seed))

@@ -146,6 +146,10 @@ _EXPLAINED = {  # what torch says, and what the model does
         "keeps a tensor with a gradient from call to call, such as a weight that it "
         "computes once in eval mode: compute it in each call, or keep its detach()"
     ),
+    "inside a function being vmapped": (
+        "keeps a tensor from call to call, such as a hidden state: begin each call of "
+        "forward from the same state"
+    ),
     "inference tensor": (
         "was made under torch.inference_mode: make it outside of inference_mode"
     ),

@@ -231,6 +231,7 @@ class Categorical(Likelihood):
         They show it if they fit classes as the second dimension, PyTorch's order, if
         there is one label for each output, or if they are numbers and no classes.
         """
+        _at_least_2d(outputs)
         if not isinstance(labels, Tensor):
             return
         shape, places = labels.shape[1:], outputs.shape[2:]
