@@ -164,8 +164,9 @@ class SecureSums:
         if any(exchange.additive is None for exchange in exchanges):
             raise ConfigurationError(
                 f"with these options, a round of {who} needs more than sums of its "
-                "clients' uploads: leave secure= out, or pass aggregate='sums' to "
-                "FedFisherOneShot"
+                "clients' uploads: leave secure= out. FedFisherOneShot needs only sums "
+                "with aggregate='sums', an Exchange of your own with "
+                "additive=Summation()"
             )
 
     def secured(
