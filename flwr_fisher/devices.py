@@ -94,6 +94,8 @@ def has_float64(device: torch.device) -> bool:
 def usable_device(device: torch.device | str, way_out: str) -> torch.device:
     """Return a device on which this process can compute in float64.
 
+    CUDA is not set up, because a process that has done so cannot fork any more.
+
     Raises
     ------
     ConfigurationError
@@ -101,7 +103,10 @@ def usable_device(device: torch.device | str, way_out: str) -> torch.device:
     """
     try:
         chosen = torch.device(device)
-        torch.empty(0, device=chosen)
+        if chosen.type != "cuda":
+            torch.empty(0, device=chosen)
+        elif (chosen.index or 0) >= (count := torch.cuda.device_count()):
+            raise RuntimeError(f"this process sees {count} CUDA devices")
     except (AssertionError, RuntimeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(

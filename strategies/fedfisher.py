@@ -184,8 +184,9 @@ class FedFisherOneShot(CurvatureStrategy):
         if norm_statistics is None:
             norm_statistics = "refresh" if privacy is None else "average"
         super().__init__(norm_statistics=norm_statistics, **kwargs)
-        device = default_device() if device is None else device
-        self.device = usable_device(device, "merge on the CPU, device='cpu'")
+        self.device = default_device()
+        if device is not None:
+            self.device = usable_device(device, "merge on the CPU, device='cpu'")
         check_known("aggregate", aggregate, ("parts", "sums"))
         fisher = given("fisher", fisher, FisherOptions)
         merge = given("merge", merge, MergeOptions)
