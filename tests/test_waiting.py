@@ -403,6 +403,10 @@ def test_a_server_app_waits_for_its_nodes(clock):
         RoundError, match="only 2 of 3 required nodes are connected after 20 s"
     ):
         wait_for_nodes(grid, 3, timeout=20)
+    nobody = ClockedGrid(quick_app(), dict.fromkeys(range(3), comes), clock, 3)
+    with pytest.raises(RoundError, match="only 0 of 3 required nodes") as caught:
+        wait_for_nodes(nobody, 3, timeout=20)
+    assert "lower" not in str(caught.value)  # no minimum is that low
     virtual = LocalGrid(quick_app(), 3)  # whose clients are all there: it has no more
     with pytest.raises(
         RoundError, match="only 3 of 4 required nodes are connected after 0 s"

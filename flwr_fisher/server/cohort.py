@@ -385,10 +385,11 @@ def _lower(options: Mapping[str, int], count: int) -> str:
 
 
 def _too_few_connected(count: int, needed: int, waited: float, lower: str) -> str:
-    return (
-        f"only {count} of {needed} required nodes are connected after {waited:.0f} s: "
-        f"start more SuperNodes (in a simulation, raise num-supernodes), or {lower}"
-    )
+    out = f"start more SuperNodes (in a simulation, raise num-supernodes), or {lower}"
+    if not count:  # no lower minimum would do
+        out = "start SuperNodes, and check that they reach this SuperLink"
+    text = f"only {count} of {needed} required nodes are connected after {waited:.0f} s"
+    return f"{text}: {out}"
 
 
 def most_nodes(grid: Grid, known: int) -> int:
