@@ -1,5 +1,6 @@
 """Whatever takes a model leaves it bit for bit as it was, also where it fails."""
 
+import copy
 import random
 from contextlib import suppress
 from itertools import count, product
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.ao.quantization import FakeQuantize
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
@@ -434,6 +436,18 @@ def test_a_loader_gives_afterwards_what_it_would_have_given(read):
     for one, other in zip([*loader, *loader], [*(twin := make()), *twin], strict=True):
         assert torch.equal(one[0], other[0])
         assert torch.equal(one[1], other[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*quantization:DeprecationWarning")
+def test_ranges_for_quantisation_are_those_of_the_training():
+    """In eval mode, torch widens them by each batch."""
+    model = nn.Sequential(nn.Linear(5, 4), FakeQuantize(), nn.Linear(4, 3))
+    model(X)
+    before = copy.deepcopy(model.state_dict())
+    found = [fisher(model, batches) for batches in ([100 * X], (100 * X).split(1))]
+    assert torch.allclose(found[1].to_dense(), found[0].to_dense(), rtol=1e-4)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
 
 
 @pytest.mark.parametrize(

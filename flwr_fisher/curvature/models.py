@@ -104,7 +104,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     they clip what a training uses, or expect train mode, as opacus's do. What is
     compiled runs as it was written: it does not call hooks that are added later, and
     would be compiled anew for each transformation, in minutes. Embeddings' gradients
-    are dense, and not scaled by frequency.
+    are dense, and not scaled by frequency. Ranges for quantisation are not observed.
 
     Raises
     ------
@@ -227,6 +227,9 @@ def _into_eval_mode(model: nn.Module, kept: KeptModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = module.scale_grad_by_freq = False
+        observes = getattr(module, "observer_enabled", None)  # in eval mode, too
+        if isinstance(observes, Tensor):
+            observes.zero_()  # a range for quantisation, as a norm its statistics
 
 
 def outputs_with(
