@@ -465,6 +465,30 @@ def test_workers_begin_with_the_same_order(workers, examples):
         assert torch.equal(one[0], other[0])
 
 
+class Together:
+    """Several loaders, one after another."""
+
+    def __init__(self, hold):
+        generators = [torch.Generator().manual_seed(i) for i in range(2)]
+        data, options = TensorDataset(X, Y), {"shuffle": True, "batch_size": 2}
+        self.parts = hold(
+            [DataLoader(data, generator=g, **options) for g in generators]
+        )
+
+    def __iter__(self):
+        parts = self.parts.values() if isinstance(self.parts, dict) else self.parts
+        for part in parts:
+            yield from part
+
+
+@pytest.mark.parametrize("hold", [list, tuple, lambda parts: dict(enumerate(parts))])
+def test_several_loaders_shuffle_afterwards_as_ever(hold):
+    loader = Together(hold)
+    fisher(nn.Linear(5, 3), loader)
+    for one, other in zip(loader, Together(hold), strict=True):
+        assert torch.equal(one[0], other[0])
+
+
 def test_an_iterator_of_persistent_workers_goes_on():
     data = TensorDataset(X, Y)
     loader = DataLoader(data, 1, num_workers=1, persistent_workers=True)

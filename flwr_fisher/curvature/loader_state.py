@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from flwr_fisher.randomness import GENERATORS, set_state_of, state_of
 
 # Attributes of a loader, and of its parts, that are read with it.
@@ -100,7 +102,16 @@ def _parts(loader: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         waiting += [(name, own.get(name)) for name in (*_SAMPLERS, *_DATA)]
         lists = [x for name in _LISTS if isinstance(x := own.get(name), (list, tuple))]
         waiting += [("dataset", each) for each in chain.from_iterable(lists)]
+        inner = chain.from_iterable(map(_loaders_in, own.values()))
+        waiting += [("loader", each) for each in inner]
     return [*parts.values()], counting
+
+
+def _loaders_in(value: Any) -> list[Any]:
+    """Return the loaders that an attribute holds: itself, or in a list or a dict."""
+    some = value if isinstance(value, (list, tuple)) else [value]
+    some = list(value.values()) if isinstance(value, dict) else some
+    return [*some] if some and isinstance(some[0], DataLoader) else []
 
 
 def _numbers(own: Mapping[str, Any]) -> dict[str, Any]:
