@@ -195,7 +195,7 @@ def test_what_cannot_be_told_is_named_with_the_way_out(batch, text):
     client.problem.trainloader = Rows([batch])
     with pytest.raises(DataError, match=text) as raised:
         ask(client)
-    assert "FisherClient(batch_fn=...)" in str(raised.value)
+    assert "batch_fn=... to FisherClient or fisher_arrays" in str(raised.value)
 
 
 class Rows(list):

@@ -798,3 +798,48 @@ def test_a_batch_that_no_process_can_send_is_told_at_once():
     assert trial._Sent(list)([1, 2]) == [1, 2]
     with pytest.raises(Exception, match="Local"):
         trial._Sent(lambda rows: Local())([1, 2])
+
+
+# --- other people's loaders
+
+
+class Ward(DataLoader):
+    """A loader of one's own that reads as torch's does."""
+
+
+class Prepared(DataLoader):
+    """A loader that changes its batches."""
+
+    def __iter__(self):
+        return ((x / 2, y) for x, y in super().__iter__())
+
+
+def test_a_subclass_that_reads_as_torchs_is_tried():
+    data = TensorDataset(tiny_data(2).tensors[0], torch.full((12,), 7))
+    with pytest.raises(DataError, match="7"):
+        ask_untrained(loader=Ward(data, 4))
+
+
+def test_the_log_says_that_a_loader_has_an_iter_of_its_own(caplog):
+    with caplog.at_level(logging.INFO, "flwr"), suppress(Trained):
+        ask_untrained(loader=Prepared(tiny_data(2), 4))
+    assert "a Prepared has an __iter__ of its own" in caplog.text
+
+
+def test_a_batch_fn_that_fails_is_refused_before_the_training():
+    def batch_fn(batch):
+        return batch["scan"], batch["label"]
+
+    rows = [{"scan": x, "diagnosis": y} for x, y in tiny_data(2)]
+    says = "batch_fn fails on a batch, a mapping of 'scan', 'diagnosis': KeyError"
+    with pytest.raises(DataError, match=says):
+        ask_untrained(loader=DataLoader(rows, 4), batch_fn=batch_fn)
+
+
+def test_a_batch_fn_may_need_whole_batches():
+    def batch_fn(batch):
+        assert len(batch[0]) == 6
+        return batch
+
+    with pytest.raises(Trained):
+        ask_untrained(loader=DataLoader(tiny_data(2), 6), batch_fn=batch_fn)

@@ -417,6 +417,20 @@ def test_a_server_app_waits_for_its_nodes(clock):
         start(virtual, min_available_nodes=9)
 
 
+def test_the_log_says_once_that_nodes_are_missing_and_later_what_to_do(clock, caplog):
+    late = Behaviour(connected=lambda now: now >= 100)
+    grid = ClockedGrid(quick_app(), {2: late}, clock, 3)
+    with caplog.at_level("INFO", "flwr"):
+        start(grid, min_available_nodes=3, num_rounds=1)
+    lines = [m for m in caplog.messages if m.startswith("Waiting for nodes")]
+    assert len(lines) == 2
+    assert lines[0] == (
+        "Waiting for nodes to connect: 2 connected (minimum required: 3)."
+    )
+    assert "for 3600 s at most. To begin, start more SuperNodes" in lines[1]
+    assert "or lower min_available_nodes" in lines[1]
+
+
 # What is refused
 
 

@@ -39,6 +39,7 @@ from flwr_fisher.curvature.batch import Batch, Inputs, check_all_classes
 from flwr_fisher.curvature.batches import (
     check_can_be_read_again,
     positions_of,
+    reads_positions,
     sampler_of,
     with_positions,
 )
@@ -135,8 +136,12 @@ def _attempted(
             try:
                 batch = read(count)
                 tried = replace(problem, model=copied(problem.model))
-            except (FlwrFisherError, _UntriedError):
+            except _UntriedError:
                 raise
+            except FlwrFisherError:
+                if count is None:
+                    raise
+                continue  # a batch_fn, too, may be for whole batches
             except Exception as error:
                 why = str(error).strip().rpartition("\n")[2]  # a worker's: a traceback
                 raise _UntriedError(f"{type(error).__name__}: {why}") from error
@@ -165,8 +170,11 @@ def _batch(problem: LocalProblem, count: int | None) -> Batch:
         check_can_be_read_again(loader, "a Fisher is taken of the trainloader")
     if isinstance(loader, (list, tuple)) and loader:
         batch = loader[0]
-    elif type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-        raise _UntriedError("the data are a stream, or their loader is no DataLoader")
+    elif not reads_positions(loader):
+        kind, data = type(loader).__name__, getattr(loader, "dataset", None)
+        own = f"a {kind} has an __iter__ of its own, whose batches may come only once"
+        stream = isinstance(data, IterableDataset)
+        raise _UntriedError("the data are a stream" if stream else own)
     else:
         batch = _read(loader, _positions(loader, count))
     if batch is None:
@@ -302,7 +310,7 @@ def _known_labels(problem: LocalProblem) -> Iterator[Any]:
         for batch in loader:
             if batch is not None:
                 yield problem.train_batches.read(batch, problem.model).labels
-    elif type(loader) is DataLoader and _is_plain(loader) and not problem.batch_fn:
+    elif reads_positions(loader) and _is_plain(loader) and not problem.batch_fn:
         batches: Any = sampler_of(loader)
         if not all(map(_is_torchs, (batches, getattr(batches, "sampler", batches)))):
             return  # it may leave out what has no label

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from flwr_fisher.errors import DataError, StructureError
+from flwr_fisher.errors import DataError, FlwrFisherError, StructureError
 
 BatchFn = Callable[[Any], tuple[Any, Any]]
 OutputFn = Callable[[Any], Tensor]
@@ -29,8 +29,9 @@ _WHOLE = {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 _WHOLE |= {torch.int8, torch.int16, torch.int32}
 
 _WAY_OUT = (
-    "pass FisherClient(batch_fn=...) or curvature.Pairs(loader, batch_fn), "
-    "such as lambda batch: (batch['img'], batch['label'])"
+    "pass batch_fn=... to FisherClient or fisher_arrays, or "
+    "curvature.Pairs(loader, batch_fn), such as "
+    "lambda batch: (batch['img'], batch['label'])"
 )
 
 
@@ -345,7 +346,15 @@ def read(
     if hasattr(model, "called_like"):
         output_fn = None  # it is for the outputs of the model inside this wrapper
     if batch_fn is not None:
-        pair = batch_fn(batch)
+        try:
+            pair = batch_fn(batch)
+        except FlwrFisherError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"batch_fn fails on a batch, {form_of(batch)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise DataError(
                 "batch_fn must return a tuple (inputs, labels), but it returned "

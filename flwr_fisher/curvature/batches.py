@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -379,7 +379,7 @@ def reads_at_random(loader: Iterable[Any]) -> bool:
 
 def _positions(loader: Iterable[Any]) -> Sequence[int] | None:
     """Return the positions of a plain loader's examples, or None for another loader."""
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+    if not reads_positions(loader):
         return None
     batches = loader.batch_sampler
     if loader.num_workers or type(batches) is not BatchSampler:
@@ -396,6 +396,20 @@ def _positions(loader: Iterable[Any]) -> Sequence[int] | None:
     return range(n - n % size if batches.drop_last else n)
 
 
+def reads_positions(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Return whether a loader reads positions of a data set, as torch's own class does.
+
+    A derived class with an ``__iter__`` of its own may do anything.
+    """
+    kind = type(loader)
+    if not isinstance(loader, DataLoader) or isinstance(
+        loader.dataset, IterableDataset
+    ):
+        return False
+    names = ("__iter__", "_get_iterator")
+    return all(getattr(kind, name) is getattr(DataLoader, name) for name in names)
+
+
 def with_positions(
     loader: DataLoader[Any], batches: Iterable[Any], **options: Any
 ) -> DataLoader[Any]:
@@ -404,8 +418,7 @@ def with_positions(
     Parameters
     ----------
     loader : DataLoader
-        A loader of a data set with positions. It must be a plain ``DataLoader``,
-        because a derived class may do anything.
+        One for which :func:`reads_positions` is true.
     batches : Iterable[Sequence[int]]
         Positions in the data set.
     **options

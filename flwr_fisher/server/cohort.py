@@ -34,6 +34,7 @@ FREEZE_THE_SAME = (
     "load the same pre-trained parameters on every client, and make adapters with "
     "the same seed"
 )
+_QUIET = 30.0  # seconds of waiting until the log says what to do
 _WAITING = "Waiting for nodes to connect: %d connected (minimum required: %d)%s."
 
 Said = TypeVar("Said")
@@ -187,7 +188,7 @@ class Cohort(NodeNames):
         options = {"min_available_nodes": available, f"min_{purpose}_nodes": minimum}
         needed, mailbox = max(available, minimum), self.mailbox(grid)
         began = time.monotonic()
-        deadline = began + timeout
+        deadline, line = began + timeout, ""
         while True:
             connected = list(grid.get_node_ids())
             silent, over = list[int](), False
@@ -208,14 +209,19 @@ class Cohort(NodeNames):
             waited = min(time.monotonic() - began, timeout)
             if over and are_there:
                 raise RoundError(self._too_few(nodes, silent, options, waited))
+            lower = _lower(options, len(connected))
             if over:
-                lower = _lower(options, len(connected))
                 few = _too_few_connected(len(connected), needed, waited, lower)
                 raise RoundError(few)
             refused = f", {len(self.refused)} refused" if self.refused else ""
             if silent:
                 refused += f", no answer yet from {self._listed(silent)}"
-            logger.info(_WAITING, len(connected), needed, refused)
+            if waited > _QUIET and not are_there:
+                out = _more_nodes(len(connected), lower)
+                refused += f", for {timeout:.0f} s at most. To begin, {out}"
+            before, line = line, _WAITING % (len(connected), needed, refused)
+            if line != before:
+                logger.info("%s", line)
             time.sleep(1)
             mailbox.pull()
 
@@ -385,11 +391,15 @@ def _lower(options: Mapping[str, int], count: int) -> str:
 
 
 def _too_few_connected(count: int, needed: int, waited: float, lower: str) -> str:
-    out = f"start more SuperNodes (in a simulation, raise num-supernodes), or {lower}"
-    if not count:  # no lower minimum would do
-        out = "start SuperNodes, and check that they reach this SuperLink"
     text = f"only {count} of {needed} required nodes are connected after {waited:.0f} s"
-    return f"{text}: {out}"
+    return f"{text}: {_more_nodes(count, lower)}"
+
+
+def _more_nodes(count: int, lower: str) -> str:
+    """Return what to do if only so many nodes are connected."""
+    if not count:  # no lower minimum would do
+        return "start SuperNodes, and check that they reach this SuperLink"
+    return f"start more SuperNodes (in a simulation, raise num-supernodes), or {lower}"
 
 
 def most_nodes(grid: Grid, known: int) -> int:

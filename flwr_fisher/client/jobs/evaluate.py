@@ -10,14 +10,18 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     SubsetRandomSampler,
 )
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.limits import real_number, whole_number
 from flwr_fisher.client.training import Loader, TrainFn, score
-from flwr_fisher.curvature.batches import positions_of, sampler_of, with_positions
+from flwr_fisher.curvature.batches import (
+    positions_of,
+    reads_positions,
+    sampler_of,
+    with_positions,
+)
 from flwr_fisher.errors import ClientError, DataError, check_known, check_positive
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import derive_seed, seeded
@@ -193,11 +197,11 @@ def _batch_size(loader: DataLoader[Any]) -> int:
 
 def _map_style(loader: Loader) -> DataLoader[tuple[Tensor, Tensor]]:
     """Return the loader, after a check that its data set can be split."""
-    if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset):
+    if reads_positions(loader):
         return loader
     raise ClientError(
         "personalisation splits the client's data, so the trainloader must be a torch "
-        "DataLoader (no subclass) with a map-style data set, not a "
+        "DataLoader, without an __iter__ of its own, with a map-style data set, not a "
         f"{type(loader).__name__} with data of type "
         f"{type(getattr(loader, 'dataset', loader)).__name__}"
     )
