@@ -81,7 +81,7 @@ class MissingExtraError(FlwrFisherError, ImportError):
 
 
 class CallbackError(FlwrFisherError, RuntimeError):
-    """A callback failed after a round. The run can be resumed from that round."""
+    """A callback failed after a round, which is in the strategy's `partial_result`."""
 
 
 class ParamsError(FlwrFisherError, ValueError):

@@ -215,6 +215,7 @@ class CurvatureStrategy(FedAvg):
             )
         self.seed, self.cohort = seed, Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # for waiting for nodes; `start` sets its own
+        self.partial_result: CurvatureResult | None = None
         self._hooked = HookedRounds(self)
         self._to_evaluate = Requested()
 
@@ -407,6 +408,9 @@ class CurvatureStrategy(FedAvg):
             as in the saved run.
         CallbackError
             If a callback failed. Its round is finished then.
+
+        Whatever is raised, the strategy's `partial_result` then has the rounds that
+        were merged, or is None if there were none.
         """
         callbacks = checked_callbacks(callbacks)
         _check_function("evaluate_fn", evaluate_fn, *_EVALUATES)
@@ -428,7 +432,7 @@ class CurvatureStrategy(FedAvg):
                     "reopen=True does not go with secure=, because a second sum over "
                     "other clients would reveal the difference: leave it out"
                 )
-        self.timeout = timeout
+        self.timeout, self.partial_result = timeout, None
         logger.info("Starting %s strategy:", type(self).__name__)
         self.summary()
         began = time.monotonic()
@@ -455,6 +459,14 @@ class CurvatureStrategy(FedAvg):
                 evaluate_fn,
                 callbacks,
             )
+        except BaseException:  # also of the user's own functions, and Ctrl+C
+            if run.has_merged:
+                self.partial_result = run.result()
+                logger.error(
+                    "The run ends with an error after a merge. The strategy's "
+                    "partial_result.arrays has the model"
+                )
+            raise
         finally:
             run.release()
         logger.info("")

@@ -103,11 +103,16 @@ class Driver:
             config = ConfigRecord({**train_config})  # the caller's stays as it is
             config = strategy.round_config(server_round, config)
             self.do_exchanges(_checked("round_config", config, server_round))
+            self.run.has_merged = True
         except RoundError as error:
             skip = strategy.waiting.on_failed_round == "skip"
             if not (skip and strategy.may_skip(server_round)):
+                self.run.state = before  # not one between two exchanges
                 raise
             self.run.skip_round(server_round, before, error)
+        except BaseException:
+            self.run.state = before
+            raise
 
     def _evaluate_here(self, server_round: int, evaluate_fn: EvaluateFn) -> None:
         """Evaluate on the server, and note the metrics."""

@@ -55,6 +55,7 @@ class Run:
         self._journal = journal
         self.absences: Mapping[str, Any] = {}  # when it was resumed
         self._result = CurvatureResult()
+        self.has_merged = server_round > 0  # whether the state is of a whole round
 
     @classmethod
     def begin(

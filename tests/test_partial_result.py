@@ -1,0 +1,80 @@
+"""What a run that ends with an error leaves: the rounds that it merged."""
+
+import pytest
+import tutorials
+from flwr.app import MetricRecord
+from virtual import Watched, quick_app, same_bits, tiny_arrays
+
+from flwr_fisher.errors import CallbackError, RoundError
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+
+OWN = tutorials.load("own_exchanges", "Three runs")
+
+
+def run(strategy, app=None, **options):
+    grid = LocalGrid(app or quick_app(), 3)
+    return strategy.start(grid, tiny_arrays(), **{"num_rounds": 2, **options})
+
+
+def fails_after(server_round):
+    def evaluate(number, arrays):
+        if number == server_round:
+            raise OSError("no space left")
+        return MetricRecord({"accuracy": 0.5})
+
+    return evaluate
+
+
+@pytest.mark.parametrize("server_round", [1, 2])
+def test_it_has_the_model_where_the_servers_evaluation_fails(server_round, caplog):
+    strategy = FedFisherOneShot()
+    with pytest.raises(OSError, match="no space left"):
+        run(strategy, evaluate_fn=fails_after(server_round))
+    whole = run(FedFisherOneShot(), num_rounds=server_round)
+    assert same_bits(strategy.partial_result.arrays, whole.arrays)
+    assert len(strategy.partial_result.uploads) == 3
+    assert "partial_result.arrays has the model" in caplog.text
+
+
+def test_it_has_the_model_where_a_callback_fails():
+    class Full:
+        def on_round_end(self, server_round, arrays, history):
+            raise OSError("no space left")
+
+    strategy = FedFisherOneShot()
+    with pytest.raises(CallbackError, match="the strategy's partial_result has it"):
+        run(strategy, callbacks=[Full()])
+    assert same_bits(
+        strategy.partial_result.arrays, run(FedFisherOneShot(), num_rounds=1).arrays
+    )
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_it_has_whole_rounds_alone(finished):
+    def own():
+        layers = ["0.weight", "3.weight"]
+        return OWN.RegMeanPlusPlus(layers=layers, norm_statistics="average")
+
+    count = iter(range(100))
+
+    def dies(content):  # two of three clients, in a later round's second exchange
+        if next(count) >= 9 * finished + 4:
+            raise OSError("no power")
+
+    strategy = own()
+    with pytest.raises(RoundError):
+        run(strategy, Watched(tamper=dict.fromkeys(range(3), dies)))
+    if not finished:
+        assert strategy.partial_result is None
+        return
+    assert same_bits(strategy.partial_result.arrays, run(own(), num_rounds=1).arrays)
+    run(strategy, num_rounds=1)
+    assert strategy.partial_result is None
+
+
+def test_there_is_none_before_a_merge():
+    strategy = FedFisherOneShot()
+    with pytest.raises(OSError, match="no space left"):
+        run(strategy, evaluate_fn=fails_after(0))
+    assert strategy.partial_result is None
