@@ -81,7 +81,7 @@ class MissingExtraError(FlwrFisherError, ImportError):
 
 
 class CallbackError(FlwrFisherError, RuntimeError):
-    """A callback failed after a round, which is in the strategy's `partial_result`."""
+    """A callback failed after a round, which the strategy's `partial_result` has."""
 
 
 class ParamsError(FlwrFisherError, ValueError):

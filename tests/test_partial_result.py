@@ -69,6 +69,7 @@ def test_it_has_whole_rounds_alone(finished):
         assert strategy.partial_result is None
         return
     assert same_bits(strategy.partial_result.arrays, run(own(), num_rounds=1).arrays)
+    assert not strategy.partial_result.uploads  # those of the failed round
     run(strategy, num_rounds=1)
     assert strategy.partial_result is None
 

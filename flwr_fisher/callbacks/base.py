@@ -64,7 +64,7 @@ class Callback(Protocol):
 
 
 def checked_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return the callbacks, each with its method, before the run begins.
+    """Return the callbacks as a list, after a check that each has its method.
 
     Raises
     ------

@@ -187,7 +187,7 @@ class LocalProblem:
 
     @property
     def trained_with(self) -> Loss | None:
-        """The loss of the client's loop, if it has one by this name."""
+        """The attribute ``loss_fn`` of the client's loop, or None."""
         return getattr(self.train_fn, "loss_fn", None)
 
     @property

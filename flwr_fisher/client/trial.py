@@ -170,11 +170,11 @@ def _batch(problem: LocalProblem, count: int | None) -> Batch:
         check_can_be_read_again(loader, "a Fisher is taken of the trainloader")
     if isinstance(loader, (list, tuple)) and loader:
         batch = loader[0]
+    elif isinstance(getattr(loader, "dataset", None), IterableDataset):
+        raise _UntriedError("the data are a stream")
     elif not reads_positions(loader):
-        kind, data = type(loader).__name__, getattr(loader, "dataset", None)
-        own = f"a {kind} has an __iter__ of its own, whose batches may come only once"
-        stream = isinstance(data, IterableDataset)
-        raise _UntriedError("the data are a stream" if stream else own)
+        own = f"a {type(loader).__name__} has an __iter__ of its own"
+        raise _UntriedError(f"{own}, whose batches may come only once")
     else:
         batch = _read(loader, _positions(loader, count))
     if batch is None:

@@ -265,8 +265,7 @@ def num_correct(outputs: Tensor, labels: Any) -> float:
     if not fits or outputs.shape[-1] < 2:
         return float("nan")
     given, classes = labels != IGNORED, outputs.shape[-1]
-    wrong = given & ((labels < 0) | (labels >= classes))
-    right = (guess == labels) & given
+    wrong, right = _no_classes(labels, classes), (guess == labels) & given
     num_right, num_wrong = torch.stack([right.sum(), wrong.sum()]).tolist()
     if num_wrong:  # only now, because a GPU is waited for
         check_classes([int(labels[wrong][0])], classes)
@@ -285,9 +284,14 @@ def check_classes(labels: Iterable[int], classes: int) -> None:
 
 
 def check_all_classes(labels: Tensor, classes: int) -> None:
-    """Raise :class:`DataError` if one of the labels is no class, as above."""
-    wrong = (labels != IGNORED) & ((labels < 0) | (labels >= classes))
-    check_classes(map(int, labels[wrong][:1]), classes)
+    """Raise :class:`DataError` if a label is no class, and not -100 either."""
+    wrong = labels[_no_classes(labels, classes)]
+    check_classes(map(int, wrong[:1]), classes)
+
+
+def _no_classes(labels: Tensor, classes: int) -> Tensor:
+    """Return, for each label, whether it is no class, and not -100 either."""
+    return (labels != IGNORED) & ((labels < 0) | (labels >= classes))
 
 
 def are_probabilities(labels: Tensor) -> bool:

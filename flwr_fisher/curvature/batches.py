@@ -397,17 +397,15 @@ def _positions(loader: Iterable[Any]) -> Sequence[int] | None:
 
 
 def reads_positions(loader: object) -> TypeGuard[DataLoader[Any]]:
-    """Return whether a loader reads positions of a data set, as torch's own class does.
+    """Return whether a loader reads a data set by positions, as torch's class does.
 
     A derived class with an ``__iter__`` of its own may do anything.
     """
-    kind = type(loader)
-    if not isinstance(loader, DataLoader) or isinstance(
-        loader.dataset, IterableDataset
-    ):
+    if not isinstance(loader, DataLoader):
         return False
-    names = ("__iter__", "_get_iterator")
-    return all(getattr(kind, name) is getattr(DataLoader, name) for name in names)
+    names, kind = ("__iter__", "_get_iterator"), type(loader)
+    own = any(getattr(kind, name) is not getattr(DataLoader, name) for name in names)
+    return not own and not isinstance(loader.dataset, IterableDataset)
 
 
 def with_positions(

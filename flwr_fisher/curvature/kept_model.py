@@ -88,7 +88,7 @@ class KeptModel:
     """What a model's ``forward`` may change: tensors and attributes."""
 
     def __init__(self, model: nn.Module) -> None:
-        own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        own = _unscripted(model)
         self._attributes = [(vars(module), dict(vars(module))) for module in own]
         reached = attributes_of(model)
         self._rewind = rewinding(reached)
@@ -139,10 +139,13 @@ class KeptModel:
 
 
 def attributes_of(model: nn.Module) -> list[Any]:
-    """Return what a model's modules hold, with what is in their lists and the like."""
-    own = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    held = chain.from_iterable(vars(module).values() for module in own)
+    """Return the values of all attributes of a model's modules, and what they hold."""
+    held = chain.from_iterable(vars(module).values() for module in _unscripted(model))
     return _reached([*held, *gradient_hooks(model)])
+
+
+def _unscripted(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
 
 
 def with_own_train(modules: Iterable[nn.Module]) -> list[nn.Module]:

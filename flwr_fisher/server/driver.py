@@ -66,7 +66,7 @@ class Driver:
             named = named_options({"run": run.id})
             train_config = ConfigRecord({**train_config, **named})
         ended = bool(run.server_round) and run.run_callbacks(callbacks)
-        if 0 < run.server_round >= num_rounds:
+        if run.server_round and run.server_round >= num_rounds:
             self._log_finished(num_rounds)
         for server_round in range(run.server_round + 1, num_rounds + 1):
             if ended:
@@ -104,15 +104,13 @@ class Driver:
             config = strategy.round_config(server_round, config)
             self.do_exchanges(_checked("round_config", config, server_round))
             self.run.has_merged = True
-        except RoundError as error:
+        except BaseException as error:  # also of the user's own functions, and Ctrl+C
+            self.run.undo_round(before)
             skip = strategy.waiting.on_failed_round == "skip"
+            skip = skip and isinstance(error, RoundError)
             if not (skip and strategy.may_skip(server_round)):
-                self.run.state = before  # not one between two exchanges
                 raise
-            self.run.skip_round(server_round, before, error)
-        except BaseException:
-            self.run.state = before
-            raise
+            self.run.skip_round(server_round, error)
 
     def _evaluate_here(self, server_round: int, evaluate_fn: EvaluateFn) -> None:
         """Evaluate on the server, and note the metrics."""

@@ -441,7 +441,7 @@ class Exchange(Generic[P]):
         return None if own is None or own.total is None or own.keep_all else own.add
 
     def after(self, uploads: Uploads[Any]) -> "Exchange[P]":
-        """Return the exchange as it follows the one that used these uploads.
+        """Return the exchange with its clients known, after the one of these uploads.
 
         Raises
         ------

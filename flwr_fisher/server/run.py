@@ -190,13 +190,14 @@ class Run:
         """Free the last step's uploads, so that two rounds' are never in memory."""
         self._result.uploads = []
 
-    def skip_round(
-        self, server_round: int, before: ServerState, reason: object
-    ) -> None:
-        """Note that a round failed: the state stays as it was."""
-        logger.warning("[ROUND %s] skipped: %s", server_round, reason)
+    def undo_round(self, before: ServerState) -> None:
+        """Return to the state before a round that failed, perhaps between exchanges."""
         self.state = before
         self._result.uploads, self._result.details = [], None
+
+    def skip_round(self, server_round: int, reason: object) -> None:
+        """Note that the run goes on without a round that failed."""
+        logger.warning("[ROUND %s] skipped: %s", server_round, reason)
         self._add_metrics(server_round, {"skipped": 1})
 
     def _add_metrics(self, server_round: int, metrics: Mapping[str, Any]) -> None:
