@@ -3,8 +3,6 @@ r"""The server of a secure sum: it passes on keys and shares, and removes masks.
 In SecAgg+ (Bell et al., CCS 2020) clients stand on a ring in a random order, and each
 shares secrets with the next :math:`k/2` on both sides. Up to :data:`EVERYONE` clients
 share with all others, as in Bonawitz et al. (CCS 2017).
-
-Long: a third of it computes how many neighbours a client needs.
 """
 
 import math
@@ -93,8 +91,8 @@ class Aggregator:
         """Return the sealed shares and commitments of a client's neighbours for it."""
         others = {n: self.sealed[n] for n in self.peers(number) if n != number}
         return (
-            {n: own.shares[number] for n, own in others.items()},
-            {n: own.commitments[number] for n, own in others.items()},
+            {n: sealed.shares[number] for n, sealed in others.items()},
+            {n: sealed.commitments[number] for n, sealed in others.items()},
         )
 
     def split(
@@ -139,8 +137,8 @@ class Aggregator:
         for number in survivors:
             crypto.mask(opened, self._secret(index, 1, number, shares), np.subtract)
         for number in self.sealed.keys() - set(survivors):
-            beside, _ = self.split(number, survivors)
-            if not beside:
+            left_with, _ = self.split(number, survivors)
+            if not left_with:
                 continue
             seed = self._secret(index, 0, number, shares)
             if crypto.public_of(seed) != self.public[number][1 + index]:
@@ -148,7 +146,7 @@ class Aggregator:
                     f"{self.names[number]} shared a key that does not fit its public "
                     f"one, so sum {index} cannot be opened"
                 )
-            for other in beside:
+            for other in left_with:
                 # the survivor's mask for the client that has left
                 key = crypto.agreed(seed, self.public[other][1 + index])
                 crypto.mask(opened, key, np.subtract if other < number else np.add)

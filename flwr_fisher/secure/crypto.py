@@ -5,8 +5,6 @@ P-256), sealing (Fernet) and shares (Shamir's, over GF(2^128)) are Flower's.
 
 Without signatures, a server could replace clients' keys by its own. The keys that
 register SuperNodes can sign: ECDSA keys, as ``ssh-keygen -t ecdsa`` makes them.
-
-Long: all secrets and signatures are made and checked here.
 """
 
 import hashlib
@@ -166,8 +164,8 @@ def mask(words: Words, key: bytes, operation: np.ufunc = np.add) -> None:
     step = _AT_ONCE // words.itemsize
     for start in range(0, len(words), step):
         part = words[start : start + step]
-        own = np.frombuffer(stream.update(bytes(part.nbytes)), part.dtype)
-        operation(part, own, out=part)
+        masks = np.frombuffer(stream.update(bytes(part.nbytes)), part.dtype)
+        operation(part, masks, out=part)
 
 
 def noise(key: bytes, count: int) -> Words:
@@ -185,24 +183,24 @@ def _stream(key: bytes) -> CipherContext:
 
 def to_json(value: object) -> str:
     """Return a value of dicts, lists, numbers, texts, bytes and dataclasses."""
-    return json.dumps(value, default=_plain)
+    return json.dumps(value, default=_encoded)
 
 
 def from_json(text: str | bytes) -> Any:
     """Return the value of :func:`to_json`, with dataclasses as dicts."""
-    return json.loads(text, object_hook=_value)
+    return json.loads(text, object_hook=_decoded)
 
 
-def _plain(value: object) -> dict[str, Any]:
+def _encoded(value: object) -> dict[str, Any]:
     if isinstance(value, bytes):
         return {_BYTES: b64encode(value).decode()}
     return vars(value)
 
 
-def _value(found: dict[str, Any]) -> Any:
-    if found.keys() == {_BYTES}:
-        return b64decode(found[_BYTES])
-    return {int(k) if k.isdecimal() else k: value for k, value in found.items()}
+def _decoded(record: dict[str, Any]) -> Any:
+    if record.keys() == {_BYTES}:
+        return b64decode(record[_BYTES])
+    return {int(k) if k.isdecimal() else k: value for k, value in record.items()}
 
 
 # --- signatures
@@ -239,9 +237,9 @@ def signature(path: Path | str, number: int, public: Sequence[bytes]) -> bytes:
             f"identity={str(path)!r} is not an ECDSA key: make one with ssh-keygen -t "
             "ecdsa"
         )
-    own = key.sign(_signed(number, public), _HOW)
+    signed = key.sign(_signed(number, public), _HOW)
     name = _digest(key.public_key())
-    return name + len(own).to_bytes(1, "big") + own.ljust(_LENGTH, b"\0")
+    return name + len(signed).to_bytes(1, "big") + signed.ljust(_LENGTH, b"\0")
 
 
 @dataclass(frozen=True)
@@ -291,7 +289,7 @@ class Trusted:
         signers: dict[bytes, int] = {}
         for number, keys in public.items():
             signed = signatures[number]
-            name, own = signed[:DIGEST], signed[DIGEST + 1 :]
+            name, text = signed[:DIGEST], signed[DIGEST + 1 :]
             if name not in self.keys:
                 raise ClientError(
                     f"no client that this one trusts has signed the public keys of "
@@ -299,7 +297,7 @@ class Trusted:
                 )
             known, key = self.keys[name]
             try:
-                key.verify(own[: signed[DIGEST]], _signed(number, keys), _HOW)
+                key.verify(text[: signed[DIGEST]], _signed(number, keys), _HOW)
             except InvalidSignature as error:
                 raise ClientError(
                     f"the public keys of client {number} differ from those that "

@@ -142,9 +142,9 @@ def unary(exponents: Sequence[int], noise: Words) -> Words:
     """
     words = np.maximum(noise.reshape(len(exponents), LEVELS), np.uint32(1))
     levels = np.arange(LOWEST, LOWEST + LEVELS)
-    own = np.asarray(exponents).reshape(-1, 1)
-    kept: Words = np.where(levels <= own, words, np.uint32(0)).reshape(-1)
-    return kept
+    highest = np.asarray(exponents).reshape(-1, 1)
+    masked: Words = np.where(levels <= highest, words, np.uint32(0)).reshape(-1)
+    return masked
 
 
 def highest(words: Words) -> list[int]:

@@ -1,7 +1,4 @@
-"""A client's side of a secure sum: a mod around the client app's answer.
-
-Long: its request, its memory on disk, and what it does at each stage.
-"""
+"""A client's side of a secure sum: a mod around the client app's answer."""
 
 import math
 import secrets
@@ -17,7 +14,8 @@ from torch import Tensor
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.request import arrays_of, config_of, partition_of
-from flwr_fisher.errors import ClientError, check_range, check_whole
+from flwr_fisher.errors import ClientError
+from flwr_fisher.options import Options, option
 from flwr_fisher.secure.crypto import (
     DIGEST,
     PUBLIC,
@@ -110,13 +108,13 @@ class SumRequest:
     def answered(self) -> Message:
         """Return the app's reply, as it would be without a secure sum."""
         arrays = tensors_to_arrays({**self.params, **join_groups(self.groups)})
-        (own,) = named_options({"secure": None})
+        (prefix,) = named_options({"secure": None})
         job = named_options({"job": str(self.options.get("secure-job", "train"))})
         content = RecordDict()
         for name, record in self.message.content.items():
             if isinstance(record, ConfigRecord):
-                kept = {k: v for k, v in record.items() if not k.startswith(own)}
-                content[name] = ConfigRecord({**kept, **job})
+                users = {k: v for k, v in record.items() if not k.startswith(prefix)}
+                content[name] = ConfigRecord({**users, **job})
             else:
                 content[name] = arrays
         self.message.content = content
@@ -131,11 +129,11 @@ class SumRequest:
 
     def reply_words(self, words: Words, contribution: Contribution) -> Message:
         """Return a reply with masked words and their layout."""
-        own = {
+        masked = {
             WORDS: torch.from_numpy(words),
             LAYOUT: description_text(contribution.layout()),
         }
-        return self.reply({**contribution.descriptions(), **own})
+        return self.reply({**contribution.descriptions(), **masked})
 
     def reply_rows(self, **parts: Sequence[bytes]) -> Message:
         """Return a reply with matrices of bytes, from rows of equal length."""
@@ -174,16 +172,16 @@ class SumMemory:
             If there is no memory, another version wrote it, or it has no secrets for
             that sum.
         """
-        kept = disk.load(_NAME)
-        if kept is None:
+        saved = disk.load(_NAME)
+        if saved is None:
             raise ClientError(
                 f"the secrets of this secure sum are not in {disk.path}, so the sum "
                 "continues without this client"
             )
         try:
-            note = from_json(kept.note)
+            note = from_json(saved.note)
             participant = Participant(**note["participant"])
-            own = Contribution(kept.tensors, note["weight"], note["bound"])
+            contribution = Contribution(saved.tensors, note["weight"], note["bound"])
             last = note["index"]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ClientError(
@@ -191,29 +189,28 @@ class SumMemory:
                 f"version's format ({type(error).__name__}: {error}), so the sum "
                 "continues without this client"
             ) from error
-        if index >= len(participant.own):
+        if index >= len(participant.self_masks):
             raise ClientError(
                 f"the server requests sum {index}, but this client has secrets "
-                f"for {len(participant.own)} sums only"
+                f"for {len(participant.self_masks)} sums only"
             )
-        return cls(disk, participant, own, last)
+        return cls(disk, participant, contribution, last)
 
     def save(self) -> None:
         """Save the memory; a restarted client continues with the same secrets."""
-        own = self.contribution
+        contribution = self.contribution
         note = {
             "participant": self.participant,
-            "weight": own.weight,
-            "bound": own.bound,
+            "weight": contribution.weight,
+            "bound": contribution.bound,
             "index": self.index,
         }
-        num_bytes = sum(value.nbytes for value in own.tensors.values())
+        num_bytes = sum(value.nbytes for value in contribution.tensors.values())
         self.disk.check_room(num_bytes, "what this client adds to a sum")
-        self.disk.save(_NAME, own.tensors, note=to_json(note))
+        self.disk.save(_NAME, contribution.tensors, note=to_json(note))
 
 
-@dataclass(frozen=True)
-class SecureSumsMod:
+class SecureSumsMod(Options):
     r"""A mod that takes part in secure sums, and refuses requests for other uploads.
 
     A client that takes part needs it as one of its mods::
@@ -228,32 +225,6 @@ class SecureSumsMod:
     records on its disk what it has masked, and for which clients it was opened, so that
     nothing is masked in two ways.
 
-    Parameters
-    ----------
-    min_clients : int, default 3
-        The smallest number of clients in a sum. A sum over two shows each client's part
-        to the other.
-    required : bool, default False
-        Refuse to train without a secure sum. By default, a server gets single uploads
-        if it requests them. Clients whose uploads must never be seen must set this.
-    identity : Path | str, optional
-        An ECDSA private key, such as the SuperNode's own. This client signs with it
-        what it sends to its neighbours.
-    trusted : Path | str, optional
-        A folder with the public keys, ``*.pub``, of all clients in this client's sums,
-        including its own. Other clients' keys are refused. Without this folder, the
-        client must trust the server to pass on the right keys.
-    min_noise : float, default 0
-        The least noise that this client adds, in multiples of the norm to which its
-        contribution is clipped. It takes part in no sum with less noise. Each of M
-        clients adds :math:`z / \sqrt{h M}` (:class:`~flwr_fisher.strategies.Privacy`).
-        A client that adds z is safe whatever the others do.
-    state_dir : Path | str, optional
-        Where secrets and contributions are kept until the sum is open. Only this user
-        can read them. Default: as for :class:`FisherClient`.
-    state_bytes : int, default 4 GiB
-        How much space they may take. Those of old runs are deleted first.
-
     Raises
     ------
     ConfigurationError
@@ -261,18 +232,49 @@ class SecureSumsMod:
         keys.
     """
 
-    min_clients: int = 3
-    required: bool = False
-    identity: Path | str | None = None
-    trusted: Path | str | None = None
-    min_noise: float = 0.0
-    state_dir: Path | str = DEFAULT_STATE_DIR
-    state_bytes: int = STATE_BYTES
+    min_clients: int = option(
+        3,
+        "The smallest number of clients in a sum. A sum over two shows each client's "
+        "part to the other.",
+        low=2,
+    )
+    required: bool = option(
+        False,
+        "Refuse to train without a secure sum. By default, a server gets single uploads "
+        "if it requests them. Clients whose uploads must never be seen must set this.",
+    )
+    identity: Path | str | None = option(
+        None,
+        "An ECDSA private key, such as the SuperNode's. This client signs with it what "
+        "it sends to its neighbours.",
+    )
+    trusted: Path | str | None = option(
+        None,
+        "A folder with the public keys, ``*.pub``, of all clients in this client's "
+        "sums, including its own. Other clients' keys are refused. Without this folder, "
+        "the client must trust the server to pass on the right keys.",
+    )
+    min_noise: float = option(
+        0.0,
+        "The least noise that this client adds, in multiples of the norm to which its "
+        "contribution is clipped. It takes part in no sum with less noise. Each of M "
+        r"clients adds :math:`z / \sqrt{h M}` (:class:`~flwr_fisher.strategies.Privacy`"
+        "). A client that adds z is safe whatever the others do.",
+        low=0,
+    )
+    state_dir: Path | str = option(
+        DEFAULT_STATE_DIR,
+        "Where secrets and contributions are kept until the sum is open. Only this user "
+        "can read them. By default as for :class:`FisherClient`.",
+    )
+    state_bytes: int = option(
+        STATE_BYTES,
+        "How much space they may take. Those of old runs are deleted first.",
+        low=1,
+    )
 
     def __post_init__(self) -> None:
-        check_whole("min_clients", self.min_clients, 2)
-        check_whole("state_bytes", self.state_bytes, 1)
-        check_range("min_noise", self.min_noise, 0)
+        super().__post_init__()
         if self.trusted is not None:
             Trusted.of(self.trusted)
 
@@ -343,7 +345,7 @@ def _shares(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Messa
     """Split the secrets into shares for the neighbours."""
     participant = memory.participant
     numbers = request.numbers("neighbours")
-    width = (1 + len(participant.own)) * PUBLIC
+    width = (1 + len(participant.self_masks)) * PUBLIC
     rows = request.rows("keys", len(numbers), width)
     threshold = int(request.tensor("threshold", torch.int64))
     _check_enough(mod, numbers)
@@ -370,7 +372,7 @@ def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Me
         reply = request.answered()
         if reply.has_error():
             return reply
-        own = Contribution.of(reply, request.weighted_by, weighted)
+        contribution = Contribution.of(reply, request.weighted_by, weighted)
         norm, deviation = request.bounds()
         least = mod.min_noise * norm if mod.min_noise else 0.0
         if not (norm > 0 and deviation >= least):
@@ -381,8 +383,8 @@ def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Me
                 "with more noise"
             )
         if norm < math.inf:
-            own = own.bounded(request.params, norm, deviation)
-        memory = replace(memory, contribution=own, index=request.index)
+            contribution = contribution.bounded(request.params, norm, deviation)
+        memory = replace(memory, contribution=contribution, index=request.index)
     words = memory.participant.exponents(request.index, memory.contribution.exponents())
     memory.save()
     return request.reply_words(words, memory.contribution)
@@ -397,7 +399,7 @@ def _receive(request: SumRequest, participant: Participant) -> None:
             f"the server sent {len(texts)} sealed shares for {len(senders)} senders"
         )
     sealed = request.rows("sealed-shares", *texts.shape) if senders else []
-    width = 2 * DIGEST * len(participant.own)
+    width = 2 * DIGEST * len(participant.self_masks)
     digests = request.rows("commitments", len(senders), width)
     participant.receive(
         dict(zip(senders, sealed, strict=True)),

@@ -31,9 +31,9 @@ class Participant:
         The client's number.
     channel : bytes
         The seed of the key that seals shares.
-    pairwise, own : list[bytes]
+    pairwise, self_masks : list[bytes]
         For each sum: the seed of the key that the client agrees on with each neighbour,
-        and the seed of its own mask.
+        and the seed of the mask that it shares with nobody.
     private : bytes
         The seed of random numbers that are never revealed.
     threshold : int
@@ -49,7 +49,7 @@ class Participant:
     number: int
     channel: bytes
     pairwise: list[bytes]
-    own: list[bytes]
+    self_masks: list[bytes]
     private: bytes
     threshold: int = 0
     neighbours: dict[int, list[bytes]] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Participant:
         self._check_neighbours(public, threshold)
         self.threshold, self.neighbours = threshold, public
         order = sorted(neighbours)
-        secrets = zip(self.pairwise, self.own, strict=True)
+        secrets = zip(self.pairwise, self.self_masks, strict=True)
         cut = [
             create_shares(seed, threshold, len(order))
             for pair in secrets
@@ -176,7 +176,10 @@ class Participant:
     def _shares_in(self, text: bytes, sender: int) -> bytes:
         head = _header(sender, self.number)
         body = text.removeprefix(head)
-        if not text.startswith(head) or len(body) != len(self.own) * 2 * crypto.SHARE:
+        if (
+            not text.startswith(head)
+            or len(body) != len(self.self_masks) * 2 * crypto.SHARE
+        ):
             raise ClientError(f"the shares from {sender} are not for {self.number}")
         return body
 
@@ -199,7 +202,7 @@ class Participant:
                 "difference would reveal it"
             )
         masked = words.copy()
-        crypto.mask(masked, self.own[index])
+        crypto.mask(masked, self.self_masks[index])
         for number in self.shares:
             if number != self.number:
                 key = crypto.agreed(

@@ -12,8 +12,6 @@
 
 A contribution's bytes under keys that end in ``format`` or ``digest`` are sent without
 masks: they describe it, and are equal for all clients.
-
-Long: the payload, and a client's contribution.
 """
 
 import json
@@ -119,8 +117,8 @@ class SecureUpload(Payload):
         for key, value in tensors.items():
             if key == WORDS and value.dtype in _WORD and value.dim() == 1:
                 continue
-            own = key.startswith(SECURE) or is_description(key, value)
-            if value.dtype != torch.uint8 or not own or key == WORDS:
+            known = key.startswith(SECURE) or is_description(key, value)
+            if value.dtype != torch.uint8 or not known or key == WORDS:
                 shape = tuple(value.shape)
                 reason = f"{value.dtype} of shape {shape}, expected bytes or words"
                 raise WireError(reason, field=key)

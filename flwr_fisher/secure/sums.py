@@ -19,7 +19,7 @@ never asks again for a sum over fewer clients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,8 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flwr_fisher.errors import (
-    ConfigurationError,
-    check_range,
-    check_whole,
-    plain_fields,
-)
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.options import Options, option
 from flwr_fisher.secure import steps
 from flwr_fisher.secure.aggregator import degree_for
 from flwr_fisher.secure.fixed_point import check_bits
@@ -101,29 +97,13 @@ def _stage(
     return _Stage(requested, read, take, send_each=send_each, **(usual | more))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SecureSums:
+class SecureSums(Options):
     """The option for secure sums: the server sees sums, and no client's upload.
 
     SecAgg+ (Bell et al., CCS 2020): masks hide each client's contribution. A client
     agrees on them with its neighbours, and they cancel in the sum. :doc:`/secure-sums`
     says what a malicious server can still do, and what prevents it. Clients need
     :class:`SecureSumsMod`.
-
-    Parameters
-    ----------
-    bits : 32 | 64, default 32
-        The bits of a word. If a tensor's largest entry is below ``2**e``, the error of
-        its sum is at most
-        ``clients / 2 * 2**-(bits - 1 - ceil(log2(clients + 1)) - e)``.
-    threshold : float, default 0.55
-        The share of a client's neighbours that must still be connected to remove its
-        masks; it is more than a half. The others may leave. Take two thirds if the
-        server may tell clients different things.
-    neighbours : int, optional
-        With how many others each client shares its secrets. Default: with all, up to 40
-        clients. With more clients, it is a number that is safe with high probability if
-        a fifth of all clients leaves and a fifth works together with the server.
 
     Raises
     ------
@@ -137,21 +117,32 @@ class SecureSums:
         strategy = FedFisherOneShot(aggregate="sums", secure=SecureSums())
     """
 
-    bits: int = 32
-    threshold: float = 0.55
-    neighbours: int | None = None
+    bits: int = option(
+        32,
+        "The bits of a word, 32 or 64. If a tensor's largest entry is below ``2**e``, "
+        "the error of its sum is at most "
+        "``clients / 2 * 2**-(bits - 1 - ceil(log2(clients + 1)) - e)``.",
+    )
+    threshold: float = option(
+        0.55,
+        "The share of a client's neighbours that must still be connected to remove its "
+        "masks; it is more than a half. The others may leave. Take two thirds if the "
+        "server may tell clients different things.",
+        low=0.5,
+        high=1,
+    )
+    neighbours: int | None = option(
+        None,
+        "With how many others each client shares its secrets. By default with all, up "
+        "to 40 clients. With more clients, it is a number that is safe with high "
+        "probability if a fifth of all clients leaves and a fifth works together with "
+        "the server.",
+        low=2,
+    )
 
     def __post_init__(self) -> None:
-        plain_fields(self)
-        check_whole("bits", self.bits)
+        super().__post_init__()
         check_bits(self.bits)
-        check_range("threshold", self.threshold, 0.5, 1)
-        if self.neighbours is not None:
-            check_whole("neighbours", self.neighbours, 2)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must have in common."""
-        return asdict(self)
 
     def degree(self, clients: int) -> int:
         """Return with how many other clients a client shares its secrets."""
