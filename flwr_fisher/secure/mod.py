@@ -240,8 +240,9 @@ class SecureSumsMod(Options):
     )
     required: bool = option(
         False,
-        "Refuse to train without a secure sum. By default, a server gets single uploads "
-        "if it requests them. Clients whose uploads must never be seen must set this.",
+        "Refuse to train without a secure sum. By default, a server gets single "
+        "uploads if it requests them. Clients whose uploads must never be seen must "
+        "set this.",
     )
     identity: Path | str | None = option(
         None,
@@ -251,8 +252,8 @@ class SecureSumsMod(Options):
     trusted: Path | str | None = option(
         None,
         "A folder with the public keys, ``*.pub``, of all clients in this client's "
-        "sums, including its own. Other clients' keys are refused. Without this folder, "
-        "the client must trust the server to pass on the right keys.",
+        "sums, this client included. Other clients' keys are refused. Without this "
+        "folder, the client must trust the server to pass on the right keys.",
     )
     min_noise: float = option(
         0.0,
@@ -264,8 +265,8 @@ class SecureSumsMod(Options):
     )
     state_dir: Path | str = option(
         DEFAULT_STATE_DIR,
-        "Where secrets and contributions are kept until the sum is open. Only this user "
-        "can read them. By default as for :class:`FisherClient`.",
+        "Where secrets and contributions are kept until the sum is open. Only this "
+        "user can read them. By default as for :class:`FisherClient`.",
     )
     state_bytes: int = option(
         STATE_BYTES,
