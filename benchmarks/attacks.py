@@ -44,8 +44,8 @@ from studies.attacks.methods import Params, digest, models
 from studies.attacks.tables import HONEST, ORACLE, Scores, cell, page, success
 from studies.attacks.uploads import ATTACKERS, ATTACKS, BACKDOORS, Federation
 
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import fedfisher
+from flwr_fisher.report import accuracies
 
 SCORED = sized(5000, 100)  # of the test images
 ALPHAS = sized((0.3, 0.1), (0.3,))

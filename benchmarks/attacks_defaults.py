@@ -32,10 +32,10 @@ from studies.attacks.tables import HONEST, KEPT
 from studies.attacks.uploads import ATTACKS, Federation, length, within_policy
 from torch import Tensor
 
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import fedfisher
 from flwr_fisher.merge.outliers import without_outliers
 from flwr_fisher.params import shared_state
+from flwr_fisher.report import accuracies
 from flwr_fisher.strategies import Policy
 
 OUTLIERS = (math.inf, 3.0, 2.0, 1.5, 1.25)

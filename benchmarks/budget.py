@@ -27,11 +27,11 @@ from harness.splits import on_splits
 from harness.stats import paired, with_error
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
+from tasks import Task
 
 from flwr_fisher.curvature import Curvature, Kronecker, fisher
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior, fedfisher
-from flwr_fisher.tasks import Task
+from flwr_fisher.report import accuracies
 
 COLUMNS = {
     "MNIST": ("MNIST, lenet", "MNIST, mlp", "MNIST, lenet, 30 epochs"),

@@ -33,6 +33,7 @@ from harness.page import RESULTS, blocks, command_line, opening, write_page
 from harness.size import sized
 from harness.tables import head, row
 from harness.timing import medians
+from tasks import load_dataset, make_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import mobilenet_v3_small
@@ -40,7 +41,6 @@ from torchvision.models import mobilenet_v3_small
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.params import shared_state
-from flwr_fisher.tasks import load_dataset, make_model
 from flwr_fisher.wire import Codec, FisherUpload, resolve
 
 CPU, BATCH = torch.device("cpu"), 64

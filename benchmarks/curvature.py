@@ -22,13 +22,13 @@ from harness.size import sized
 from harness.tables import head, row
 from harness.timing import peak_bytes, seconds
 from matplotlib.figure import Figure
+from tasks import load_dataset, make_model
 from torch import Tensor, nn
 
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import TOLERANCE, fisher
 from flwr_fisher.params import flatten
 from flwr_fisher.report.plots import save
-from flwr_fisher.tasks import load_dataset, make_model
 
 BOTH = ("kfac", "diagonal")
 EXACT: dict[str, Any] = {"tolerance": 0.0}

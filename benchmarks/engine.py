@@ -40,12 +40,12 @@ from harness.page import blocks, opening, write_page
 from harness.size import sized
 from harness.tables import head, row
 from harness.timing import medians, peak_bytes
+from tasks import make_model
 from torch import Tensor, nn
 from torchvision.models import mobilenet_v3_small
 
 from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.params import Params
-from flwr_fisher.tasks import make_model
 
 PEER = "curvlinops"
 CPU, BATCHES = torch.device("cpu"), sized(8, 2)

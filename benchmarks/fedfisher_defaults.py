@@ -34,11 +34,11 @@ from harness.splits import on_splits
 from harness.stats import paired, with_error
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
+from tasks import Task
 from torch import Tensor
 
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, regmean
-from flwr_fisher.tasks import Task
+from flwr_fisher.report import accuracies
 
 ALPHAS = sized((0.2, 0.1, 0.05), (0.2, 0.1))
 SCORED = sized(2000, 100)  # validation images, at most

@@ -19,12 +19,12 @@ from harness.clients import CPU
 from harness.page import blocks, command_line, opening, write_page
 from harness.size import sized
 from harness.tables import head, row
+from tasks import load_task
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.measures import accuracies
 from flwr_fisher.params import shared_state
+from flwr_fisher.report import accuracies
 from flwr_fisher.strategies import FedFisherOneShot, MergeOptions
-from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 

@@ -21,11 +21,11 @@ from harness.page import RESULTS, blocks, opening, write_page
 from harness.size import sized
 from harness.tables import head, row
 from harness.timing import medians, peak_bytes
+from tasks import make_model
 
 from flwr_fisher.curvature import fisher
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import shared_state
-from flwr_fisher.tasks import make_model
 
 MODELS = sized(("lenet", "cnn", "resnet18"), ("lenet",))
 CLIENTS, BATCH, SHAPE = 5, 32, (3, 32, 32)

@@ -41,12 +41,12 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 from studies.inversion.attack import Known, invert, layers_of
 from studies.inversion.gan import LATENT, trained_gan
+from tasks import load_dataset, make_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.curvature import Curvature, FisherOptions, Kronecker, fisher
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import (
     LocalPosterior,
     balanced,
@@ -55,8 +55,8 @@ from flwr_fisher.merge import (
     partial_traces,
 )
 from flwr_fisher.params import shared_state, weighted_mean
+from flwr_fisher.report import accuracies
 from flwr_fisher.report.plots import save
-from flwr_fisher.tasks import load_dataset, make_model
 from flwr_fisher.wire import curvature_to_tensors
 
 DIGIT, ALPHA = 3, 0.1

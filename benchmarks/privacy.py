@@ -36,7 +36,6 @@ from harness.tables import head, row
 from harness.uploads import Setting, posteriors
 from torch import Tensor
 
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import (
     LocalPosterior,
     contribution,
@@ -44,6 +43,7 @@ from flwr_fisher.merge import (
     private_sums,
 )
 from flwr_fisher.params import clipped, subtract
+from flwr_fisher.report import accuracies
 from flwr_fisher.server.privacy import Privacy, noised
 from flwr_fisher.wire import Additive
 

@@ -25,13 +25,13 @@ from harness.splits import on_splits
 from harness.stats import paired, with_error
 from harness.tables import head, row
 from harness.uploads import Setting
+from tasks import Task
 
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import FisherOptions, fisher
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.params import shared_state
-from flwr_fisher.tasks import Task
+from flwr_fisher.report import accuracies
 
 SIZES = sized((300, 375, 450, 525, 600), (30, 40, 50, 60, 70))
 DATA = {

@@ -38,9 +38,9 @@ from harness.tables import head, row
 from harness.uploads import Setting, posteriors
 from studies.papers.found import ahead
 
-from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, matched
 from flwr_fisher.params import Params, dot, select, subtract
+from flwr_fisher.report import accuracies, ensemble_accuracy
 
 SEEDS, STARTS = sized(5, 2), 3
 PLAIN = "FedFisher (default), one upload"

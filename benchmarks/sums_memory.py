@@ -27,13 +27,13 @@ from harness.canned import CannedGrid
 from harness.page import blocks, opening, write_page
 from harness.size import sized
 from harness.tables import head, row
+from tasks import make_model
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.flower_internals import round_trip
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot, Policy
-from flwr_fisher.tasks import make_model
 from flwr_fisher.wire import serialized_bytes, split_config
 
 _PAGE = 4096  # bytes

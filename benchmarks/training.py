@@ -30,12 +30,12 @@ from harness.splits import on_splits
 from harness.stats import paired, with_error
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
+from tasks import Task
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import fisher
-from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
-from flwr_fisher.tasks import Task
+from flwr_fisher.report import accuracies, ensemble_accuracy
 
 NOTES = """\
 Means over three splits (α = 0.2, 0.1, 0.05) of scikit-learn's digits.

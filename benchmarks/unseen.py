@@ -41,16 +41,16 @@ from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from studies.unseen.candidates import CANDIDATES, TEMPERATURES, Client, sample
 from studies.unseen.data import IMAGES, Examples, load
+from tasks import make_model
+from tasks.partitions import partition_indices
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import FisherOptions, fisher
-from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, fisher_merge, regmean
 from flwr_fisher.params import shared_state
-from flwr_fisher.tasks import make_model
-from flwr_fisher.tasks.partitions import partition_indices
+from flwr_fisher.report import accuracies, ensemble_accuracy
 
 UNSEEN = ("letter", "penbased", "texture", "reuters-r8", "20newsgroups", *IMAGES)
 SEEN = ("segment", "satimage", "optdigits", "vowel", "vehicle", "marketing")

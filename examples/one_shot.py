@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.measures import accuracies
-from flwr_fisher.report import plot_accuracies, plot_labels
+from flwr_fisher.report import accuracies, plot_accuracies, plot_labels
 from flwr_fisher.strategies import FedAvg, FedFisherOneShot, shared_state
 from flwr_fisher.tasks import label_histogram, partition_indices
 from flwr_fisher.testing import LocalGrid
@@ -128,7 +127,7 @@ fedavg = FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=1)
 # ---------------
 #
 # A result holds the merged model, and what each client uploaded.
-# :func:`~flwr_fisher.measures.accuracies` scores any number of models on the test
+# :func:`~flwr_fisher.report.accuracies` scores any number of models on the test
 # images.
 
 models = {
@@ -166,7 +165,7 @@ plot_accuracies(Path("one_shot_accuracy.png"), accuracy, best="FedFisher")
 #     from flwr.app import ArrayRecord, Context
 #     from flwr.serverapp import Grid, ServerApp
 #
-#     from flwr_fisher.measures import accuracies
+#     from flwr_fisher.report import accuracies
 #     from flwr_fisher.merge import fedavg
 #     from flwr_fisher.strategies import FedFisherOneShot, shared_state
 #

@@ -36,9 +36,9 @@ from flwr_fisher.client import (
 )
 from flwr_fisher.curvature import InputCovariance, input_covariances
 from flwr_fisher.errors import ConfigurationError, WireError, check_range
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior, regmean
 from flwr_fisher.params import Params, bias_of, select, shared_state, weighted_mean
+from flwr_fisher.report import accuracies
 from flwr_fisher.strategies import (
     CurvatureStrategy,
     Exchange,

@@ -32,7 +32,6 @@ from flwr_fisher.client import (
 )
 from flwr_fisher.curvature import gradient
 from flwr_fisher.errors import WireError, check_positive, check_range
-from flwr_fisher.measures import accuracies
 from flwr_fisher.params import (
     Params,
     add,
@@ -41,7 +40,7 @@ from flwr_fisher.params import (
     subtract,
     weighted_mean,
 )
-from flwr_fisher.report import plot_rounds
+from flwr_fisher.report import accuracies, plot_rounds
 from flwr_fisher.rounds import stepped_names
 from flwr_fisher.strategies import (
     CurvatureStrategy,

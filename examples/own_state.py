@@ -39,7 +39,6 @@ from flwr_fisher.client import (
     register_job,
 )
 from flwr_fisher.errors import ConfigurationError, check_positive
-from flwr_fisher.measures import accuracies
 from flwr_fisher.params import (
     add,
     select,
@@ -48,7 +47,7 @@ from flwr_fisher.params import (
     trainable_names,
     weighted_mean,
 )
-from flwr_fisher.report import plot_rounds
+from flwr_fisher.report import accuracies, plot_rounds
 from flwr_fisher.strategies import (
     CurvatureStrategy,
     Exchange,

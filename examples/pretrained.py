@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import fedavg
+from flwr_fisher.report import accuracies
 from flwr_fisher.strategies import FedFisherOneShot, shared_state
 from flwr_fisher.tasks import partition_indices
 from flwr_fisher.testing import LocalGrid

@@ -107,7 +107,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import ServerApp
 from task import load, make_model
 
-from flwr_fisher.measures import accuracies
+from flwr_fisher.report import accuracies
 from flwr_fisher.merge import fedavg
 from flwr_fisher.strategies import FedFisherOneShot, shared_state
 

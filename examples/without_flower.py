@@ -19,10 +19,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.curvature import fisher
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, influence
 from flwr_fisher.params import add, dot, scale, shared_state, subtract
-from flwr_fisher.report import plot_accuracies
+from flwr_fisher.report import accuracies, plot_accuracies
 
 # %%
 # Models that were trained apart

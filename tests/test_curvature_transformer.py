@@ -7,14 +7,15 @@ embeddings nor layer norms; the engine refuses them by name.
 from functools import partial
 
 import pytest
+import rivals_path  # noqa: F401
 import torch
 import torch.nn.functional as F
 from oracles import cut, flat, randn, relative, rng, seeded
+from tasks import Transformer
 from torch import nn
 
 from flwr_fisher import curvature
 from flwr_fisher.params import trainable_names
-from flwr_fisher.tasks import Transformer
 
 # Every piece, so that only rounding separates it from the oracles.
 fisher = partial(curvature.fisher, tolerance=0)

@@ -24,7 +24,7 @@ from flwr_fisher.curvature import (
     input_covariances,
 )
 from flwr_fisher.errors import DataError
-from flwr_fisher.measures.accuracy import accuracies
+from flwr_fisher.report import accuracies
 from flwr_fisher.strategies import FedGA, FedPM
 from flwr_fisher.testing import LocalGrid
 

@@ -8,10 +8,12 @@ from functools import partial
 
 import numpy as np
 import pytest
+import rivals_path  # noqa: F401
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
+from tasks import Transformer, load_task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from virtual import (
@@ -48,7 +50,6 @@ from flwr_fisher.errors import (
 from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.report import evaluate_on_test
 from flwr_fisher.strategies import FedFish
-from flwr_fisher.tasks import Transformer, load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
     PREFIX,

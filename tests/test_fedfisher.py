@@ -3,6 +3,7 @@
 from functools import cache, partial
 
 import pytest
+import rivals_path  # noqa: F401
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -18,6 +19,7 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
 )
+from tasks import load_task
 from torch import nn
 from virtual import (
     Remembering,
@@ -33,7 +35,6 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
 from flwr_fisher.curvature import Diagonal, Kronecker
 from flwr_fisher.errors import RoundError
 from flwr_fisher.params import shared_state, trainable_names
-from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 

@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import pytest
+import rivals_path  # noqa: F401
 import torch
 from flwr.app import (
     Array,
@@ -14,6 +15,7 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.serverapp import strategy as flowers
+from measures import MeasuredGrid, costs
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import (
@@ -47,7 +49,6 @@ from flwr_fisher.errors import (
     RoundError,
     WireError,
 )
-from flwr_fisher.measures import MeasuredGrid, costs
 from flwr_fisher.merge import LocalPosterior, fedfisher, regmean
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import rivals_path  # noqa: F401
 import torch
+from tasks import load_task
 from test_report_one_shot import uploads
 
 from flwr_fisher.curvature import Diagonal
@@ -18,7 +20,6 @@ from flwr_fisher.merge import (
 from flwr_fisher.report import report_one_shot
 from flwr_fisher.report.influence import influences
 from flwr_fisher.strategies import CurvatureResult, Upload
-from flwr_fisher.tasks import load_task
 from flwr_fisher.wire import FisherUpload
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rivals_path  # noqa: F401
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
+from measures import ClientServerBarrier, MeasuredGrid, Personalisation, combine, costs
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -42,13 +44,6 @@ from virtual import (
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError
-from flwr_fisher.measures import (
-    ClientServerBarrier,
-    MeasuredGrid,
-    Personalisation,
-    combine,
-    costs,
-)
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.strategies import FedFisherOneShot, FedGA, FedPM, Scaffold
 from flwr_fisher.testing import LocalGrid
@@ -451,7 +446,7 @@ def test_the_clients_model_is_the_servers_again_afterwards():
 
 
 def test_a_loader_whose_sampler_gives_batches_can_be_split():
-    """As those of flwr_fisher.tasks do."""
+    """As those of tasks do."""
     data = tiny_data(4)
     batches = torch.utils.data.BatchSampler(range(len(data)), 4, drop_last=False)
     client = tiny_client(4)

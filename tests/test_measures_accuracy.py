@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.errors import DataError, ParamsError
-from flwr_fisher.measures import accuracies, ensemble_accuracy
+from flwr_fisher.report import accuracies, ensemble_accuracy
 
 X, Y = randn(1, 30, 3), torch.randint(4, (30,), generator=rng(2))
 

@@ -4,9 +4,11 @@ import copy
 from itertools import permutations
 
 import pytest
+import rivals_path  # noqa: F401
 import torch
 from flwr.app import ArrayRecord
 from oracles import randn
+from tasks import make_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import LIFTED
@@ -18,7 +20,6 @@ from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, matched
 from flwr_fisher.merge.matching import chain_of, match, renumbered, renumbered_posterior
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot
-from flwr_fisher.tasks import make_model
 from flwr_fisher.testing import LocalGrid
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from flwr_fisher.curvature import fisher
 from flwr_fisher.errors import ParamsError
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import (
     DiagonalSums,
     LocalPosterior,
@@ -22,6 +21,7 @@ from flwr_fisher.merge import (
     regmean,
 )
 from flwr_fisher.params import shared_state
+from flwr_fisher.report import accuracies
 
 DATA = [(randn(1, 8, 3), torch.arange(8) % 2)]
 

@@ -26,10 +26,10 @@ from flwr_fisher.curvature import (
     input_covariances,
 )
 from flwr_fisher.errors import StructureError
-from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import refresh_norms
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import generator_states, seeded
+from flwr_fisher.report import accuracies, ensemble_accuracy
 from flwr_fisher.tangent import TangentFeatures, head_sums
 
 CPU = torch.device("cpu")

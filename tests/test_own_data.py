@@ -5,14 +5,10 @@ import tomllib
 
 import numpy as np
 import pytest
+import rivals_path  # noqa: F401
 import torch
 from flwr.app import Context, RecordDict
-from torch import nn
-from torch.utils.data import TensorDataset
-
-from apps import APPS, load
-from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
-from flwr_fisher.tasks import (
+from tasks import (
     KINDS,
     NodeTask,
     kind_of,
@@ -22,6 +18,11 @@ from flwr_fisher.tasks import (
     node_task,
     server_task,
 )
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from apps import APPS, load
+from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
 from flwr_fisher.testing import LocalGrid
 
 CATS = "own:3x4x6:cat,dog"

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rivals_path  # noqa: F401
 import torch
 from flwr.app import ArrayRecord, Message
 from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
+from tasks import load_task
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.client.messages import Mod
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import FedFisherOneShot, Policy
-from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 
 pytestmark = pytest.mark.ray

@@ -4,23 +4,19 @@ import json
 import logging
 
 import pytest
+import rivals_path  # noqa: F401
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import FedAvg, Result
+from measures import ClientServerBarrier, MeasuredGrid, Personalisation, combine
 from safetensors.torch import load_file
+from tasks import cohort_from_run_config, load_task
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.measures import (
-    ClientServerBarrier,
-    MeasuredGrid,
-    Personalisation,
-    combine,
-)
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds
 from flwr_fisher.strategies import FedFish
-from flwr_fisher.tasks import cohort_from_run_config, load_task
 from flwr_fisher.testing import LocalGrid
 
 CLIENTS = 4

@@ -4,25 +4,25 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import rivals_path  # noqa: F401
 import torch
 from flwr.app import MetricRecord
 from oracles import randn
 from safetensors.torch import load_file
+from tasks import load_task
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import start, tiny_data, tiny_model
 
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import fedfisher
-from flwr_fisher.report import report_one_shot
+from flwr_fisher.report import accuracies, report_one_shot
 from flwr_fisher.strategies import (
     CurvatureResult,
     FedAvg,
     FedFisherOneShot,
     Upload,
 )
-from flwr_fisher.tasks import load_task
 from flwr_fisher.wire import FisherUpload
 
 EXAMPLES = (70, 20, 10)

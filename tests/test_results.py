@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
-from flwr_fisher.tasks import PARTITIONS, make_model
-from flwr_fisher.tasks.kinds import kind_of
+import rivals_path  # noqa: F401
+from tasks import PARTITIONS, make_model
+from tasks.kinds import kind_of
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

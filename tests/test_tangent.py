@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 
 import pytest
+import rivals_path  # noqa: F401
 import torch
 import torch.nn.functional as F
 from nets import (
@@ -21,6 +22,7 @@ from nets import (
     with_statistics,
 )
 from oracles import randn, relative, seeded, small_net
+from tasks import make_model
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -32,7 +34,6 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.tangent import TangentFeatures
 from flwr_fisher.tangent import feature_engine as tangent_engine
-from flwr_fisher.tasks import make_model
 
 ALL = 10**9
 

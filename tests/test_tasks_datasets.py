@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import rivals_path  # noqa: F401
 import torch
+from tasks import DATASETS, Examples, Splits, load_dataset
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
-from flwr_fisher.tasks import DATASETS, Examples, Splits, load_dataset
 
 MNIST_DIR = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -6,22 +6,23 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import rivals_path  # noqa: F401
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-from flwr_fisher.client import LocalSGD, cross_entropy, score
-from flwr_fisher.errors import ConfigurationError, DataError
-from flwr_fisher.measures import accuracies
-from flwr_fisher.tasks import (
+from tasks import (
     PARTITIONS,
     VOCABULARY,
     Transformer,
     load_dataset,
     load_task,
 )
-from flwr_fisher.tasks.language import cut, load_language, without_repeats
-from flwr_fisher.tasks.task import _share_out
+from tasks.language import cut, load_language, without_repeats
+from tasks.task import _share_out
+from torch.utils.data import DataLoader, TensorDataset
+
+from flwr_fisher.client import LocalSGD, cross_entropy, score
+from flwr_fisher.errors import ConfigurationError, DataError
+from flwr_fisher.report import accuracies
 
 
 def language(**changes):

@@ -2,11 +2,12 @@ from collections import Counter
 from functools import partial
 
 import pytest
+import rivals_path  # noqa: F401
 import torch
+from tasks import MODELS, make_model
 from torch import nn
 
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
-from flwr_fisher.tasks import MODELS, make_model
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 FOR_IMAGES = [name for name in MODELS if name != "transformer"]

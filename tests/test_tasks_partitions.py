@@ -3,15 +3,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import rivals_path  # noqa: F401
 import torch
-
-from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
-from flwr_fisher.tasks import (
+from tasks import (
     PARTITIONS,
     label_histogram,
     make_partitioner,
     partition_indices,
 )
+
+from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
 
 # 10 classes of unequal sizes, mixed.
 SIZES = [80 + 10 * c for c in range(10)]
@@ -95,7 +96,7 @@ def slow_shares(clients, classes, alpha, rng):
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 2.0])
 def test_shares_are_distributed_as_the_definition_says(alpha):
-    from flwr_fisher.tasks.partitioners import client_shares
+    from tasks.partitioners import client_shares
 
     draws = 1500
     ours = np.stack(
@@ -121,7 +122,7 @@ def test_shares_are_distributed_as_the_definition_says(alpha):
 
 
 def test_shares_stay_finite_where_proportions_underflow():
-    from flwr_fisher.tasks.partitioners import client_shares
+    from tasks.partitioners import client_shares
 
     shares = client_shares(5, 10, 1e-4, np.random.default_rng(0))
     np.testing.assert_allclose(shares.sum(axis=0), 1)
@@ -130,7 +131,7 @@ def test_shares_stay_finite_where_proportions_underflow():
 
 
 def test_counts_follow_the_drawn_shares():
-    from flwr_fisher.tasks.partitioners import client_shares
+    from tasks.partitioners import client_shares
 
     parts = split("dirichlet-client", num_partitions=5, seed=7)
     counts = label_histogram(TARGETS, parts, 10)

@@ -1,9 +1,10 @@
 import pytest
+import rivals_path  # noqa: F401
 import torch
+from tasks import load_task, task_from_run_config
+from tasks.task import _share_out
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
-from flwr_fisher.tasks import load_task, task_from_run_config
-from flwr_fisher.tasks.task import _share_out
 
 
 def digits(**changes):

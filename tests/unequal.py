@@ -7,9 +7,11 @@ import copy
 from functools import partial
 
 import numpy as np
+import rivals_path  # noqa: F401
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import strategy as flowers
+from tasks import load_dataset
 from torch import nn
 from virtual import LIFTED, Remembering, arrays_to_tensors, same_bits
 
@@ -22,7 +24,6 @@ from flwr_fisher.strategies import (
     Regression,
     Scaffold,
 )
-from flwr_fisher.tasks import load_dataset
 from flwr_fisher.testing import LocalGrid
 
 CLIENTS = 100

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from flwr.app import Context
+from tasks import Task, load_task
 from torch import Tensor, nn
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.client.training import Loader, score
 from flwr_fisher.curvature.losses import cross_entropy
-from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.testing import LocalGrid
 from harness.networks import NETWORKS
 from harness.size import sized

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 import torch
+from tasks import Examples, Task
 from torch import Tensor
-
-from flwr_fisher.tasks import Examples, Task
 
 TARGET = 0  # the class that a backdoor's trigger calls for
 SIDE = 4  # of the trigger, in pixels

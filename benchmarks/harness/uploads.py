@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from tasks import Task, load_task
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -21,7 +22,6 @@ from flwr_fisher.curvature.batches import count_of
 from flwr_fisher.devices import default_device
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
-from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.wire import PREFIX, curvature_to_tensors, tensors_to_curvature
 from harness.page import CACHE
 from harness.poison import poisoned

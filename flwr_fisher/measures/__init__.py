@@ -14,7 +14,6 @@ The clients must be :class:`flwr_fisher.client.FisherClient`, or handle the same
 ``fisher.personalise-fraction`` in an evaluate message.
 """
 
-from flwr_fisher.measures.accuracy import accuracies, ensemble_accuracy
 from flwr_fisher.measures.barrier import ClientServerBarrier
 from flwr_fisher.measures.combine import combine
 from flwr_fisher.measures.costs import costs
@@ -28,9 +27,7 @@ __all__ = [
     "EvaluateFn",
     "MeasuredGrid",
     "Personalisation",
-    "accuracies",
     "combine",
     "costs",
-    "ensemble_accuracy",
     "serialized_bytes",
 ]

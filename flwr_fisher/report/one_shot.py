@@ -10,10 +10,9 @@ from torch import nn
 
 from flwr_fisher.devices import default_device
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.measures import ensemble_accuracy
-from flwr_fisher.measures.accuracy import Loader
 from flwr_fisher.merge import MergeResult, fedavg
 from flwr_fisher.params import Params
+from flwr_fisher.report.accuracy import Loader, ensemble_accuracy
 from flwr_fisher.report.folder import (
     log_summary,
     reply_sizes,

@@ -53,7 +53,7 @@ def plot_accuracies(path: Path, accuracy: Mapping[str, float], best: str) -> Non
     path : Path
         The picture to write.
     accuracy : Mapping[str, float]
-        Accuracies by name, from 0 to 1, as :func:`flwr_fisher.measures.accuracies`
+        Accuracies by name, from 0 to 1, as :func:`flwr_fisher.report.accuracies`
         returns them.
     best : str
         The name whose bar stands out.

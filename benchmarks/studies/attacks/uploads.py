@@ -11,14 +11,14 @@ from flwr.app import MetricRecord
 from harness.poison import triggered
 from harness.size import SMOKE
 from harness.uploads import Setting, fisher_within_budget, posteriors
+from tasks import Task
+from tasks.models import make_model
 from torch import Tensor
 
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
 from flwr_fisher.server.policy import Sizes
 from flwr_fisher.strategies import Policy, Upload
-from flwr_fisher.tasks import Task
-from flwr_fisher.tasks.models import make_model
 from flwr_fisher.wire import FisherUpload
 
 ATTACKERS = 2  # at most: the first clients

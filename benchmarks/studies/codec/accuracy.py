@@ -20,12 +20,12 @@ from harness.uploads import Setting, posteriors
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rivals.paper_codec import pack_as_paper, unpack_as_paper
+from tasks import Task
 
 from flwr_fisher.client.training import Loader
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior, fedfisher
+from flwr_fisher.report import accuracies
 from flwr_fisher.report.plots import save
-from flwr_fisher.tasks import Task
 from flwr_fisher.wire import (
     LOSSLESS,
     PREFIX,

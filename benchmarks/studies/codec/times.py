@@ -17,13 +17,13 @@ from harness.size import sized
 from harness.tables import head, row
 from harness.timing import seconds
 from harness.uploads import Setting, posteriors
+from tasks import make_model
 from torch import nn
 
 from flwr_fisher.client.training import Loader, LocalSGD
 from flwr_fisher.curvature import fisher
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
-from flwr_fisher.tasks import make_model
 from studies.codec.accuracy import FULL, KFAC, PAPER, Find, pack, unpack
 
 TIMED = {name: KFAC[name] for name in (FULL, "packed, 0.5", "packed, 0.3", PAPER)}

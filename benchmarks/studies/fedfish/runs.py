@@ -22,19 +22,14 @@ from harness.clients import (
 from harness.jobs import Numbers
 from harness.page import CACHE
 from harness.size import sized
+from measures import ClientServerBarrier, MeasuredGrid, Personalisation, combine
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import RoundError
-from flwr_fisher.measures import (
-    ClientServerBarrier,
-    EvaluateFn,
-    MeasuredGrid,
-    Personalisation,
-    combine,
-)
 from flwr_fisher.params import shared_state
+from flwr_fisher.server.driver import EvaluateFn
 from flwr_fisher.wire import arrays_to_tensors
 from studies.fedfish.averages import same_uploads
 from studies.fedfish.strategies import FISH, MENDED, make_strategy

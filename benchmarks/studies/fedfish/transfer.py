@@ -11,16 +11,16 @@ from flwr.app import ArrayRecord
 from harness.clients import CHOICE, grid_of
 from harness.jobs import Numbers
 from harness.size import sized
+from measures import MeasuredGrid, Personalisation
+from tasks import make_model
+from tasks.examples import VOCABULARY
+from tasks.language import cut, load_language
 from torch.utils.data import TensorDataset
 
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.client.training import Loader
 from flwr_fisher.errors import RoundError
-from flwr_fisher.measures import MeasuredGrid, Personalisation
 from flwr_fisher.params import shared_state
-from flwr_fisher.tasks import make_model
-from flwr_fisher.tasks.examples import VOCABULARY
-from flwr_fisher.tasks.language import cut, load_language
 from studies.fedfish.runs import Job, batches
 from studies.fedfish.strategies import make_strategy
 

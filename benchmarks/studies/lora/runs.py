@@ -9,13 +9,13 @@ from harness.clients import CHOICE, CPU, Batch, Shuffled, in_batches
 from harness.jobs import Numbers
 from harness.page import CACHE
 from harness.size import sized
+from tasks import Splits, load_dataset, partition_indices
 from torch import Tensor
 
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.client.training import score
 from flwr_fisher.curvature.losses import cross_entropy
 from flwr_fisher.params import Params
-from flwr_fisher.tasks import Splits, load_dataset, partition_indices
 from studies.lora.merges import Client, added, merged, with_added
 from studies.lora.model import Transformer, adapted
 

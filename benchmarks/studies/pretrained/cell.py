@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness.size import sized
+from tasks import load_dataset, partition_indices
 from torch import Tensor, nn
 
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.curvature import FisherOptions, fisher
-from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import (
     LocalPosterior,
     fedfisher,
@@ -27,8 +27,8 @@ from flwr_fisher.merge import (
     regmean,
 )
 from flwr_fisher.params import Params, shared_state, weighted_mean
+from flwr_fisher.report import accuracies, ensemble_accuracy
 from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head, head_sums
-from flwr_fisher.tasks import load_dataset, partition_indices
 from flwr_fisher.wire import Codec, FisherUpload, resolve
 from studies.pretrained.networks import NETWORKS, make
 

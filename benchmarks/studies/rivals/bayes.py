@@ -10,12 +10,12 @@ from harness.timing import seconds
 from harness.uploads import Setting, posteriors
 from rivals import fedbens, mats, task_arithmetic
 from rivals.fedbens import STARTS
+from tasks import Task
 
 from flwr_fisher.curvature import fisher
-from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params, shared_state
-from flwr_fisher.tasks import Task
+from flwr_fisher.report import accuracies, ensemble_accuracy
 from studies.rivals.split import started
 
 EXAMPLES = 1000  # of a client, at most, for MaTS' factors: the released code's

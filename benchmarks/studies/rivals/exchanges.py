@@ -11,11 +11,11 @@ import torch
 from harness.size import sized
 from harness.uploads import Setting, posteriors
 from rivals import fedcgs, fens, gh_lda, logits_of, regmean_plus_plus
+from tasks import Task
 from torch import Tensor, nn
 
 from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head, head_sums
 from flwr_fisher.tangent.head import find_head
-from flwr_fisher.tasks import Task
 from studies.rivals.split import Found, Rivals, started
 
 # RegMean++'s examples a client, of which the paper takes 256; FENS's share of them.

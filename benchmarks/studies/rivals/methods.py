@@ -9,7 +9,6 @@ from harness.uploads import Setting, posteriors
 from rivals import fedlpa, otfusion, pfnm
 
 from flwr_fisher.curvature import Kronecker
-from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import (
     LocalPosterior,
     fedavg,
@@ -18,6 +17,7 @@ from flwr_fisher.merge import (
     matched,
     regmean,
 )
+from flwr_fisher.report import accuracies, ensemble_accuracy
 from studies.rivals.bayes import matched_subspaces, mixtures
 from studies.rivals.exchanges import exchanges, heads
 from studies.rivals.split import Found, Rivals, given, positions_of, started

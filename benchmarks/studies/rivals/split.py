@@ -11,12 +11,12 @@ from typing import Any
 
 from harness.timing import seconds
 from harness.uploads import Setting, posteriors
+from tasks import Task
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import fisher
-from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior
-from flwr_fisher.tasks import Task
+from flwr_fisher.report import accuracies
 
 # The processor's, which other programmes beside it do not lengthen.
 _seconds = partial(seconds, clock=process_time)

@@ -13,7 +13,7 @@ from harness.uploads import Setting, posteriors
 from rivals import Normalised, Synthesis, co_boosting, dense
 from torch import nn
 
-from flwr_fisher.measures import accuracies
+from flwr_fisher.report import accuracies
 from studies.rivals.split import Found, Params, Rivals, started
 
 DENSE, CO_BOOSTING = "DENSE *", "Co-Boosting *"

@@ -15,10 +15,10 @@ from harness.in_memory import folder_in_memory
 from harness.jobs import Numbers, Run, run_cells
 from harness.page import CACHE
 from harness.size import sized
+from measures import MeasuredGrid, costs
 
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import FlwrFisherError
-from flwr_fisher.measures import MeasuredGrid, costs
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import arrays_to_tensors
 from studies.rounds.methods import METHODS, Options, make_strategy

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from curvature import generated
 from flwr.app import Array, ArrayRecord
 from harness.page import CACHE
+from tasks import make_model
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import Curvature, fisher
 from flwr_fisher.params import shared_state
-from flwr_fisher.tasks import make_model
 from flwr_fisher.wire import Codec, FisherUpload, resolve
 from flwr_fisher.wire.budget import byte_limit
 from flwr_fisher.wire.container import PACKED, from_container, to_container

@@ -19,11 +19,11 @@ from harness.jobs import Numbers, Run, run_cells
 from harness.page import CACHE
 from harness.repeatable import Repeatable
 from harness.size import sized
+from measures import MeasuredGrid, costs
 from torch import Tensor, nn
 
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import RoundError
-from flwr_fisher.measures import MeasuredGrid, costs
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import TCT, Regression, Scaffold
 from flwr_fisher.tangent import TangentFeatures, TCTModel

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from harness.tables import head, row
 from harness.timing import Work, medians, seconds, where
+from tasks import make_model
 from torch import Tensor, nn
 
 from flwr_fisher.tangent import TangentFeatures, gram_spectrum, tct_steps, tct_update
-from flwr_fisher.tasks import make_model
 from studies.tct.runs import FEATURES, STEPS, Extent
 
 ONE, FUNC, OURS = "one backward an example", "torch.func", "TangentFeatures"

