@@ -221,7 +221,7 @@ def test_a_bad_upload_is_refused_by_name(case):
     tamper(reply.content)
     (record,) = reply.content.array_records.values()
     with pytest.raises(WireError, match=says):
-        HeadUpload.from_arrays(record, LIKE)
+        HeadUpload.read(record, LIKE)
 
 
 @pytest.mark.parametrize(
@@ -234,14 +234,14 @@ def test_a_bad_upload_is_refused_by_name(case):
     ],
 )
 def test_a_head_that_there_is_not_is_refused(weight, bias, says):
-    good = HeadUpload.from_arrays(uploaded(), LIKE)
-    record = HeadUpload(weight, bias, good.sums).to_arrays()
+    good = HeadUpload.read(uploaded(), LIKE)
+    record = HeadUpload.of(weight, bias, good.sums).to_arrays()
     with pytest.raises(WireError, match=says):
-        HeadUpload.from_arrays(record, LIKE)
+        HeadUpload.read(record, LIKE)
 
 
 def test_what_a_policy_may_do_keeps_the_solution():
-    good = HeadUpload.from_arrays(uploaded(), LIKE)
+    good = HeadUpload.read(uploaded(), LIKE)
     solve = partial(closed_form_head, bias=True, ridge=0.1)
     (half,) = (good.scaled(dict.fromkeys(good.curvature_norms(), 0.5), LIKE),)
     for left, right in zip(solve(good.sums), solve(half.sums), strict=True):
@@ -318,7 +318,7 @@ def test_a_ridge_below_zero_is_refused():
 
 
 def test_masses_are_an_examples_and_each_part_is_limited_alone():
-    good = HeadUpload.from_arrays(uploaded(), LIKE)
+    good = HeadUpload.read(uploaded(), LIKE)
     assert good.reweighted(3.0).curvature_norms() == pytest.approx(
         good.curvature_norms()
     )
@@ -326,7 +326,7 @@ def test_masses_are_an_examples_and_each_part_is_limited_alone():
     less = good.scaled({gram: 0.5}, LIKE).sums
     torch.testing.assert_close(less.cross, 0.5 * good.sums.cross)
     assert torch.equal(good.scaled({cross: 0.5}, LIKE).sums.gram, good.sums.gram)
-    assert replace(good, bias=None).layout() != good.layout()
+    assert replace(good, about={"weight": "w"}).layout() != good.layout()
 
 
 def test_other_weights_than_the_sums_own_are_refused():

@@ -30,7 +30,7 @@ from flwr_fisher.wire import (
     serialized_bytes,
     tensors_to_arrays,
 )
-from flwr_fisher.wire.codec import description_text
+from flwr_fisher.wire.arrays import description_text
 
 LIKE = arrays_to_tensors(tiny_arrays())
 FINE = Codec(budget=6.0)

@@ -11,7 +11,7 @@ from flwr_fisher.curvature import Kronecker
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.wire import curvature_to_tensors, tensors_to_curvature
-from flwr_fisher.wire.checks import check_second_moment
+from flwr_fisher.wire.arrays import check_second_moment
 
 
 def sent_and_read(client: LocalPosterior) -> tuple[ArrayRecord, LocalPosterior]:

@@ -101,7 +101,7 @@ def test_spoiled_replies_are_read_or_refused(tmp_path, monkeypatch):
     counts = {"eigenvalues": eigenvalue_bin(2.0)} | digest
     cases = [
         *((SecureUpload.from_arrays, record) for record in secure),
-        *((LayerTraces.read, record) for record in sums[3:6]),
+        *((LayerTraces.read_traces, record) for record in sums[3:6]),
         *((Additive.reader("product"), record) for record in sums[6:9]),
         *((_read, record) for record in private),
         (Additive.reader("params", "control"), control.to_arrays()),

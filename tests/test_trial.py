@@ -37,7 +37,7 @@ from flwr_fisher.errors import (
     StructureError,
 )
 from flwr_fisher.params import shared_state
-from flwr_fisher.wire.codec import FORMAT_VERSION
+from flwr_fisher.wire.arrays import FORMAT_VERSION
 
 # --- nothing fails after training that could have failed before
 

@@ -30,7 +30,7 @@ from flwr_fisher.wire import (
     tensors_to_arrays,
     tensors_to_curvature,
 )
-from flwr_fisher.wire.codec import description_text
+from flwr_fisher.wire.arrays import description_text
 
 MODELS = {
     "bias": lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 2)),

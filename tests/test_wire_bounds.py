@@ -32,9 +32,8 @@ from flwr_fisher.wire import (
     serialized_bytes,
 )
 from flwr_fisher.wire.additive import SUMS
+from flwr_fisher.wire.arrays import check_second_moment, description_text
 from flwr_fisher.wire.budget import byte_limit
-from flwr_fisher.wire.checks import check_second_moment
-from flwr_fisher.wire.codec import description_text
 from flwr_fisher.wire.container import FORMAT, PACKED, to_container
 from flwr_fisher.wire.layout import check_shape
 from flwr_fisher.wire.matrices import check_part

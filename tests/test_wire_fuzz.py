@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from flwr_fisher.wire import LOSSLESS, Codec, tensors_to_arrays
-from flwr_fisher.wire.codec import description_text
+from flwr_fisher.wire.arrays import description_text
 from flwr_fisher.wire.container import FORMAT
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=150)

@@ -46,8 +46,7 @@ from flwr_fisher.wire import (
     split_groups,
     tensors_to_arrays,
 )
-from flwr_fisher.wire.arrays import tensor_to_numbers
-from flwr_fisher.wire.codec import description_text
+from flwr_fisher.wire.arrays import description_text, tensor_to_numbers
 
 _NAME = "secure-sum"
 _MOST_SUMS = 10_000

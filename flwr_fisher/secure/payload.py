@@ -30,10 +30,13 @@ from flwr_fisher.params import Params, clipped
 from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponent_of
 from flwr_fisher.server.privacy import exponent_for, with_noise
 from flwr_fisher.wire.additive import Added
-from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
-from flwr_fisher.wire.checks import contribution_bytes
+from flwr_fisher.wire.arrays import (
+    arrays_to_tensors,
+    contribution_bytes,
+    tensors_to_arrays,
+)
 from flwr_fisher.wire.options import NUM_EXAMPLES
-from flwr_fisher.wire.payload import Payload
+from flwr_fisher.wire.schema import Payload
 
 SECURE = "secure/"
 WORDS, LAYOUT = f"{SECURE}words", f"{SECURE}layout"

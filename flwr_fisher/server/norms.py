@@ -21,7 +21,7 @@ from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Uploads
 from flwr_fisher.wire import Additive, ConfigValue
 from flwr_fisher.wire.additive import NORMS
-from flwr_fisher.wire.checks import check_same_keys
+from flwr_fisher.wire.arrays import check_same_keys
 
 _READ = Additive.reader(NORMS)
 _ONLY_TRAINS = (

@@ -27,7 +27,7 @@ class Sizes:
     Parameters
     ----------
     step_norms, curvature_norms : Mapping[str, float]
-        The results of the methods of :class:`~flwr_fisher.wire.payload.Payload`.
+        The results of the methods of :class:`~flwr_fisher.wire.schema.Payload`.
     """
 
     step_norms: Mapping[str, float]

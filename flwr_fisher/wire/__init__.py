@@ -23,8 +23,8 @@ from flwr_fisher.wire.options import (
     split_config,
     split_groups,
 )
-from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.roster import Roster
+from flwr_fisher.wire.schema import Payload
 from flwr_fisher.wire.size import fedavg_bytes, reply_bytes, serialized_bytes
 
 __all__ = [

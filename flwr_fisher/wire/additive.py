@@ -36,9 +36,14 @@ from torch import Tensor
 
 from flwr_fisher.errors import ParamsError, WireError
 from flwr_fisher.params import Params, sum_dtype
-from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
-from flwr_fisher.wire.checks import SLACK, check_layout, check_same_keys
-from flwr_fisher.wire.payload import Payload, displacements, drawn_back, norm64
+from flwr_fisher.wire.arrays import (
+    SLACK,
+    arrays_to_tensors,
+    check_layout,
+    check_same_keys,
+    tensors_to_arrays,
+)
+from flwr_fisher.wire.schema import Payload, displacements, drawn_back, norm64
 
 PARAMS, BUFFERS, FISHER, POINT = "params", "buffers", "fisher", "fisher-params"
 PRODUCT, NORMS = "product", "norms"

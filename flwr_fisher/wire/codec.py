@@ -1,11 +1,9 @@
 """Codecs of uploads: a server requests one, and an upload says which it has."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flwr_fisher.errors import (
@@ -16,12 +14,10 @@ from flwr_fisher.errors import (
     plain_fields,
     printable,
 )
-from flwr_fisher.wire.arrays import bytes_of
+from flwr_fisher.wire.arrays import FORMAT_VERSION, read_description
 
-FORMAT_VERSION = 2
 _BUDGETS = {"fedavg": 1.0, "small": 0.5}
 _NAMES = ("auto", "lossless", *_BUDGETS)
-_DESCRIPTION = 256  # bytes
 
 
 @dataclass(frozen=True)
@@ -121,31 +117,3 @@ class Codec:
 
 
 LOSSLESS = Codec("lossless")
-
-
-def description_text(description: object) -> Tensor:
-    """Return an upload's description as JSON without spaces."""
-    return bytes_of(json.dumps(description, separators=(",", ":")))
-
-
-def read_description(text: Tensor | None, field: str) -> dict[str, Any]:
-    """Return the description in an untrusted text of :func:`description_text`.
-
-    Raises
-    ------
-    WireError
-        If there is no description, it is not JSON, or it names no format version that
-        this package reads.
-    """
-    if text is None or text.dtype != torch.uint8 or text.numel() > _DESCRIPTION:
-        raise WireError("missing, too long, or not a text", field=field)
-    try:
-        description = json.loads(text.numpy().tobytes())
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"not JSON: {error}"[:200], field=field) from error
-    if not isinstance(description, dict) or "version" not in description:
-        raise WireError("does not name its format", field=field)
-    if (version := description["version"]) != FORMAT_VERSION:
-        reason = f"format version {version!r}, but this server reads"
-        raise WireError(f"{reason} {FORMAT_VERSION}"[:200], field=field)
-    return description

@@ -21,16 +21,14 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params, bias_of
 from flwr_fisher.wire.arrays import (
     check_count,
-    read_with_model,
-    tensors_to_arrays,
-)
-from flwr_fisher.wire.checks import (
     check_layout,
     check_same_keys,
     check_second_moment,
+    read_with_model,
+    tensors_to_arrays,
 )
 from flwr_fisher.wire.layout import PREFIX, Part, check_shape, parse_key
-from flwr_fisher.wire.payload import Payload, displacements, drawn_back
+from flwr_fisher.wire.schema import Payload, displacements, drawn_back
 
 _START, _END = f"{PREFIX}kfac/", "/A"
 

@@ -14,20 +14,19 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import DeferredParams, Params, check_finite
 from flwr_fisher.wire.arrays import (
+    SLACK,
     arrays_to_tensors,
     check_count,
+    check_layout,
+    check_same_keys,
     check_size,
+    description_text,
+    read_description,
     read_with_model,
     tensors_to_arrays,
 )
 from flwr_fisher.wire.budget import PackingError, byte_limit, pack_upload
-from flwr_fisher.wire.checks import SLACK, check_layout, check_same_keys
-from flwr_fisher.wire.codec import (
-    LOSSLESS,
-    Codec,
-    description_text,
-    read_description,
-)
+from flwr_fisher.wire.codec import LOSSLESS, Codec
 from flwr_fisher.wire.container import FORMAT, from_container, to_container
 from flwr_fisher.wire.layout import (
     PREFIX,
@@ -41,8 +40,8 @@ from flwr_fisher.wire.layout import (
     trace_name,
 )
 from flwr_fisher.wire.matrices import CheckedPart, check_part
-from flwr_fisher.wire.payload import Payload, displacements, drawn_back
 from flwr_fisher.wire.quantise import decode_param
+from flwr_fisher.wire.schema import Payload, displacements, drawn_back
 from flwr_fisher.wire.size import fedavg_bytes, reply_bytes
 
 

@@ -14,146 +14,105 @@ and the count must not exceed the metrics' number of examples.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
-from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.tangent.frozen_head import HeadSums
-from flwr_fisher.wire.arrays import read_named, tensors_to_arrays
-from flwr_fisher.wire.checks import check_same_shape, check_second_moment
-from flwr_fisher.wire.codec import FORMAT_VERSION, description_text, read_description
-from flwr_fisher.wire.payload import Payload
-
-_GRAM, _CROSS, _COUNT = "head/gram", "head/cross", "head/count"
-_FORMAT = "head/format"
+from flwr_fisher.wire.arrays import FORMAT_VERSION, check_same_shape
+from flwr_fisher.wire.schema import Payload, description, part
 
 
 @dataclass(frozen=True)
 class HeadUpload(Payload):
-    """A client's sums for a head in closed form.
+    """A client's sums for a head in closed form; :meth:`of` makes it.
 
     Parameters
     ----------
-    weight : str
-        The head's weight, ``[C, f]``.
-    bias : str | None
-        The head's bias, if it has one.
-    sums : HeadSums
+    about : dict[str, Any]
+        The names of the head's weight ``[C, f]`` and of its bias or None.
+    gram, cross, count : Tensor
         The sums over the client's data.
     """
 
     disagreement: ClassVar[tuple[str, str]] = (
-        _FORMAT,
+        "head/format",
         "has another head than most clients'",
     )
 
-    weight: str
-    bias: str | None
-    sums: HeadSums
+    about: dict[str, Any] = description("head/format")
+    gram: Tensor = part(
+        "head/gram",
+        torch.float64,
+        ("f", "f"),
+        limit="curvature",
+        second_moment=True,
+    )
+    cross: Tensor = part("head/cross", torch.float64, ("f", "C"), limit="curvature")
+    count: Tensor = part("head/count", torch.float64, above=0, counts=True)
 
-    def layout(self) -> tuple[str, ...]:
-        """Return the head's name, which must be equal for all clients."""
-        return (self.weight, str(self.bias))
+    @classmethod
+    def of(cls, weight: str, bias: str | None, sums: HeadSums) -> Self:
+        """Return the upload of sums for the head with these parameters."""
+        about = {"version": FORMAT_VERSION, "weight": weight, "bias": bias}
+        count = torch.tensor(sums.count, dtype=torch.float64)
+        return cls(about, sums.gram, sums.cross, count)
 
-    def check_weight(self, weight: float) -> None:
-        """Raise :class:`WireError` if it counts more examples than the metrics do."""
-        if self.sums.count > weight:
-            reason = f"{self.sums.count:g} examples, but the metrics say {weight:g}"
-            raise WireError(reason, field=_COUNT)
+    @property
+    def weight(self) -> str:
+        """The name of the head's weight."""
+        return str(self.about["weight"])
+
+    @property
+    def bias(self) -> str | None:
+        """The name of the head's bias, if it has one."""
+        return self.about["bias"]  # type: ignore[no-any-return]
+
+    @property
+    def sums(self) -> HeadSums:
+        """The sums over the client's data."""
+        return HeadSums(self.gram, self.cross, float(self.count))
+
+    @classmethod
+    def lengths(cls, like: Params) -> dict[str, int]:
+        """Return the largest linear layer's numbers of features and classes."""
+        shapes = [value.shape for value in like.values() if value.dim() == 2]
+        return {
+            "f": 1 + max((features for _, features in shapes), default=0),
+            "C": max((classes for classes, _ in shapes), default=0),
+        }
+
+    def check(self, like: Params) -> None:
+        """Raise :class:`WireError` unless the model has such a head."""
+        weight, bias = self.about.get("weight"), self.about.get("bias")
+        if not isinstance(weight, str) or weight not in like or like[weight].dim() != 2:
+            reason = f"not the weight of a linear layer: {str(weight)!r:.80}"
+            raise WireError(reason, field="head/format")
+        classes, features = like[weight].shape
+        named = isinstance(bias, str) and bias in like
+        if bias is not None and not (named and like[bias].shape == (classes,)):
+            reason = f"not the head's bias: {str(bias)!r:.80}"
+            raise WireError(reason, field="head/format")
+        inputs = features + (bias is not None)
+        check_same_shape("head/cross", self.cross.shape, (inputs, classes))
 
     def curvature_norms(self) -> dict[str, float]:
         """Return the features' mean square, and the norm of the mean cross product."""
-        sums = self.sums
-        squares, products = sums.gram.diagonal().sum(), sums.cross.norm()
-        return {
-            _GRAM: float(squares) / sums.count,
-            _CROSS: float(products) / sums.count,
-        }
+        count = float(self.count)
+        return {key: size / count for key, size in super().curvature_norms().items()}
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
         """Return it with scaled sums; one factor for both keeps the solution."""
-        factor, sums = factors.get(_GRAM, 1.0), self.sums
-        products = min(factor, factors.get(_CROSS, 1.0))
-        lighter = replace(sums, gram=factor * sums.gram, cross=products * sums.cross)
-        return replace(self, sums=lighter)
+        factor = factors.get("head/gram", 1.0)
+        both = {"head/cross": factor, "head/gram": factor}
+        shorter = min(factor, factors.get("head/cross", 1.0))
+        return super().scaled(both | {"head/cross": shorter}, like)
 
     def reweighted(self, factor: float) -> Self:
         """Return the sums of a client with `factor` times as many examples."""
-        sums = self.sums
-        more = HeadSums(factor * sums.gram, factor * sums.cross, factor * sums.count)
-        return replace(self, sums=more)
-
-    def to_arrays(self) -> ArrayRecord:
-        """Return the one record that travels; it is lossless."""
-        about = {"version": FORMAT_VERSION, "weight": self.weight, "bias": self.bias}
-        tensors = {
-            _FORMAT: description_text(about),
-            _GRAM: self.sums.gram,
-            _CROSS: self.sums.cross,
-            _COUNT: torch.tensor(self.sums.count, dtype=torch.float64),
-        }
-        return tensors_to_arrays(tensors)
-
-    @classmethod
-    def from_arrays(cls, record: ArrayRecord, like: Params) -> "HeadUpload":
-        """Read and check a record, none of which is trusted.
-
-        Parameters
-        ----------
-        record : ArrayRecord
-            The received record.
-        like : Mapping[str, Tensor]
-            The parameters that the server sent, including the head's.
-
-        Raises
-        ------
-        WireError
-            If a key is missing, unexpected or unreadable, has another shape or dtype,
-            is not finite, or is not a second moment; it names the key. Also if there is
-            no such head.
-        """
-        wide = torch.float64
-        expected = {
-            _GRAM: (wide, (None, None)),
-            _CROSS: (wide, (None, None)),
-            _COUNT: (wide, ()),
-            _FORMAT: (torch.uint8, (None,)),
-        }
-        tensors = read_named(record, expected, limit=_largest(like))
-        weight, bias = _head(tensors[_FORMAT], like)
-        classes, features = like[weight].shape
-        features += bias is not None
-        check_same_shape(_GRAM, tensors[_GRAM].shape, (features, features))
-        check_same_shape(_CROSS, tensors[_CROSS].shape, (features, classes))
-        count = float(tensors[_COUNT])
-        if count <= 0:
-            raise WireError(f"must be positive, got {count:g}", field=_COUNT)
-        check_second_moment(_GRAM, tensors[_GRAM].unsqueeze(0))
-        return cls(weight, bias, HeadSums(tensors[_GRAM], tensors[_CROSS], count))
-
-
-def _largest(like: Params) -> int:
-    """Return the largest size of the sums, over a model's linear layers."""
-    shapes = [value.shape for value in like.values() if value.dim() == 2]
-    numbers = [(f + 1) * (f + 1 + c) for c, f in shapes]
-    return 8 * max(numbers, default=0)
-
-
-def _head(text: Tensor, like: Params) -> tuple[str, str | None]:
-    """Return the names of the head's weight and bias."""
-    found = read_description(text, _FORMAT)
-    weight, bias = found.get("weight"), found.get("bias")
-    if not isinstance(weight, str) or weight not in like or like[weight].dim() != 2:
-        reason = f"not the weight of a linear layer: {str(weight)!r:.80}"
-        raise WireError(reason, field=_FORMAT)
-    outputs = like[weight].shape[:1]
-    if bias is None:
-        return weight, None
-    if not isinstance(bias, str) or bias not in like or like[bias].shape != outputs:
-        raise WireError(f"not the head's bias: {str(bias)!r:.80}", field=_FORMAT)
-    return weight, bias
+        sums = self.gram * factor, self.cross * factor, self.count * factor
+        return type(self)(self.about, *sums)

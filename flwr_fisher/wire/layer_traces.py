@@ -12,8 +12,11 @@ from flwr.app import ArrayRecord
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
 from flwr_fisher.params import Params, norm
 from flwr_fisher.wire.additive import PRODUCT, Additive, take_parts
-from flwr_fisher.wire.arrays import arrays_to_tensors
-from flwr_fisher.wire.checks import check_same_keys, contribution_bytes
+from flwr_fisher.wire.arrays import (
+    arrays_to_tensors,
+    check_same_keys,
+    contribution_bytes,
+)
 from flwr_fisher.wire.layout import (
     PREFIX,
     curvature_to_tensors,
@@ -75,7 +78,7 @@ class LayerTraces(Additive):
         return replace(scaled, own_step=self.own_step)
 
     @classmethod
-    def read(
+    def read_traces(
         cls, record: ArrayRecord, like: Params, *, own_step: OwnStep | None = None
     ) -> "LayerTraces":
         """Read and check a record, none of which is trusted.

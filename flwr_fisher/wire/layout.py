@@ -33,7 +33,7 @@ from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
 from flwr_fisher.params import Params, bias_of
-from flwr_fisher.wire.checks import check_second_moment
+from flwr_fisher.wire.arrays import check_second_moment
 
 PREFIX = "curvature/"
 _DIAGONAL, _DENSE = f"{PREFIX}diagonal/", f"{PREFIX}dense/"

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.files import to_bytes
-from flwr_fisher.wire.checks import are_finite_and_not_negative
+from flwr_fisher.wire.arrays import are_finite_and_not_negative
 
 ROW = 256  # values that share a scale: with one a tensor, its largest would decide all
 SCALE = 4  # bytes

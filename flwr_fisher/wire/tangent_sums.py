@@ -21,8 +21,7 @@ from torch import Tensor
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.tangent import FeatureMoments
-from flwr_fisher.wire.arrays import bytes_of, text_from
-from flwr_fisher.wire.codec import description_text
+from flwr_fisher.wire.arrays import bytes_of, description_text, text_from
 from flwr_fisher.wire.tangent_upload import (
     COUNT,
     KEYS,

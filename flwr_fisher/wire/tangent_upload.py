@@ -15,7 +15,7 @@ from torch import Tensor
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import bytes_of, read_named, tensors_to_arrays, text_from
-from flwr_fisher.wire.payload import (
+from flwr_fisher.wire.schema import (
     PARAMETERS,
     Payload,
     displacements,

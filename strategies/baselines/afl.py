@@ -68,7 +68,7 @@ class AFL(CurvatureStrategy):
         """Return one exchange, which asks for sums over every client's data."""
         options = {"job": "afl", "head": self.head or ""}
         summed = Summation[HeadUpload](weighted=False)
-        read = HeadUpload.from_arrays
+        read = HeadUpload.read
         return [
             Exchange(
                 options,

@@ -86,7 +86,7 @@ class KfacSums:
         alone = partial(own_move, anchor=self.merge.anchor) if self.keep_all else None
         traces = Exchange(
             {"job": "kfac-traces"},
-            partial(LayerTraces.read, own_step=alone),
+            partial(LayerTraces.read_traces, own_step=alone),
             self._begin,
             send=_run,
             clients="previous",

@@ -21,5 +21,5 @@ def afl_job(problem: LocalProblem, request: Request) -> Reply:
     sums = head_sums(problem.model, problem.train_batches, head)
     start = f"{head}." if head else ""
     biased = linear_layer(problem.model, head).bias is not None
-    upload = HeadUpload(f"{start}weight", f"{start}bias" if biased else None, sums)
+    upload = HeadUpload.of(f"{start}weight", f"{start}bias" if biased else None, sums)
     return Reply({}, upload.to_arrays())

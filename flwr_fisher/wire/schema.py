@@ -1,0 +1,418 @@
+"""The base class of all payloads, which declare their parts.
+
+A payload is a frozen dataclass. Each field that travels is declared with :func:`part`
+or :func:`description`: its key in the record, its dtype and shape, its bounds, and
+whether a policy limits it. Reading, checking, writing, scaling and the layout that all
+clients' uploads must share follow from the declarations.
+"""
+
+import math
+from abc import ABC
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, Self, cast
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flwr_fisher.errors import WireError, printable
+from flwr_fisher.params import NORM_STATISTICS, DeferredParams, Params, rounded
+from flwr_fisher.wire.arrays import (
+    check_second_moment,
+    description_text,
+    read_description,
+    read_named,
+    tensors_to_arrays,
+)
+
+PARAMETERS = "parameters"
+_SMALL = 0.01
+# The statistics of batch norms have their own scales, unlike the weights'.
+_MOST_BATCHES = 1_000_000  # on which a client trains in a round
+_MEAN, _VARIANCE, _COUNT = NORM_STATISTICS
+_DESCRIPTION = 1024  # bytes of a description, at most
+
+# What a policy limits of a part: the model's way from the one sent out, the norm of a
+# vector, or the size of a curvature. The last is relative to the client's weight.
+Limit = Literal["", "model", "step", "curvature"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a payload declares of one of its parts.
+
+    Parameters
+    ----------
+    key : str
+        The part's key in the record, and its name for a policy.
+    dtype : torch.dtype, optional
+        The dtype of its tensor. A description has none.
+    shape : tuple[int | str, ...]
+        Its shape. A text stands for a length that is equal in all parts of the payload,
+        and at most :meth:`Payload.lengths` says.
+    limit : "" | "model" | "step" | "curvature", default ""
+        What a policy limits.
+    low, above : float, optional
+        All entries must be at least `low`, and greater than `above`.
+    second_moment : bool, default False
+        Whether it is a symmetric positive semi-definite matrix. Its size is its trace.
+    counts : bool, default False
+        Whether it is a number of examples, at most the client's weight.
+    """
+
+    key: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int | str, ...] = ()
+    limit: Limit = ""
+    low: float | None = None
+    above: float | None = None
+    second_moment: bool = False
+    counts: bool = False
+
+    def check(self, value: Tensor) -> None:
+        """Raise :class:`WireError` unless a tensor is within the bounds."""
+        if self.low is not None and (value < self.low).any():
+            least = "negative" if self.low == 0 else f"below {self.low:g}"
+            raise WireError(f"must not be {least}", field=self.key)
+        if self.above is not None and not (value > self.above).all():
+            reason = f"must be above {self.above:g}, got {float(value.min()):g}"
+            raise WireError(reason, field=self.key)
+        if self.second_moment:
+            check_second_moment(self.key, value.unsqueeze(0))
+
+    def size(self, value: Tensor) -> float:
+        """Return the number that a policy limits."""
+        if self.second_moment:
+            return float(value.diagonal().double().sum())
+        return norm64([value])
+
+
+def part(
+    key: str,
+    dtype: torch.dtype,
+    shape: tuple[int | str, ...] = (),
+    *,
+    limit: Limit = "",
+    low: float | None = None,
+    above: float | None = None,
+    second_moment: bool = False,
+    counts: bool = False,
+) -> Any:
+    """Declare a field that travels as one tensor; see :class:`Part`."""
+    facts = (limit, low, above, second_moment, counts)
+    return field(metadata={"part": Part(key, dtype, shape, *facts)})
+
+
+def description(key: str) -> Any:
+    """Declare a field that travels as JSON: a ``dict``, equal for all clients."""
+    return field(metadata={"part": Part(key)})
+
+
+class Payload(ABC):  # noqa: B024
+    """A client's upload: a frozen dataclass that is sent as one ``ArrayRecord``.
+
+    A subclass declares its fields with :func:`part` and :func:`description`. One that
+    travels in another form overrides :meth:`layout` and :meth:`to_arrays`.
+
+    Attributes
+    ----------
+    disagreement : tuple[str, str]
+        The error for an upload whose layout differs from most clients': the field, and
+        the reason.
+
+    Examples
+    --------
+    >>> @dataclass(frozen=True)
+    ... class Moments(Payload):
+    ...     mean: Tensor = part("mean", torch.float64, ("p",), limit="step")
+    ...     count: Tensor = part("count", torch.int64, above=0, counts=True)
+    ...
+    ...     @classmethod
+    ...     def lengths(cls, like):
+    ...         return {"p": 10}
+    >>> sent = Moments(torch.ones(4, dtype=torch.float64), torch.tensor(3))
+    >>> arrived = Moments.read(sent.to_arrays(), like={})
+    >>> arrived.layout(), arrived.step_norms({})
+    (('mean (4,)', 'count ()'), {'mean': 2.0})
+    """
+
+    disagreement: ClassVar[tuple[str, str]] = (
+        "curvature/",
+        "covers other parameters than most clients' does",
+    )
+
+    # --- the declared parts
+
+    @classmethod
+    def declared(cls) -> dict[str, Part]:
+        """Return the declarations by the fields' names."""
+        every = fields(cast(Any, cls))
+        return {f.name: f.metadata["part"] for f in every if "part" in f.metadata}
+
+    def _tensors(self) -> list[tuple[str, Part, Tensor]]:
+        """Return the declared parts that are tensors, with their fields' names."""
+        return [
+            (name, part, getattr(self, name))
+            for name, part in self.declared().items()
+            if part.dtype is not None
+        ]
+
+    @classmethod
+    def lengths(cls, like: Params) -> Mapping[str, int]:
+        """Return how long each length that a shape names may be.
+
+        Parameters
+        ----------
+        like : Mapping[str, Tensor]
+            The parameters that the server sent.
+        """
+        return {}
+
+    def check(self, like: Params) -> None:  # noqa: B027
+        """Raise :class:`WireError` unless the parts fit each other and the model.
+
+        It is called with an upload that was read, after all declared checks.
+        """
+
+    # --- reading and writing
+
+    def layout(self) -> tuple[str, ...]:
+        """Return what must be equal in all uploads of a round."""
+        return tuple(
+            f"{part.key} {getattr(self, name)}"
+            if part.dtype is None
+            else f"{part.key} {tuple(getattr(self, name).shape)}"
+            for name, part in self.declared().items()
+        )
+
+    def to_arrays(self) -> ArrayRecord:
+        """Return the one record that travels."""
+        values = {p.key: getattr(self, name) for name, p in self.declared().items()}
+        tensors = {
+            key: value if isinstance(value, Tensor) else description_text(value)
+            for key, value in values.items()
+        }
+        return tensors_to_arrays(tensors)
+
+    @classmethod
+    def read(cls, record: ArrayRecord, like: Params, **lengths: int) -> Self:
+        """Read and check a record, none of which is trusted.
+
+        Parameters
+        ----------
+        record : ArrayRecord
+            The received record.
+        like : Mapping[str, Tensor]
+            The parameters that the server sent.
+        **lengths : int
+            How long each length that a shape names may be, in place of
+            :meth:`lengths`.
+
+        Raises
+        ------
+        WireError
+            It names the key that is missing, unexpected or unreadable, has another
+            shape or dtype, is not finite, or is out of its bounds.
+        """
+        declared, most = cls.declared(), lengths or cls.lengths(like)
+        expected = {
+            p.key: (p.dtype or torch.uint8, _any_length(p)) for p in declared.values()
+        }
+        limit = sum(_most_bytes(p, most) for p in declared.values())
+        tensors = read_named(record, expected, limit=limit)
+        _check_lengths(declared.values(), tensors, most)
+        values: dict[str, Any] = {}
+        for name, part in declared.items():
+            if part.dtype is None:
+                values[name] = read_description(tensors[part.key], part.key)
+            else:
+                part.check(tensors[part.key])
+                values[name] = tensors[part.key]
+        payload = cls(**values)
+        payload.check(like)
+        return payload
+
+    # --- a client's weight
+
+    def check_weight(self, weight: float) -> None:
+        """Raise :class:`WireError` if it counts more examples than the metrics do."""
+        for _, part, value in self._tensors():
+            if part.counts and float(value) > weight:
+                reason = f"{float(value):g} examples, but the metrics say {weight:g}"
+                raise WireError(reason, field=part.key)
+
+    def reweighted(self, factor: float) -> Self:
+        """Return the upload of a client with `factor` times as many examples.
+
+        Only an upload that has its client's weight in its numbers changes.
+        """
+        return self
+
+    # --- a policy limits clients by the numbers that follow
+
+    def step_norms(self, like: Params) -> dict[str, float]:
+        """Return by part how far the upload would move the model, in float64.
+
+        They are distances from `like`, which the server sent, and norms of vectors. A
+        client's should not be much longer than most clients'.
+        """
+        return self._sizes("step")
+
+    def curvature_norms(self) -> dict[str, float]:
+        """Return each part's weight relative to other clients', in float64.
+
+        They are traces of curvatures, layer by layer, and at least 0. They are not yet
+        multiplied by the number of examples.
+        """
+        return self._sizes("curvature")
+
+    def _sizes(self, limit: Limit) -> dict[str, float]:
+        return {p.key: p.size(v) for _, p, v in self._tensors() if p.limit == limit}
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+        """Return the upload with some parts scaled down.
+
+        Parameters
+        ----------
+        factors : Mapping[str, float]
+            Factors of at most 1, by the keys of :meth:`step_norms` and
+            :meth:`curvature_norms`.
+        like : Mapping[str, Tensor]
+            The parameters that the server sent.
+        """
+        changed = {
+            name: value * factors[part.key]
+            for name, part, value in self._tensors()
+            if part.limit and part.key in factors
+        }
+        return cast(Self, replace(cast(Any, self), **changed))
+
+
+def _any_length(part: Part) -> tuple[int | None, ...]:
+    """Return a part's shape, with None for lengths that are not known yet."""
+    if part.dtype is None:
+        return (None,)
+    return tuple(n if isinstance(n, int) else None for n in part.shape)
+
+
+def _most_bytes(part: Part, most: Mapping[str, int]) -> int:
+    """Return how many bytes a part may have."""
+    if part.dtype is None:
+        return _DESCRIPTION
+    lengths = (n if isinstance(n, int) else most[n] for n in part.shape)
+    return math.prod(lengths) * part.dtype.itemsize
+
+
+def _check_lengths(
+    parts: Iterable[Part], tensors: Params, most: Mapping[str, int]
+) -> None:
+    """Raise :class:`WireError` for a length that is too long, or not the same."""
+    known: dict[str, int] = {}
+    for part in parts:
+        for name, length in zip(part.shape, tensors[part.key].shape, strict=False):
+            if not isinstance(name, str):
+                continue
+            if not 1 <= length <= most[name]:
+                reason = f"length {length}, expected 1 to {most[name]}"
+                raise WireError(reason, field=part.key)
+            if known.setdefault(name, length) != length:
+                reason = f"length {length}, but other parts have {known[name]}"
+                raise WireError(reason, field=part.key)
+
+
+# --- how far parameters move the model
+
+
+def norm64(tensors: Iterable[Tensor]) -> float:
+    """Return the Euclidean norm over all tensors in float64.
+
+    Examples
+    --------
+    >>> norm64([torch.full((4,), 2.0**100)]) == 2.0**101  # float32 has no such square
+    True
+    """
+    wide = torch.float64
+    return math.hypot(
+        *(float(torch.linalg.vector_norm(t, dtype=wide)) for t in tensors)
+    )
+
+
+def displacements(params: Params, like: Params) -> dict[str, float]:
+    """Return the parameters' distances from `like`, one for each group of tensors.
+
+    The group ``parameters`` has all floating-point tensors except batch norm's
+    statistics. Each of these is a group of its own, under its name, and so is each
+    tensor of integers, such as an index, but for batch norm's counters. A distance
+    below a hundredth of the group's own norm counts as a hundredth: so small a step
+    does no harm, and near an optimum the ratios between clients' last steps may be
+    arbitrary. Of integers, it is a hundredth of a step by one in each of them.
+
+    Parameters
+    ----------
+    params : Mapping[str, Tensor]
+        A client's parameters; names that `like` lacks are left out.
+    like : Mapping[str, Tensor]
+        The parameters that the server sent to the client.
+
+    Raises
+    ------
+    WireError
+        If a variance is below 0, or a count of batches is impossible; it names them. A
+        distance would not show them, but the model's outputs, or clients, would fail
+        with them.
+    """
+    distances: dict[str, float] = {}
+    norms: dict[str, float] = {}
+    for name, value in params.items():
+        if (start := like.get(name)) is None:
+            continue
+        _check_statistics(name, value, start)
+        if not name.endswith(_COUNT):
+            part = _part(name, value)
+            distance = norm64([value.double() - start.double()])
+            size = (
+                norm64([start]) if value.is_floating_point() else value.numel() ** 0.5
+            )
+            distances[part] = math.hypot(distances.get(part, 0.0), distance)
+            norms[part] = math.hypot(norms.get(part, 0.0), size)
+    return {part: max(d, _SMALL * norms[part]) for part, d in distances.items()}
+
+
+def _check_statistics(name: str, value: Tensor, start: Tensor) -> None:
+    if name.endswith(_VARIANCE) and (value < 0).any():
+        raise WireError("a variance below 0", field=name)
+    counts = name.endswith(_COUNT)
+    if counts and ((value < 0) | (value > start + _MOST_BATCHES)).any():
+        reason = f"{printable(value.tolist())} batches, after {start.tolist()}"
+        raise WireError(reason, field=name)
+
+
+def drawn_back(params: Params, like: Params, factors: Mapping[str, float]) -> Params:
+    r"""Return :math:`\theta_0 + f\,(\theta_i - \theta_0)`.
+
+    Parameters
+    ----------
+    params, like : Mapping[str, Tensor]
+        As for :func:`displacements`.
+    factors : Mapping[str, float]
+        :math:`f`, by the keys of :func:`displacements`; groups without a factor stay as
+        they are.
+    """
+
+    def make(name: str) -> Tensor:
+        value = params[name]
+        factor = factors.get(_part(name, value), 1.0)
+        if factor == 1.0 or name not in like:
+            return value
+        start = like[name].double()
+        return rounded(start.add(value.double() - start, alpha=factor), value.dtype)
+
+    if isinstance(params, DeferredParams):
+        return DeferredParams(params.layout, make)
+    return {name: make(name) for name in params}
+
+
+def _part(name: str, value: Tensor) -> str:
+    alone = name.endswith((_MEAN, _VARIANCE)) or not value.is_floating_point()
+    return name if alone else PARAMETERS
