@@ -9,7 +9,7 @@ clients' uploads must share follow from the declarations.
 import math
 from abc import ABC
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
@@ -147,7 +147,7 @@ class Payload(ABC):  # noqa: B024
     @classmethod
     def declared(cls) -> dict[str, Part]:
         """Return the declarations by the fields' names."""
-        every = fields(cast(Any, cls))
+        every: tuple[Field[Any], ...] = fields(cls) if is_dataclass(cls) else ()
         return {f.name: f.metadata["part"] for f in every if "part" in f.metadata}
 
     def _tensors(self) -> list[tuple[str, Part, Tensor]]:
@@ -286,7 +286,7 @@ class Payload(ABC):  # noqa: B024
             for name, part, value in self._tensors()
             if part.limit and part.key in factors
         }
-        return cast(Self, replace(cast(Any, self), **changed))
+        return cast(Self, replace(cast(Any, self), **changed)) if changed else self
 
 
 def _any_length(part: Part) -> tuple[int | None, ...]:

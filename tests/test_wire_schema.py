@@ -1,0 +1,102 @@
+"""Payloads that declare their parts: what is read, refused, limited and scaled."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.wire.arrays import FORMAT_VERSION, tensors_to_arrays
+from flwr_fisher.wire.schema import Payload, description, part
+
+WIDE = torch.float64
+
+
+@dataclass(frozen=True)
+class Example(Payload):
+    """A vector, its second moments, a number of examples and a description."""
+
+    about: dict = description("x/format")
+    mean: Tensor = part("x/mean", WIDE, ("p",), limit="step")
+    moment: Tensor = part("x/m", WIDE, ("p", "p"), limit="curvature", second_moment=1)
+    spread: Tensor = part("x/spread", WIDE, ("p", 2), low=0)
+    count: Tensor = part("x/count", torch.int64, above=0, counts=True)
+
+    @classmethod
+    def lengths(cls, like):
+        return {"p": 4}
+
+
+def example():
+    about = {"version": FORMAT_VERSION, "head": "fc"}
+    spread = torch.zeros(3, 2, dtype=WIDE)
+    matrix = 2 * torch.eye(3, dtype=WIDE)
+    return Example(
+        about, 2 * torch.ones(3, dtype=WIDE), matrix, spread, torch.tensor(5)
+    )
+
+
+def tensors(**changed):
+    sent = example()
+    named = {p.key: getattr(sent, n) for n, p in Example.declared().items()}
+    named["x/format"] = torch.tensor(list(b'{"version":2}'), dtype=torch.uint8)
+    named |= {f"x/{k}": v for k, v in changed.items()}
+    return {k: v for k, v in named.items() if v is not None}
+
+
+def test_what_is_sent_is_read():
+    read = Example.read(example().to_arrays(), {})
+    assert read.about == example().about
+    assert read.layout() == example().layout()
+    assert all(torch.equal(v, getattr(example(), n)) for n, _, v in read._tensors())
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"mean": None}, "'x/mean': missing"),
+        ({"more": torch.ones(1)}, "'x/more': unexpected"),
+        ({"mean": torch.ones(3)}, "'x/mean': dtype"),
+        ({"mean": torch.ones(3, 1, dtype=WIDE)}, "'x/mean': shape"),
+        ({"mean": torch.ones(5, dtype=WIDE)}, "'x/mean': length 5, expected 1 to 4"),
+        ({"mean": torch.ones(0, dtype=WIDE)}, "'x/mean': length 0"),
+        ({"mean": torch.ones(2, dtype=WIDE)}, "'x/m': length 3, but other parts"),
+        ({"mean": torch.full((3,), torch.nan, dtype=WIDE)}, "'x/mean': holds NaN"),
+        ({"m": torch.ones(3, 4, dtype=WIDE)}, "'x/m': length 4"),
+        ({"m": -torch.eye(3, dtype=WIDE)}, "'x/m': negative on the diagonal"),
+        ({"spread": -torch.ones(3, 2, dtype=WIDE)}, "'x/spread': must not be neg"),
+        ({"spread": torch.ones(3, 3, dtype=WIDE)}, "'x/spread': shape"),
+        ({"count": torch.tensor(0)}, "'x/count': must be above 0"),
+        ({"format": torch.ones(2000, dtype=torch.uint8)}, "'x/format'"),
+        ({"format": torch.tensor(list(b"{}"), dtype=torch.uint8)}, "'x/format'"),
+    ],
+)
+def test_anything_else_is_refused_by_name(changed, says):
+    with pytest.raises(WireError, match=says):
+        Example.read(tensors_to_arrays(tensors(**changed)), {})
+
+
+def test_a_longer_length_may_be_allowed_for_one_reading():
+    with pytest.raises(WireError, match="expected 1 to 2"):
+        Example.read(example().to_arrays(), {}, p=2)
+    assert len(Example.read(example().to_arrays(), {}, p=3).mean) == 3
+
+
+def test_far_too_many_bytes_are_refused_before_they_are_read():
+    huge = tensors(mean=torch.ones(100_000, dtype=WIDE))
+    with pytest.raises(WireError, match=r"'x/mean': 8.* bytes arrived"):
+        Example.read(tensors_to_arrays(huge), {})
+
+
+def test_a_policy_limits_the_parts_that_say_so():
+    sent = example()
+    assert sent.step_norms({}) == {"x/mean": pytest.approx(12**0.5)}
+    assert sent.curvature_norms() == {"x/m": 6.0}  # its trace
+    half = sent.scaled({"x/mean": 0.5, "x/m": 0.25, "x/count": 0.1}, {})
+    assert half.mean.tolist() == [1, 1, 1]
+    assert half.moment.diagonal().tolist() == [0.5] * 3
+    assert half.count == sent.count
+    sent.check_weight(5)
+    with pytest.raises(WireError, match="'x/count': 5 examples, but the metrics say 4"):
+        sent.check_weight(4)
