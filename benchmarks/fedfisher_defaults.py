@@ -34,10 +34,11 @@ from harness.splits import on_splits
 from harness.stats import paired, with_error
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
+from rivals.regmean import regmean
 from tasks import Task
 from torch import Tensor
 
-from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, regmean
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.report import accuracies
 
 ALPHAS = sized((0.2, 0.1, 0.05), (0.2, 0.1))

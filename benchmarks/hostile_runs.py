@@ -75,7 +75,6 @@ SEEN = """\
 | `num-examples` 2⁶² and random weights | refused: nobody has more than 10¹⁵ examples |
 | `num-examples` 10⁹ and random weights | by the strict policy it counts as the clients' median, and so does the step | `test_what_did_harm_does_none` |
 | parameters ten thousand times too large | by the strict policy, a step of the median length | `test_what_did_harm_does_none` |
-| FedPM: parameters ten thousand times too large in every round, until honest clients' own numbers are too large, and the run ends | by the default policy, no step of more than 10⁶ times the first round's median; by the strict one, of the median length | `test_no_run_ends_since_honest_clients_cannot_work_with_a_model_moved_far` |
 | FedFish with F = 1e30; sums with curvature × 10⁶ | refused; by the strict policy, cut to the clients' median in that layer | `test_what_did_harm_does_none` |
 | a residual of NaN after 0 iterations | the layer stays at the clients' mean, with a warning, and `solver-fallbacks` counts it | `test_merge_scale.py` |
 | a factor with negative eigenvalues, also beside a diagonal that ends with 0: the merge fails, or follows the attacker | refused by a Cholesky factorisation of its correlations | `test_what_did_harm_does_none`, `test_a_matrix_with_a_negative_eigenvalue_is_no_second_moment` |

@@ -39,6 +39,7 @@ from harness.page import CACHE, Page, opening
 from harness.size import sized
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
+from rivals.regmean import regmean
 from studies.unseen.candidates import CANDIDATES, TEMPERATURES, Client, sample
 from studies.unseen.data import IMAGES, Examples, load
 from tasks import make_model
@@ -48,7 +49,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import FisherOptions, fisher
-from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, fisher_merge, regmean
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, fisher_merge
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import accuracies, ensemble_accuracy
 

@@ -39,8 +39,7 @@ _INNER = (
     r"secure\.(aggregator|payload)|server\.(driver|policy)|tasks\.examples|"
     r"wire\.(options|tangent_upload))\..*|flwr_fisher\.server\.exchange\.(P|Total)|"
     r"flwr_fisher\.(errors\.Options|callbacks\.trackers\._Tracker|"
-    r"curvature\.operators\.layer\..*|"
-    r"strategies\.baselines\.newton\.NewtonStrategy)"
+    r"curvature\.operators\.layer\..*)"
 )
 nitpick_ignore_regex = [
     ("py:.*", r"(?!flwr_fisher\.).*"),

@@ -11,9 +11,9 @@ the least squares of RegMean (Jin et al., ICLR 2023),
 
 .. math:: W_l = \Big(\sum_i p_i W_{l,i} A_{l,i}\Big) \Big(\sum_i p_i A_{l,i}\Big)^{+},
 
-where :math:`A_{l,i}` is the second moment of what the *merged* layers before feed layer
-l on client i's examples. So each layer is an exchange: clients get the layers that are
-merged, and send one matrix.
+where :math:`A_{l,i}` is the second moment of what the *merged* layers before feed the
+linear layer l on client i's examples. So each layer is an exchange: clients get the
+layers that are merged, and send one matrix.
 """
 
 import logging
@@ -23,7 +23,9 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context
+from torch import Tensor, nn
 
 from flwr_fisher.client import (
     FisherClient,
@@ -34,9 +36,7 @@ from flwr_fisher.client import (
     make_client_app,
     register_job,
 )
-from flwr_fisher.curvature import InputCovariance, input_covariances
-from flwr_fisher.errors import ConfigurationError, WireError, check_range
-from flwr_fisher.merge import LocalPosterior, regmean
+from flwr_fisher.errors import ClientError, ConfigurationError, WireError, check_range
 from flwr_fisher.params import Params, bias_of, select, shared_state, weighted_mean
 from flwr_fisher.report import accuracies
 from flwr_fisher.strategies import (
@@ -64,39 +64,38 @@ from flwr_fisher.wire import Additive, Payload, arrays_to_tensors, tensors_to_ar
 class Moments(Payload):
     """The second moment of one layer's inputs."""
 
-    inputs: InputCovariance
+    weight: str
+    A: Tensor
 
     def layout(self) -> tuple[str, ...]:
         """Return what two uploads must have alike to be used together."""
-        return (self.inputs.weight, str(self.inputs.A.shape))
+        return (self.weight, str(self.A.shape))
 
     def curvature_norms(self) -> dict[str, float]:
         """Return how much it weighs beside others, which the policy limits."""
-        return {"inputs": float(self.inputs.A.diagonal(dim1=1, dim2=2).double().sum())}
+        return {"inputs": float(self.A.diagonal().double().sum())}
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
         """Return it as the policy limits it."""
-        A = self.inputs.A * factors.get("inputs", 1.0)
-        return replace(self, inputs=replace(self.inputs, A=A))
+        return replace(self, A=self.A * factors.get("inputs", 1.0))
 
     def to_arrays(self) -> ArrayRecord:
         """Return what is sent."""
-        return tensors_to_arrays({self.inputs.weight: self.inputs.A})
+        return tensors_to_arrays({self.weight: self.A})
 
     @classmethod
     def from_arrays(
         cls, record: ArrayRecord, like: Params, *, weight: str
     ) -> "Moments":
         """Read what arrived for a layer; `like` are the parameters that were sent."""
-        bias = bias_of(weight, like)
-        n = like[weight][0].numel() + (bias is not None)
+        n = like[weight].shape[1] + (bias_of(weight, like) is not None)
         arrays = arrays_to_tensors(record, limit=8 * n * n + 1000, most=1)
         A = arrays.get(weight)
-        if A is None or A.shape != (1, n, n):
-            raise WireError(f"must have one matrix [1, {n}, {n}]", field=weight)
-        if not torch.allclose(A, A.mT) or bool((A.diagonal(dim1=1, dim2=2) < 0).any()):
+        if A is None or A.shape != (n, n):
+            raise WireError(f"must have one matrix [{n}, {n}]", field=weight)
+        if not torch.allclose(A, A.mT) or bool((A.diagonal() < 0).any()):
             raise WireError("is no second moment", field=weight)
-        return cls(InputCovariance(weight, bias, A))
+        return cls(weight, A)
 
 
 # %%
@@ -106,15 +105,34 @@ class Moments(Payload):
 # The training is the library's. The job for a layer finds the model with the layers
 # that are merged so far. The first request also names the job in its option ``check``,
 # with all layers: a client does it once before it trains, and sends nothing of it. So
-# a layer that inputs do not explain, such as a batch norm, is refused at once.
+# a layer of another kind, such as a batch norm, is refused at once.
 
 
 @register_job("own-moments")
 def moments_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the second moment of a layer's inputs on the client's own examples."""
     weights = request.options["layers"]
-    found = input_covariances(problem.model, problem.train_batches, layers=weights)
-    return Reply({}, Moments(found[weights[0]]).to_arrays())
+    find = problem.model.get_submodule
+    layers = [find(weight.rpartition(".")[0]) for weight in weights]
+    pairs = zip(weights, layers, strict=True)
+    if odd := [weight for weight, of in pairs if not isinstance(of, nn.Linear)]:
+        raise ClientError(f"layers has {odd}, which are no linear layers' weights")
+    weight, layer = weights[0], layers[0]
+    moments, count = [], 0
+
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        ones = (0, 0 if layer.bias is None else 1)
+        a = F.pad(inputs[0].flatten(0, -2), ones, value=1.0)
+        moments.append(a.mT @ a)
+
+    handle = layer.register_forward_pre_hook(note)
+    problem.model.eval()
+    with torch.no_grad():
+        for inputs, _ in problem.train_batches:
+            problem.model(inputs)
+            count += len(inputs)
+    handle.remove()
+    return Reply({}, Moments(weight, sum(moments) / count).to_arrays())
 
 
 # %%
@@ -132,7 +150,7 @@ def moments_job(problem: LocalProblem, request: Request) -> Reply:
 class RegMeanPlusPlus(CurvatureStrategy):
     """Train once, then merge layer by layer, in the order of `layers`.
 
-    Everything else is averaged. The layers are linear, or convolutions without groups.
+    Everything else is averaged. The layers are linear.
     """
 
     def __init__(
@@ -176,14 +194,24 @@ class RegMeanPlusPlus(CurvatureStrategy):
         self, weight: str, state: ServerState, uploads: Sequence[Upload[Moments]]
     ) -> Step:
         """Solve for one layer, with the clients that have sent its second moments."""
-        own = []
+        bias = bias_of(weight, state.params)
+        total = sum(upload.num_examples for upload in uploads)
+        gram, product = [], []
         for upload in uploads:
-            inputs = upload.payload.inputs
-            sent = state.group(f"client {upload.number}")
-            params = {n: sent[n] for n in (weight, inputs.bias) if n}
-            curvature = inputs.as_kfac(params)
-            own.append(LocalPosterior(params, curvature, upload.num_examples))
-        params = {**state.params, **regmean(own, off_diagonal=self.off_diagonal)}
+            A = upload.num_examples / total * upload.payload.A.double()
+            A = self.off_diagonal * A + (1 - self.off_diagonal) * A.diagonal().diag()
+            own = state.group(f"client {upload.number}")
+            columns = [own[weight]] + ([own[bias].unsqueeze(1)] if bias else [])
+            gram.append(A)
+            product.append(torch.cat(columns, dim=1).double() @ A)
+        # The rounding of float32 must not be inverted.
+        least = len(A) * torch.finfo(torch.float32).eps
+        inverse = torch.linalg.pinv(sum(gram), rtol=least, hermitian=True)
+        W = (sum(product) @ inverse).to(state.params[weight])
+        width = state.params[weight].shape[1]
+        params = {**state.params, weight: W[:, :width]}
+        if bias:
+            params[bias] = W[:, width]
         if weight == self.layers[-1]:
             return Step(ServerState(params), {"clients-merged": len(uploads)})
         return Step(ServerState(params, state.groups), quiet=True)

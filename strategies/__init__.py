@@ -10,9 +10,8 @@ from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.server.run import CurvatureResult
 from flwr_fisher.server.waiting import Waiting
-from flwr_fisher.strategies import baselines
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.baselines import *  # noqa: F403
+from flwr_fisher.strategies.baselines import AFL, FedAvg, Scaffold
 from flwr_fisher.strategies.exchanges.tct_regression import Regression
 from flwr_fisher.strategies.fagh import FAGH
 from flwr_fisher.strategies.fedfish import FedFish
@@ -21,12 +20,14 @@ from flwr_fisher.strategies.tct import TCT
 from flwr_fisher.wire.codec import Codec
 
 __all__ = [
+    "AFL",
     "FAGH",
     "TCT",
     "Codec",
     "CurvatureResult",
     "CurvatureStrategy",
     "Exchange",
+    "FedAvg",
     "FedFish",
     "FedFisherOneShot",
     "FisherOptions",
@@ -35,6 +36,7 @@ __all__ = [
     "Policy",
     "Privacy",
     "Regression",
+    "Scaffold",
     "ServerState",
     "Step",
     "Summation",
@@ -44,4 +46,3 @@ __all__ = [
     "shared_state",
     "wait_for_nodes",
 ]
-__all__ += baselines.__all__

@@ -28,7 +28,7 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.server.membership import Membership
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.baselines.fedavg import mean_model
+from flwr_fisher.strategies.baselines import mean_model
 from flwr_fisher.strategies.exchanges.tct_regression import (
     MEMBERSHIP,
     Regression,

@@ -27,16 +27,12 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import (
     AFL,
-    DONE,
     FAGH,
-    GIANT,
     TCT,
     CurvatureStrategy,
-    FedExP,
+    FedAvg,
     FedFish,
     FedFisherOneShot,
-    FedGA,
-    FedPM,
     Policy,
     Scaffold,
 )
@@ -129,11 +125,7 @@ VICTIMS = {
         partial(FAGH, lr=0.3, rho=0.5, probe="momentum"), 12, ONE
     ),
     "SCAFFOLD": Victim(Scaffold, 8, FAST),
-    "FedExP": Victim(FedExP, 6, ONE),
-    "FedGA": Victim(FedGA, 8, ONE),
-    "GIANT": Victim(partial(GIANT, lr=0.5, iterations=2), 15, ONE),
-    "DONE": Victim(partial(DONE, lr=1.0, alpha=0.5, iterations=5), 4, ONE),
-    "FedPM": Victim(FedPM, 6, FAST),
+    "FedAvg": Victim(FedAvg, 6, ONE),
     "AFL": Victim(AFL),
     "TCT": Victim(
         partial(TCT, stage1_rounds=2, num_features=40, local_steps=50), 5, ONE

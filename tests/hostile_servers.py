@@ -114,7 +114,7 @@ CHANGES = {
     "a key of a megabyte": long_key,
     "an unknown job": setting("fisher.job", "no such job"),
     "a job of a megabyte": setting("fisher.job", "x\n" * 500_000),
-    "another job": setting("fisher.job", "direction"),
+    "another job": setting("fisher.job", "gradient"),
 }
 
 

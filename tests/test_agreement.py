@@ -34,7 +34,7 @@ from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import FedFish, FedFisherOneShot, Waiting
-from flwr_fisher.strategies.baselines import AFL, FedPM
+from flwr_fisher.strategies.baselines import AFL
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import named_options
 from flwr_fisher.wire.answer import Answer, frozen_name, split_frozen
@@ -76,7 +76,7 @@ def arrays(tensors):
     return ArrayRecord({name: value.clone() for name, value in tensors.items()})
 
 
-@pytest.mark.parametrize("make", [FedFisherOneShot, FedFish, FedPM])
+@pytest.mark.parametrize("make", [FedFisherOneShot, FedFish])
 def test_the_odd_one_is_named_before_it_trains(make, caplog):
     trained = []
     grid = grid_of({1: ("0.weight", "0.bias")}, 4, trained)
@@ -169,7 +169,7 @@ OTHER_BASE = re.compile(
 )
 
 
-@pytest.mark.parametrize("make", [FedFisherOneShot, FedFish, FedPM, AFL])
+@pytest.mark.parametrize("make", [FedFisherOneShot, FedFish, AFL])
 def test_who_has_another_frozen_base_is_named_before_it_trains(make, caplog):
     trained = []
     app = app_of(lambda partition: on_a_base(int(partition == 1)), trained)

@@ -164,12 +164,10 @@ def test_all_methods_run_on_the_same_cohorts_and_tell_their_costs(tmp_path):
     readme = (APPS / "fagh/README.md").read_text()
     (told,) = re.findall(r"^\| `method` \|(.*)", readme, re.M)
     assert set(methods) == set(re.findall(r"`(\w+)`", told))
-    gradients = {"fedga": 4, "fedpm": 4, "giant": 7, "done": 5}
-    exchanges = {"fagh": 2, "scaffold": 2, "fedga": 2, "giant": 2, "done": 2}
-    exchanges["fedpm"] = 5  # one, but with a matrix of 65 by 65 beside 650 weights
+    exchanges = {"fagh": 2, "scaffold": 2}
     rounds, cohorts = {}, {}
     for method in methods:
-        options = {"local_epochs": 2, "lr": 0.2, "server_lr": 0.1, "iterations": 3}
+        options = {"local_epochs": 2, "lr": 0.2, "server_lr": 0.1}
         found, grid = fagh(tmp_path, method=method, **options)
         cohorts[method] = grid.cohorts
         rounds[method] = found["rounds"]
@@ -180,7 +178,7 @@ def test_all_methods_run_on_the_same_cohorts_and_tell_their_costs(tmp_path):
     plain = rounds["fedavg"]["1"]["server"]["uploaded-bytes"]
     for method, told in rounds.items():
         last = told["1"]["server"]
-        assert last["gradient-evaluations"] == gradients.get(method, 2)
+        assert last["gradient-evaluations"] == 2
         factor = exchanges.get(method, 1)
         assert 0.9 * factor * plain < last["uploaded-bytes"] < 1.3 * factor * plain
         assert last["loss"] < told["0"]["server"]["loss"]

@@ -85,13 +85,9 @@ def test_a_mean_over_epochs_is_none_of_a_personalisations(tmp_path):
 
 # Caps on work
 
-GIANT = {"job": "direction", "solver": "giant"}
-DONE = {"job": "direction", "solver": "done"}
 TCT_STEP = {"job": "tct-step", "num-features": P}
 TUNE = {"personalise-fraction": 0.5}
 CAPPED = [
-    ("train", with_gradient, GIANT, "iterations", "max_steps"),
-    ("train", with_gradient, DONE, "iterations", "max_steps"),
     ("train", for_tct, TCT_STEP, "local-steps", "max_steps"),
     ("train", for_tct, TCT_STEP | {"solver": "steps"}, "local-steps", "max_steps"),
     ("evaluate", tiny_arrays, TUNE, "personalise-epochs", "max_epochs"),
@@ -145,8 +141,6 @@ PROBE = {"job": "probe", "probe": "random"}
 OF_RUN = partial(sent, run=1, steps=0)
 CODEC = {"codec": "fedavg", "codec-version": 2}
 NO_NUMBERS = [
-    *[("train", with_gradient, GIANT | {"iterations": v}) for v in ("x", 0, 1.5)],
-    *[("train", with_gradient, DONE | {"alpha": v}) for v in ("x", NAN, [1.0])],
     *[("train", for_tct, TCT_STEP | {"local-steps": v}) for v in (0, [5], 2.0)],
     *[("train", for_tct, TCT_STEP | {"num-features": v}) for v in ("x", 0)],
     *[("train", for_tct, TCT_STEP | {"seed": v}) for v in ("x", 0.5)],
@@ -157,9 +151,7 @@ NO_NUMBERS = [
     *[("train", tiny_arrays, {"tolerance": v}) for v in ("x", NAN)],
     ("train", tiny_arrays, CODEC | {"codec-budget": "x"}),
     *[("train", OF_RUN, SCAFFOLD | {"lr": v}) for v in (NAN, INF, -1.0)],
-    *[("train", tiny_arrays, {"job": "fedpm", "damping": v}) for v in ("x", NAN)],
     *[("train", tiny_arrays, PROBE | {"probe-seed": v}) for v in ("x", 0.5, [1])],
-    *[("train", with_gradient, {"job": "displaced", "beta": v}) for v in ("x", NAN)],
     *[("evaluate", tiny_arrays, {"personalise-fraction": v}) for v in ("x", NAN, [])],
     *[("evaluate", tiny_arrays, TUNE | {"personalise-epochs": v}) for v in ("x", 0)],
     *[("evaluate", tiny_arrays, TUNE | {"seed": v}) for v in ("x", [1])],

@@ -6,7 +6,7 @@ from oracles import check_exact, randn, relative, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flwr_fisher.curvature import fisher, input_covariances
+from flwr_fisher.curvature import fisher
 from flwr_fisher.curvature.estimate.taps import layer_by_layer
 from flwr_fisher.tangent import TangentFeatures
 
@@ -146,8 +146,6 @@ class Checkpointed(nn.Module):
 def test_attention_may_be_checkpointed():
     model = seeded(Checkpointed)
     check_exact(model, X.float(), slow=set())
-    covariances = input_covariances(model, [X.float()])
-    assert "whole.body.self_attn.out_proj.weight" in covariances
     assert TangentFeatures(model, 9)(X.float()).shape == (N, 9)
 
 

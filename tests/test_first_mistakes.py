@@ -49,12 +49,11 @@ from flwr_fisher.errors import (
     RoundError,
     WireError,
 )
-from flwr_fisher.merge import LocalPosterior, fedfisher, regmean
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums
 from flwr_fisher.strategies import (
     FAGH,
-    GIANT,
     TCT,
     FedAvg,
     FedFish,
@@ -672,11 +671,6 @@ MISTAKES = {
         ConfigurationError,
         "epochs must be an integer, got 1.5",
     ),
-    "half an iteration": (
-        lambda: GIANT(iterations=1.5),
-        ConfigurationError,
-        "iterations must be an integer, got 1.5",
-    ),
     "a name of an aggregation": (
         lambda: FedFisherOneShot(evaluate_metrics_aggr_fn="mean"),
         ConfigurationError,
@@ -750,7 +744,7 @@ MISTAKES = {
         "a merge takes a list of LocalPosterior, .* got generator",
     ),
     "pairs for posteriors": (
-        lambda: regmean([(W, Diagonal(W))]),
+        lambda: fedavg([(W, Diagonal(W))]),
         ConfigurationError,
         "one for each client, got tuple: pass",
     ),

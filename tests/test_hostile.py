@@ -57,7 +57,7 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.door import Rejections
 from flwr_fisher.server.policy import Policy
-from flwr_fisher.strategies import FedExP, FedFisherOneShot
+from flwr_fisher.strategies import FedAvg, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, FisherUpload
 from flwr_fisher.wire.additive import SUMS
@@ -118,7 +118,7 @@ CASES = [
     ("AFL", "labels of 1e300", left(f"'head/cross': is {HUGE}")),
     ("FedFisher", "2^62 examples, random", MANY),
     ("FedFisher", "1e9 examples, random", limited(r"weight x 8.*e-08, parameters x")),
-    ("FedExP", "scaled by 1e4", limited("parameters x")),
+    ("FedAvg", "scaled by 1e4", limited("parameters x")),
     ("SCAFFOLD", "scaled by -1e4", limited("control x .*, parameters x")),
     ("FedFish", "F = 1e30 I", left("which is not possible")),
     ("FedFish", "F x 1e6", limited(".*curvature of 0.weight x")),
@@ -162,12 +162,6 @@ def test_what_did_harm_does_none(name, attack, said):
     assert len(outcome.log.splitlines()) < 30
 
 
-def test_no_run_ends_since_honest_clients_cannot_work_with_a_model_moved_far():
-    """By the default policy it may be harmed, but goes on."""
-    attack, policy = GENERAL["scaled by -1e4"], Policy()
-    assert not run("FedPM", attack, policy=policy).harm.startswith("ended")
-
-
 def test_a_hostile_server_does_no_client_harm(monkeypatch):
     fewer = partial(many_arrays, count=10**4)
     monkeypatch.setitem(CHANGES, "100 000 arrays", fewer)
@@ -178,13 +172,13 @@ def test_a_hostile_server_does_no_client_harm(monkeypatch):
 
 def test_a_hostile_run_can_be_harmed():
     """That the harness sees harm: without a policy, 1e9 examples own the model."""
-    victim = VICTIMS["FedExP"]
+    victim = VICTIMS["FedAvg"]
     attack = GENERAL["1e9 examples, random"]
     strategy = victim.make(policy=LIFTED, fraction_evaluate=0.0)
     start = ArrayRecord(shared_state(make_model()))
     grid = LocalGrid(make_app(victim, "unused", attack), CLIENTS, seed=1)
     result = strategy.start(grid, start, num_rounds=2)
-    assert accuracy(result.arrays, False) < ENOUGH * honest_accuracy("FedExP")
+    assert accuracy(result.arrays, False) < ENOUGH * honest_accuracy("FedAvg")
 
 
 # Decoding, and what turns out bad later
@@ -289,7 +283,7 @@ class Claims(ClientApp):
 
 
 def start(app, grid=None, clients=4, **options):
-    strategy = FedExP(fraction_evaluate=0.0, **options)
+    strategy = FedAvg(fraction_evaluate=0.0, **options)
     return strategy.start(grid or LocalGrid(app, clients), tiny_arrays(), num_rounds=1)
 
 
@@ -363,7 +357,7 @@ def test_a_registered_name_is_who_a_node_is_and_is_lost_to_no_claim(
 
 def test_the_seed_that_draws_cohorts_is_sent_to_nobody():
     app = Watched()
-    strategy = FedExP(seed=12345, fraction_train=0.5, fraction_evaluate=1.0)
+    strategy = FedAvg(seed=12345, fraction_train=0.5, fraction_evaluate=1.0)
     strategy.start(LocalGrid(app, 4), tiny_arrays(), num_rounds=2)
     sent = {config["seed"] for config in app.configs}
     assert sent == {seed_of_clients(12345)}
@@ -395,7 +389,7 @@ def test_a_policy_out_of_range_is_named():
     with pytest.raises(
         ConfigurationError, match=r"policy must be Policy\(\.\.\.\), got \{"
     ):
-        FedExP(policy={"max_weight": 3})
+        FedAvg(policy={"max_weight": 3})
 
 
 @pytest.mark.parametrize("name", VICTIMS)
@@ -411,7 +405,7 @@ def test_two_clients_are_not_limited(name, tmp_path, caplog):
 
 
 def test_who_is_limited_is_counted(tmp_path):
-    victim = VICTIMS["FedExP"]
+    victim = VICTIMS["FedAvg"]
     attack = both(edit(NETWORK, noise), edit(ANY, lambda a: 1e3 * a))
     grid = LocalGrid(make_app(victim, str(tmp_path), attack), CLIENTS, seed=1)
     start = ArrayRecord(shared_state(make_model()))
@@ -475,7 +469,7 @@ def test_evaluations_weigh_what_clients_report_unless_the_policy_is_strict(
         content = RecordDict({"m": MetricRecord({"loss": 0.0, **own})})
         return Message(content, reply_to=message)
 
-    strategy = FedExP(fraction_train=0.0, fraction_evaluate=1.0, policy=policy)
+    strategy = FedAvg(fraction_train=0.0, fraction_evaluate=1.0, policy=policy)
     result = strategy.start(LocalGrid(app, 4), tiny_arrays(), num_rounds=1)
     assert result.evaluate_metrics_clientapp[1]["loss"] == pytest.approx(loss)
     assert ("partition-3" in caplog.text) == (examples > 70)

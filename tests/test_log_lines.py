@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp import strategy as flowers
 from torch.utils.data import DataLoader
 from virtual import tiny_arrays, tiny_client, tiny_data, tiny_model
 
@@ -19,7 +19,7 @@ from flwr_fisher import log_lines
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.log_lines import Failures
-from flwr_fisher.strategies import TCT, FedExP, Waiting
+from flwr_fisher.strategies import TCT, FedAvg, Waiting
 from flwr_fisher.testing import LocalGrid
 
 PREFIX = "INFO :      "  # as Flower's handler writes it
@@ -85,7 +85,7 @@ def test_a_whole_runs_lines_fit(narrow, caplog):
             raise ClientError("this client " + "cannot do it at all, " * 12)
         return tiny_client(int(partition))
 
-    FedExP(min_train_nodes=3).start(
+    FedAvg(min_train_nodes=3).start(
         LocalGrid(make_client_app(broken), 6), tiny_arrays(), num_rounds=2
     )
     library = Path(flwr_fisher.__file__).parent
@@ -111,7 +111,7 @@ def without_valloader(*partitions):
 
 def test_a_client_without_valloader_is_left_out_quietly(caplog):
     caplog.set_level("INFO", logger="flwr")
-    result = FedExP().start(
+    result = FedAvg().start(
         LocalGrid(without_valloader(0, 3), 4), tiny_arrays(), num_rounds=3
     )
     assert sorted(result.evaluate_metrics_clientapp) == [1, 2, 3]
@@ -124,7 +124,7 @@ def test_a_client_without_valloader_is_left_out_quietly(caplog):
 
 
 def test_where_no_client_evaluates_the_run_has_no_metrics_of_it(caplog):
-    result = FedExP().start(
+    result = FedAvg().start(
         LocalGrid(without_valloader(0, 1), 2), tiny_arrays(), num_rounds=2
     )
     assert result.evaluate_metrics_clientapp == {}
@@ -133,7 +133,7 @@ def test_where_no_client_evaluates_the_run_has_no_metrics_of_it(caplog):
 
 def test_the_means_are_of_those_who_evaluate():
     def loss(app):
-        result = FedExP(min_evaluate_nodes=1).start(LocalGrid(app, 3), tiny_arrays())
+        result = FedAvg(min_evaluate_nodes=1).start(LocalGrid(app, 3), tiny_arrays())
         return result.evaluate_metrics_clientapp[1]["loss"]
 
     both, first = loss(without_valloader(2)), loss(without_valloader(1, 2))
@@ -143,7 +143,7 @@ def test_the_means_are_of_those_who_evaluate():
 
 def test_enough_replies_are_of_those_who_evaluate():
     # In a second round the last client might still be busy with the first.
-    result = FedExP(waiting=Waiting(enough_fraction=0.5)).start(
+    result = FedAvg(waiting=Waiting(enough_fraction=0.5)).start(
         LocalGrid(without_valloader(0, 1, 2), 4), tiny_arrays(), num_rounds=1
     )
     assert "loss" in result.evaluate_metrics_clientapp[1]
@@ -159,7 +159,7 @@ def test_both_stages_of_tct_leave_it_out(caplog):
 
 
 def test_evaluation_on_the_training_data_asks_all():
-    result = FedExP().start(
+    result = FedAvg().start(
         LocalGrid(without_valloader(0, 1), 2),
         tiny_arrays(),
         evaluate_config=ConfigRecord({"fisher.evaluate-on": "train"}),
@@ -168,7 +168,9 @@ def test_evaluation_on_the_training_data_asks_all():
 
 
 def test_with_flowers_fedavg_it_is_an_error_that_explains_itself(caplog):
-    FedAvg().start(LocalGrid(without_valloader(0), 2), tiny_arrays(), num_rounds=1)
+    flowers.FedAvg().start(
+        LocalGrid(without_valloader(0), 2), tiny_arrays(), num_rounds=1
+    )
     assert (
         "partition-0 failed: ClientError: this client has no valloader" in caplog.text
     )
@@ -192,7 +194,7 @@ def failing(error, *, at="train"):
 
 def test_one_exception_of_many_clients_has_one_traceback(caplog):
     with pytest.raises(RoundError, match="ZeroDivisionError: by nothing"):
-        FedExP().start(
+        FedAvg().start(
             LocalGrid(failing(ZeroDivisionError("by nothing")), 6), tiny_arrays()
         )
     assert caplog.text.count("Traceback (most recent call last)") == 1
@@ -215,14 +217,14 @@ def test_another_exception_has_its_own_traceback(caplog):
 
 def test_an_error_that_explains_itself_needs_no_traceback(caplog):
     with pytest.raises(RoundError, match="ClientError: no such job"):
-        FedExP().start(LocalGrid(failing(ClientError("no such job")), 3), tiny_arrays())
+        FedAvg().start(LocalGrid(failing(ClientError("no such job")), 3), tiny_arrays())
     assert "Traceback" not in caplog.text
     assert "failed: ClientError: no such job" in caplog.text
 
 
 def test_a_client_that_cannot_be_built_answers_all_the_same(caplog):
     with pytest.raises(RoundError, match="OSError: no data"):
-        FedExP().start(
+        FedAvg().start(
             LocalGrid(failing(OSError("no data"), at="build"), 3), tiny_arrays()
         )
     assert caplog.text.count("Traceback") == 1
@@ -235,5 +237,7 @@ def test_local_grid_tells_a_foreign_apps_exception_once(caplog):
     def train(message, context):
         raise ValueError("foreign")
 
-    FedAvg(fraction_evaluate=0.0).start(LocalGrid(app, 4), ArrayRecord(), num_rounds=2)
+    flowers.FedAvg(fraction_evaluate=0.0).start(
+        LocalGrid(app, 4), ArrayRecord(), num_rounds=2
+    )
     assert caplog.text.count("Traceback (most recent call last)") == 1

@@ -45,7 +45,7 @@ from virtual import (
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError
 from flwr_fisher.randomness import seed_of_clients
-from flwr_fisher.strategies import FedFisherOneShot, FedGA, FedPM, Scaffold
+from flwr_fisher.strategies import FedFisherOneShot, Scaffold
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -159,7 +159,7 @@ def test_the_barrier_is_what_the_paper_says(make_strategy):
 
 @pytest.mark.parametrize(
     "strategy",
-    [FedGA, FedPM, Scaffold, partial(FEDFISHER, aggregate="sums")],
+    [Scaffold, partial(FEDFISHER, aggregate="sums")],
 )
 def test_every_training_has_a_barrier(strategy, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))  # some clients keep a state

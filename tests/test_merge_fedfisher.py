@@ -42,7 +42,6 @@ from flwr_fisher.merge import (
     fedfisher,
     fisher_merge,
     merge_settings,
-    regmean,
 )
 from flwr_fisher.merge.paper_solvers import largest_eigenvalue
 
@@ -219,10 +218,9 @@ def test_least_squares_clients_merge_into_the_pooled_solution(bias, sizes):
     pooled = torch.cat([X for X, _ in data]), torch.cat([Y for _, Y in data])
     want = torch.linalg.lstsq(*pooled).solution.mT
     merged = fedfisher(clients, iterations=200, tolerance=1e-13, **CG).params
-    for params in (merged, regmean(clients, off_diagonal=1.0)):
-        assert relative(params["w"], want[:, :4]) <= 1e-9
-        if bias:
-            assert relative(params["b"], want[:, 4]) <= 1e-9
+    assert relative(merged["w"], want[:, :4]) <= 1e-9
+    if bias:
+        assert relative(merged["b"], want[:, 4]) <= 1e-9
 
 
 # --- the closed form ------------------------------------------------------------------
@@ -475,7 +473,7 @@ def alone(*names, n=1, **params):
 MISTAKES = [
     *(
         (partial(merge, []), ParamsError, "no posterior")
-        for merge in (fedfisher, fisher_merge, fedavg, regmean)
+        for merge in (fedfisher, fisher_merge, fedavg)
     ),
     *(
         (
@@ -498,11 +496,6 @@ MISTAKES = [
         lambda: fedfisher([alone("w", "b", w=ONE, b=ONE), alone("w", w=ONE, b=ONE)]),
         StructureError,
         r"curvature 1 .*\['b'\]",
-    ),
-    (
-        lambda: regmean(posteriors(random_kronecker), off_diagonal=1.1),
-        ConfigurationError,
-        "off_diagonal",
     ),
 ]
 

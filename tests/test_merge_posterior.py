@@ -18,7 +18,6 @@ from flwr_fisher.merge import (
     fisher_merge,
     matched,
     refresh_norms,
-    regmean,
 )
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import accuracies
@@ -43,7 +42,6 @@ MERGES = {
     "fedfisher": fedfisher,
     "robust": lambda posteriors: fedfisher(posteriors, outlier=1.5),
     "fisher_merge": fisher_merge,
-    "regmean": regmean,
     "matched": matched,
     "sums": DiagonalSums.of,
 }

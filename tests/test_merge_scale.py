@@ -32,7 +32,6 @@ from flwr_fisher.merge import (
     fedavg,
     fedfisher,
     fedfisher_from_sums,
-    regmean,
 )
 from flwr_fisher.server.exchange import ServerState, Upload
 from flwr_fisher.strategies import FedFisherOneShot
@@ -389,15 +388,6 @@ def test_a_solution_that_is_no_number_is_an_error():
     bad = Dense({"w": torch.Size((2,))}, torch.full((2, 2), float("nan")))
     with pytest.raises(StructureError, match="conjugate gradients"):
         (bad + bad).solve({"w": torch.ones(2)})
-
-
-def test_regmean_of_any_scale():
-    clients = posteriors(make("kronecker-bias"))
-    want = regmean(clients)
-    for size in (1e-30, 1e30):
-        moved = in_single(with_scales(clients, *[size] * 3))
-        got = regmean(moved)
-        assert max(relative(got[k], want[k]) for k in want) <= 1e-4
 
 
 def test_the_strategy_names_and_counts(caplog):

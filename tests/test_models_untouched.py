@@ -23,7 +23,6 @@ from flwr_fisher.curvature import (
     gradient,
     gradient_and_hvp,
     hvp,
-    input_covariances,
 )
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge import refresh_norms
@@ -275,7 +274,6 @@ FUNCTIONS = {
     "plan": fisher_plan,
     "gradient": lambda m, x: gradient(m, [(x, Y)]),
     "hvp": lambda m, x: (gradient_and_hvp(m, [(x, Y)]), hvp(m, [(x, Y)], 3)),
-    "covariances": lambda m, x: input_covariances(m, [(x, Y)]),
     "features": lambda m, x: TangentFeatures(m, 12)(x),
     "head": lambda m, x: head_sums(m, [(x, Y)], "head"),
     "score": lambda m, x: score(m, [(x, Y)], CPU, F.cross_entropy),

@@ -52,9 +52,7 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.strategies import (
-    DONE,
     FAGH,
-    GIANT,
     TCT,
     FedAvg,
     FedFish,
@@ -407,7 +405,6 @@ STRATEGIES = {
     "fedfish": FedFish,
     "tct, stage 1": partial(TCT, stage1_rounds=1, num_features=20, local_steps=5),
     "fagh": partial(FAGH, lr=0.1),
-    "giant": GIANT,
 }
 
 
@@ -580,7 +577,7 @@ def with_frozen_norm():
     return nn.Sequential(*norms, nn.Linear(3, 3))
 
 
-@pytest.mark.parametrize("make", [FAGH, GIANT, DONE, partial(FAGH, train_mode=True)])
+@pytest.mark.parametrize("make", [FAGH, partial(FAGH, train_mode=True)])
 def test_where_no_training_moves_statistics_frozen_norms_keep_theirs(make):
     def client_fn(context):
         data = tiny_data(int(context.node_config["partition-id"]))
@@ -601,7 +598,7 @@ def test_where_no_training_moves_statistics_frozen_norms_keep_theirs(make):
 
 
 def test_nothing_more_is_asked_without_batch_norm_or_by_other_strategies():
-    for make in (FedAvg, FedFish, GIANT):
+    for make in (FedAvg, FedFish):
         app = Watched()
         start(make(**OPTIONS), app)
         assert not requests(app)

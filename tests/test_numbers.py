@@ -12,16 +12,11 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.secure import SecureSums
 from flwr_fisher.strategies import (
     AFL,
-    DONE,
     FAGH,
-    GIANT,
     TCT,
     Codec,
     FedAvg,
-    FedExP,
     FedFish,
-    FedGA,
-    FedPM,
     FisherOptions,
     MergeOptions,
     Policy,
@@ -36,11 +31,6 @@ STRATEGIES = {
     partial(FedFish, server_optimizer="adam"): {"server_lr": 0.5},
     TCT: {"stage1_rounds": 1, "num_features": 20, "local_steps": 5, "lr": 0.5},
     AFL: {"ridge": 0.5},
-    FedExP: {"epsilon": 0.5},
-    FedGA: {"beta": 0.5},
-    FedPM: {"damping": 0.5, "mixing_damping": 0.5},
-    GIANT: {"lr": 0.5, "iterations": 2},
-    DONE: {"lr": 0.5, "alpha": 0.5, "iterations": 2},
     Scaffold: {"server_lr": 0.5},
     FedAvg: {"min_train_nodes": 2, "fraction_train": 0.5},
 }

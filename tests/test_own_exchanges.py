@@ -133,9 +133,9 @@ def test_a_run_that_stops_within_a_round_ends_in_the_same_bits(layer, tmp_path):
     assert len(app.trained) == 4 * 3  # nobody has done anything twice
 
 
-def test_a_layer_that_inputs_do_not_explain_is_refused_before_anyone_trains():
+def test_a_layer_of_another_kind_is_refused_before_anyone_trains():
     app = Watched(tiny_app())
-    with pytest.raises(RoundError, match=r"layers has \['1.weight'\], but the trained"):
+    with pytest.raises(RoundError, match=r"layers has \['1.weight'\], which are no"):
         run(method(layers=["0.weight", "1.weight"]), app)
     assert len(app.trained) == 4
 

@@ -45,7 +45,6 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import (
     FAGH,
     TCT,
-    FedExP,
     FedFish,
     FedFisherOneShot,
     Scaffold,
@@ -100,7 +99,6 @@ def strategies():
         FedFish(**options),
         FAGH(**options),
         Scaffold(**options),
-        FedExP(**options),
         TCT(stage1_rounds=1, **options),
     ]
 

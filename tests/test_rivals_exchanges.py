@@ -1,4 +1,4 @@
-"""RegMean++, FedCGS, GH-LDA and FENS, where the answer is known."""
+"""RegMean, RegMean++, FedCGS, GH-LDA and FENS, where the answer is known."""
 
 import math
 
@@ -7,16 +7,46 @@ import rivals_path  # noqa: F401
 import torch
 import torch.nn.functional as F
 from oracles import randn, relative, seeded
-from rivals import fedcgs, fens, gh_lda, logits_of, regmean_plus_plus
+from rivals import fedcgs, fens, gh_lda, logits_of, regmean, regmean_plus_plus
 from torch import nn
 
 from flwr_fisher.curvature import fisher
 from flwr_fisher.errors import ConfigurationError, StructureError
-from flwr_fisher.merge import LocalPosterior, regmean
+from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
 from flwr_fisher.tangent.frozen_head import HeadSums, head_sums
 
-# RegMean++
+# RegMean and RegMean++
+
+
+@pytest.mark.parametrize("off_diagonal", [1.0, 0.3])
+def test_regmean_is_least_squares_on_the_inputs(off_diagonal):
+    """Off the diagonal, independent inputs of the same second moments add to it."""
+    models = [seeded(lambda: nn.Linear(4, 3).double(), seed) for seed in range(3)]
+    params = [shared_state(m) for m in models]
+    x = [randn(5 + i, 30, 4, dtype=torch.float64) for i in range(3)]
+    own = [
+        LocalPosterior(p, fisher(m, [each], structure="kfac"), weight)
+        for m, p, each, weight in zip(models, params, x, (7, 2, 5), strict=True)
+    ]
+    merged = regmean(own, off_diagonal=off_diagonal)
+    inputs = [F.pad(each, (0, 1), value=1.0) for each in x]
+    rows = [
+        torch.cat(
+            [
+                off_diagonal**0.5 * a,
+                ((1 - off_diagonal) * a.square().sum(0)).sqrt().diag(),
+            ]
+        )
+        for a in inputs
+    ]
+    Ws = [torch.cat([p["weight"], p["bias"].unsqueeze(1)], 1) for p in params]
+    scales = [math.sqrt(weight / 30) for weight in (7, 2, 5)]
+    system = torch.cat([s * a for s, a in zip(scales, rows, strict=True)])
+    wanted = torch.cat([s * a @ W.mT for s, a, W in zip(scales, rows, Ws, strict=True)])
+    solution = torch.linalg.lstsq(system, wanted).solution.mT
+    assert relative(merged["weight"], solution[:, :4]) < 1e-9
+    assert relative(merged["bias"], solution[:, 4]) < 1e-9
 
 
 def net(seed, bias=True):
@@ -128,7 +158,7 @@ def test_regmean_plus_plus_names_what_is_wrong():
     with pytest.raises(ConfigurationError, match="3 clients' parameters, 2 clients'"):
         regmean_plus_plus(models[0], params, batches[:2], [1, 1, 1])
     norm = nn.BatchNorm1d(2)
-    with pytest.raises(StructureError, match="a layer that its inputs explain"):
+    with pytest.raises(StructureError, match="a linear layer or a"):
         regmean_plus_plus(norm, [shared_state(norm)], [[randn(0, 4, 2)]], [1])
 
 

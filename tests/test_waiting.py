@@ -8,8 +8,10 @@ from functools import partial
 from math import inf
 
 import pytest
+import rivals_path  # noqa: F401
 from clocked import Behaviour, ClockedGrid, options_of
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from rivals import FedGA
 from virtual import Watched, opened, quick_app, same_bits, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
@@ -21,9 +23,8 @@ from flwr_fisher.server.run import Run
 from flwr_fisher.strategies import (
     FAGH,
     TCT,
-    FedExP,
+    FedAvg,
     FedFisherOneShot,
-    FedGA,
     Waiting,
     wait_for_nodes,
 )
@@ -36,7 +37,7 @@ HANGS = Behaviour(seconds=lambda times: inf)
 LATE = Behaviour(seconds=lambda times: 30.0)
 
 
-def start(grid, *, make=FedExP, **options):
+def start(grid, *, make=FedAvg, **options):
     own = ("num_rounds", "timeout", "checkpoint_dir", "resume", "evaluate_fn")
     run = {k: options.pop(k) for k in own if k in options}
     return make(**options_of(**options)).start(grid, tiny_arrays(), **run)

@@ -25,7 +25,6 @@ from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
     Additive,
     Codec,
-    CovarianceUpload,
     FisherUpload,
     reply_bytes,
     resolve,
@@ -46,7 +45,6 @@ READERS = {
     "packed": lambda record: FisherUpload.from_arrays(
         record, LIKE, Codec("fedavg", budget=3.0)
     ),
-    "covariances": lambda record: CovarianceUpload.from_arrays(record, LIKE),
     "products": lambda record: Additive.reader("product", "buffers")(record, LIKE),
     "sums": lambda record: Additive.reader(*SUMS)(record, LIKE),
     "vectors": lambda record: Additive.reader("gradient", "params")(record, LIKE),
@@ -90,16 +88,6 @@ def test_no_factor_is_larger_than_a_client_would_send(kind, letter, shape):
 def test_moments_are_no_larger_either():
     with pytest.raises(WireError, match="at most 16384 rows"):
         check_shape("curvature/ekfac/w/S", (1, 50_000, 2), weight_of(50_000, 2))
-
-
-def test_inputs_of_which_every_entry_arrives_may_be_larger():
-    n = 20_000
-    array = Array("float32", (1, n, n), "numpy.ndarray", b"")
-    like = {"w": torch.zeros(1, n)}
-    weight = Array(np.zeros((1, n), np.float32))
-    record = ArrayRecord({"w": weight, "curvature/kfac/w/A": array})
-    with pytest.raises(WireError, match="unreadable array"):  # the shape is fine
-        CovarianceUpload.from_arrays(record, like)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("tests", "benchmarks")]
 
 from kinds import KINDS
+from rivals import FedGA
 from virtual import tiny_arrays, tiny_data, tiny_model
 
 from flwr_fisher import files
@@ -47,7 +48,6 @@ from flwr_fisher.strategies import (
     CurvatureStrategy,
     FedFish,
     FedFisherOneShot,
-    FedGA,
 )
 from flwr_fisher.testing import LocalGrid
 

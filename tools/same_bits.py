@@ -36,12 +36,6 @@ from apps import globals_of, load
 
 # Options of TCT that are in an object of their own since 0.3.
 _REGRESSION = ("solver", "feature_dtype", "control_variates", "standardise")
-# What a strategy is tried with, where its defaults are not for something so small.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "FedGA": {"beta": 0.01},
-    "GIANT": {"lr": 0.05, "iterations": 3},
-    "DONE": {"lr": 0.05, "iterations": 3},
-}
 ROOT = Path(__file__).resolve().parents[1]
 APPS = ("fedfisher", "fedfish", "fagh", "tct")
 
@@ -86,13 +80,9 @@ def cases(apps: Path) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
         yield f"fagh {probe}", partial(federation, make)
     for name, kind in KINDS.items():
         if name not in ("FedFisherOneShot", "FedFish", "FAGH", "TCT"):
-            make = partial(kind, **_OPTIONS.get(name, {}))
-            yield name.lower(), partial(federation, make, momentum=0.0)
-    for name, make in {
-        "scaffold half": partial(s.Scaffold, fraction_train=0.5),
-        "fedexp mean": partial(s.FedExP, average_last_two=True),
-    }.items():
-        yield name, partial(federation, make, momentum=0.0)
+            yield name.lower(), partial(federation, kind, momentum=0.0)
+    half = partial(s.Scaffold, fraction_train=0.5)
+    yield "scaffold half", partial(federation, half, momentum=0.0)
     for name, options in {
         "plain": {},
         "steps": {"solver": "steps", "feature_dtype": "float16"},

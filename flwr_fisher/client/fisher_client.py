@@ -88,8 +88,8 @@ class FisherClient:
         Scores in place of the built-in loop: ``evaluate_fn(model, valloader, device,
         config)`` returns metrics, ``num-examples`` among them.
     loss_fn : Callable, optional
-        The mean loss of a batch. :meth:`evaluate` reports it, and FAGH, GIANT, DONE and
-        FedGA differentiate it. Default: the `train_fn`'s own ``loss_fn``. If it has
+        The mean loss of a batch. :meth:`evaluate` reports it, and FAGH differentiates
+        it. Default: the `train_fn`'s own ``loss_fn``. If it has
         none, :meth:`evaluate` uses the loss of the likelihood, such as
         :func:`cross_entropy`.
     likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood

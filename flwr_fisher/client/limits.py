@@ -27,7 +27,7 @@ class ClientLimits:
         From how many examples a client computes a Fisher. Default: as many as the
         server requests.
     max_steps : int, default 1000
-        Steps of TCT (500 in its paper), or iterations of GIANT and DONE, each of which
+        Steps of TCT (500 in its paper), or iterations of a solver, each of which
         takes a pass over the client's data.
     max_epochs : int, default 100
         Epochs of fine-tuning in an evaluation.

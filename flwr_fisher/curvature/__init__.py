@@ -3,10 +3,6 @@
 from flwr_fisher.curvature.batch import Batch, Inputs
 from flwr_fisher.curvature.batches import Pairs
 from flwr_fisher.curvature.estimate.fisher import fisher
-from flwr_fisher.curvature.estimate.input_covariances import (
-    InputCovariance,
-    input_covariances,
-)
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS, Likelihood
 from flwr_fisher.curvature.estimate.options import (
     ENGINES,
@@ -40,7 +36,6 @@ __all__ = [
     "EigenKronecker",
     "FisherOptions",
     "FisherPlan",
-    "InputCovariance",
     "Inputs",
     "Inverse",
     "Kronecker",
@@ -53,5 +48,4 @@ __all__ = [
     "gradient",
     "gradient_and_hvp",
     "hvp",
-    "input_covariances",
 ]

@@ -107,10 +107,9 @@ def hvp(
 ) -> dict[str, Tensor]:
     """Return the product of the mean loss's Hessian with a vector.
 
-    It is for iterations that already have the gradient, such as those of
-    :func:`~flwr_fisher.rounds.giant_direction`. Each product reads the loader once. The
-    other options, such as `loss_fn` and `train_mode`, and the errors are those of
-    :func:`gradient_and_hvp`.
+    It is for iterations that already have the gradient, such as conjugate gradients.
+    Each product reads the loader once. The other options, such as `loss_fn` and
+    `train_mode`, and the errors are those of :func:`gradient_and_hvp`.
 
     Examples
     --------

@@ -13,7 +13,6 @@ from flwr_fisher.merge.options import (
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.private_sums import contribution, private_sums
 from flwr_fisher.merge.refresh import refresh_norms
-from flwr_fisher.merge.regmean import regmean
 from flwr_fisher.merge.solve import MergeResult
 from flwr_fisher.merge.sums import DiagonalSums, fedfisher_from_sums, sums_settings
 
@@ -37,6 +36,5 @@ __all__ = [
     "partial_traces",
     "private_sums",
     "refresh_norms",
-    "regmean",
     "sums_settings",
 ]

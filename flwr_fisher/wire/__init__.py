@@ -4,7 +4,6 @@ from flwr_fisher.wire.additive import Additive, RunningMean
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.budget import resolve
 from flwr_fisher.wire.codec import LOSSLESS, Codec
-from flwr_fisher.wire.covariance_upload import CovarianceUpload
 from flwr_fisher.wire.fisher_upload import FisherUpload
 from flwr_fisher.wire.head_upload import HeadUpload
 from flwr_fisher.wire.layout import (
@@ -37,7 +36,6 @@ __all__ = [
     "Additive",
     "Codec",
     "ConfigValue",
-    "CovarianceUpload",
     "FisherUpload",
     "HeadUpload",
     "Payload",

@@ -54,7 +54,7 @@ def assert_close(got, want, most=1e-3):
         assert relative(got[name].double(), value.double()) < most, name
 
 
-LIKE_OTHERS = {"fagh-first", "fagh-momentum", "fagh-none", "fedexp-last-two"}
+LIKE_OTHERS = {"fagh-first", "fagh-momentum", "fagh-none"}
 LIKE_OTHERS |= {"fedfisher-ekfac", "fedfisher-adam"}  # below, and in test_merge
 
 

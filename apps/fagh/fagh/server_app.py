@@ -12,23 +12,15 @@ from flwr_fisher.measures import MeasuredGrid, combine, costs
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
 from flwr_fisher.strategies import (
-    DONE,
     FAGH,
-    GIANT,
     CurvatureStrategy,
     FedAvg,
-    FedExP,
-    FedGA,
-    FedPM,
     Scaffold,
     wait_for_nodes,
 )
 from flwr_fisher.tasks import cohort_from_run_config
 
-METHODS = (
-    *("fagh", "scaffold", "fedexp", "fedga", "fedpm"),
-    *("giant", "done", "fedavg", "fedprox"),
-)
+METHODS = ("fagh", "scaffold", "fedavg", "fedprox")
 
 app = ServerApp()
 
@@ -38,11 +30,10 @@ def make_strategy(
 ) -> tuple[CurvatureStrategy, int]:
     """Return the method's strategy, and its cost for a client in gradients a round.
 
-    A local epoch is one gradient; with a Hessian-vector product it is two. FedPM's two
-    passes for its inputs' second moments count as one each.
+    A local epoch is one gradient; with a Hessian-vector product it is two.
     """
-    epochs, iterations = int(config["local-epochs"]), int(config["iterations"])
-    lr, seed = float(config["server-lr"]), int(config["seed"])
+    epochs, seed = int(config["local-epochs"]), int(config["seed"])
+    lr = float(config["server-lr"])
     sampled = {"fraction_evaluate": 0.0, **cohort_from_run_config(config, clients)}
     ours = {"seed": seed, **sampled}
     match config["method"]:
@@ -53,20 +44,6 @@ def make_strategy(
             return fagh, 1 if probe == "none" else 2
         case "scaffold":
             return Scaffold(server_lr=lr, **ours), epochs
-        case "fedexp":
-            epsilon, mean = config["fedexp-epsilon"], config["fedexp-average-last-two"]
-            fedexp = FedExP(epsilon=float(epsilon), average_last_two=bool(mean), **ours)
-            return fedexp, epochs
-        case "fedga":
-            return FedGA(beta=float(config["fedga-beta"]), **ours), 2 + epochs
-        case "fedpm":
-            return FedPM(damping=float(config["fedpm-damping"]), **ours), 2 + epochs
-        case "giant":
-            return GIANT(lr=lr, iterations=iterations, **ours), 1 + 2 * iterations
-        case "done":
-            alpha = float(config["done-alpha"])
-            done = DONE(lr=lr, alpha=alpha, iterations=iterations, **ours)
-            return done, 1 + 2 * (iterations - 1)
         case "fedavg" | "fedprox":
             return FedAvg(**ours), epochs
     raise UnknownNameError("method", config["method"], METHODS)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from harness.clients import Shuffled
+from rivals.regmean import regmean
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import Kronecker, fisher
-from flwr_fisher.merge import LocalPosterior, fedfisher, regmean
+from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import Params, shared_state, shares_of, weighted_mean
 from studies.lora.model import added, base_model
 

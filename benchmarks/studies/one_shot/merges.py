@@ -12,12 +12,13 @@ from harness.clients import CPU, shared_out
 from harness.networks import small_resnet
 from harness.size import sized
 from harness.uploads import Setting, fisher_within_budget, posteriors
+from rivals.regmean import regmean
 from tasks import Task
 from torch import nn
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.curvature import fisher
-from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, fisher_merge, regmean
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, fisher_merge
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import accuracies, ensemble_accuracy
 from flwr_fisher.strategies import FedFisherOneShot

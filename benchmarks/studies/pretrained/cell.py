@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness.size import sized
+from rivals.regmean import regmean
 from tasks import load_dataset, partition_indices
 from torch import Tensor, nn
 
@@ -24,7 +25,6 @@ from flwr_fisher.merge import (
     fedfisher,
     fisher_merge,
     refresh_norms,
-    regmean,
 )
 from flwr_fisher.params import Params, shared_state, weighted_mean
 from flwr_fisher.report import accuracies, ensemble_accuracy

@@ -8,16 +8,9 @@ from typing import Any
 
 from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
 from harness.repeatable import Repeatable
+from rivals import DONE, GIANT, FedExP, FedGA, FedPM
 
-from flwr_fisher.strategies import (
-    DONE,
-    FAGH,
-    GIANT,
-    FedExP,
-    FedGA,
-    FedPM,
-    Scaffold,
-)
+from flwr_fisher.strategies import FAGH, Scaffold
 
 FRACTION = 0.4
 EPOCHS, ITERATIONS = 5, 10

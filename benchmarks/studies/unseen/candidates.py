@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from rivals.regmean import regmean
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import BlockDiagonal, Kronecker
-from flwr_fisher.merge import LocalPosterior, fedfisher, regmean
+from flwr_fisher.merge import LocalPosterior, fedfisher
 
 MOST = 400  # examples of a client
 Factors = tuple[Tensor, Tensor]  # A and G

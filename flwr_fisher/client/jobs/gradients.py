@@ -1,22 +1,16 @@
-"""The jobs of FAGH, GIANT, DONE and FedGA, which differentiate a client's loss."""
+"""The jobs that differentiate a client's loss."""
 
 from typing import Any
 
-from torch import Tensor
-
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
-from flwr_fisher.client.jobs.evaluate import local_scores
-from flwr_fisher.client.limits import real_number, whole_number
-from flwr_fisher.curvature import gradient, gradient_and_hvp, hvp
+from flwr_fisher.client.limits import whole_number
+from flwr_fisher.curvature import gradient, gradient_and_hvp
 from flwr_fisher.curvature.random_probe import random_probe
 from flwr_fisher.errors import check_known
 from flwr_fisher.params import Params
-from flwr_fisher.randomness import seeded
-from flwr_fisher.rounds import done_direction, fedga_start, giant_direction
 from flwr_fisher.wire import Additive
 
 _PROBES = ("first", "random", "momentum")
-_SOLVERS = ("giant", "done")
 
 
 @register_job("gradient")
@@ -59,54 +53,3 @@ def _loss_and_mode(problem: LocalProblem, request: Request) -> dict[str, Any]:
     """Return the loss to differentiate, and the model's mode, as keywords."""
     in_train_mode = request.options.get("train-mode", False) is True
     return {"loss_fn": problem.differentiable_loss, "train_mode": in_train_mode}
-
-
-@register_job("direction")
-def direction_job(problem: LocalProblem, request: Request) -> Reply:
-    """Return this client's solution of ``H_i p = g``, for the ``gradient`` sent.
-
-    ``solver`` is ``giant`` (conjugate gradients) or ``done`` (Richardson's iterations
-    with step ``alpha``). ``iterations`` is their number; each takes a pass over the
-    data.
-
-    Raises
-    ------
-    ClientError
-        If there are more iterations than the client's `max_steps`.
-    """
-    options = request.options
-    solver = str(options.get("solver", "giant"))
-    check_known("solver", solver, _SOLVERS)
-    g = request.vector("gradient", problem.trainable())
-    iterations = problem.limits.steps(options, "iterations", 10)
-    loss_fn = problem.differentiable_loss
-
-    def product(vector: Params) -> dict[str, Tensor]:
-        return hvp(problem.model, problem.train_batches, vector, loss_fn=loss_fn)
-
-    if solver == "giant":
-        direction = giant_direction(product, g, iterations=iterations)
-    else:
-        alpha = real_number(options, "alpha", 0.05)
-        direction = done_direction(product, g, alpha=alpha, iterations=iterations)
-    return Reply({}, Additive({"direction": direction}).to_arrays())
-
-
-@register_job("displaced")
-def displaced_job(problem: LocalProblem, request: Request) -> Reply:
-    """Train with `train_fn` from FedGA's start, displaced by ``beta``.
-
-    The server sent the cohort's mean ``gradient``; the client computes its own gradient
-    again.
-    """
-    model, loader = problem.model, problem.train_batches
-    mean = request.vector("gradient", problem.trainable())
-    beta = real_number(request.options, "beta", 0.0)
-    with seeded(0):  # training then uses the same random numbers as FedAvg's
-        own, _ = gradient(model, loader, loss_fn=problem.differentiable_loss)
-    start = {n: p.detach() for n, p in problem.trainable().items()}
-    start = fedga_start(start, mean, own, beta=beta)
-    model.load_state_dict(start, strict=False)
-    metrics = problem.train(request.config)
-    upload = Additive({"params": problem.state_like(request.params)})
-    return Reply(metrics | local_scores(problem, request), upload.to_arrays())

@@ -1,0 +1,298 @@
+"""The methods with which the four algorithms are compared: FedAvg, SCAFFOLD, AFL."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flwr_fisher.errors import ConfigurationError, check_range
+from flwr_fisher.params import double, norm
+from flwr_fisher.rounds import scaffold_step
+from flwr_fisher.rounds.updates import updates, with_averages
+from flwr_fisher.server.exchange import (
+    Exchange,
+    Groups,
+    ServerState,
+    Step,
+    Summation,
+    Uploads,
+    mean_vector,
+    weights_of,
+)
+from flwr_fisher.server.membership import Membership, lost_states
+from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
+from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head
+from flwr_fisher.wire import Additive, HeadUpload
+
+_CONTROL, _MEMBERSHIP = "control", "membership"
+
+
+class FedAvg(CurvatureStrategy):
+    """FedAvg (McMahan et al., AISTATS 2017): the mean of the clients' models.
+
+    The mean is the same as that of Flower's ``FedAvg``. As with all strategies of this
+    library, a seed gives the same run again, a run survives a crash, and the server
+    checks every reply. With `secure` the server sees the mean and no client's model.
+    The clients may be of any kind, but their ``ClientApp`` must have a
+    :class:`~flwr_fisher.secure.SecureSumsMod`. (Flower's own secure aggregation needs
+    its legacy API.)
+
+    Parameters
+    ----------
+    privacy : Privacy, optional
+        With `secure`: DP-FedAvg (McMahan, Ramage, Talwar & Zhang, ICLR 2018). Each
+        client clips its step, which counts once, and adds a share of the noise. Without
+        secure sums Flower's ``DifferentialPrivacyServerSideFixedClipping`` does the
+        same.
+    **kwargs
+        :class:`CurvatureStrategy`'s: Flower's FedAvg's sampling keywords, ``seed`` and
+        ``secure``.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range, or if there is `privacy` without `secure`.
+
+    Notes
+    -----
+    FedProx (Li et al., MLSys 2020) is FedAvg with another training on the clients. For
+    FedProx, start this strategy with
+    ``train_config=ConfigRecord({"proximal-mu": 0.1})``. Flower's ``FedProx`` sends the
+    same, and :class:`~flwr_fisher.client.LocalSGD` follows it.
+
+    Examples
+    --------
+    ::
+
+        app = make_client_app(client_fn, mods=[SecureSumsMod()])  # on the clients
+        strategy = FedAvg(fraction_train=0.5, secure=SecureSums())
+        result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=10)
+    """
+
+    def __init__(self, *, privacy: Privacy | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.privacy = check_privacy(privacy, self.norm_statistics)
+        if self.privacy is not None and self.secure is None:
+            raise ConfigurationError(
+                "privacy= needs secure=SecureSums(), because clients add their noise "
+                "to a secure sum"
+            )
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
+        """Return one exchange, which asks the sampled clients to train."""
+        read = Additive.reader("params")
+        if self.privacy is None:
+            mean = Summation[Additive]()
+            return [Exchange({}, read, mean_model, additive=mean)]
+        steps = Summation[Additive](weighted=True, privacy=self.privacy)
+        return [Exchange({}, read, _add, additive=steps)]
+
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        return settings_of(self.privacy)
+
+
+def mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:
+    """Return a step to the mean of the clients' models, with all groups of tensors."""
+    return Step(ServerState(mean_vector(uploads, "params"), state.groups))
+
+
+def _add(state: ServerState, uploads: Uploads[Additive]) -> Step:
+    """Return a step by the mean of the clients' steps; integers do not change."""
+    (summed,) = uploads
+    step = summed.payload.part("params")
+    return Step(ServerState({k: v + step[k] for k, v in state.params.items()}))
+
+
+class Scaffold(CurvatureStrategy):
+    r"""Stochastic controlled averaging (Karimireddy et al., ICML 2020).
+
+    Algorithm 1, option II. A client's steps follow :math:`g_i(y) - c_i + c`; then
+
+    .. math:: c_i^+ = c_i - c + \frac{\theta - \theta_i}{K \eta_l}, \qquad
+              \theta \leftarrow \theta - \eta_g \sum_{i \in S} p_i (\theta - \theta_i),
+              \qquad c \leftarrow c + \frac{|S|}{N} \sum_{i \in S} p_i (c_i^+ - c_i)
+
+    so that clients with unlike data agree on one optimum, however long they train.
+    FedAvg's result is another one.
+
+    Clients must train with ``LocalSGD(momentum=0)``, and upload twice a model's size.
+    Each keeps :math:`c_i` on its own disk (``FisherClient(state_dir=...)``). With a
+    request, the server names the last round from which it has the client's reply. So a
+    round that failed, was repeated, or lost a reply leaves no trace in :math:`c_i`.
+
+    Parameters
+    ----------
+    server_lr : float, default 1.0
+        :math:`\eta_g`.
+    **kwargs
+        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range.
+
+    Notes
+    -----
+    The paper weights clients equally. Here :math:`c` is the mean of all clients'
+    :math:`c_i` weighted by their examples, as the model is, so that the optimum is that
+    of the mean over examples. For the paper's method, give all clients the same weight.
+    Accordingly, :math:`|S|/N` is the cohort's share of all clients' weight. N is the
+    number of nodes that are connected, or of those that have taken part, whichever is
+    larger. Nodes that have never replied count with the mean weight of the others. When
+    the server knows more, it rescales :math:`c`.
+
+    A client whose disk lost its :math:`c_i` starts from zero, and its log says so. What
+    it had added to :math:`c` stays there, and shifts the optimum: look at
+    ``num-lost-states`` among a round's metrics. Another metric is ``control-norm``. If
+    the policy cuts a change of :math:`c_i`, the client's next request says so, and the
+    client keeps the same part of the change. So :math:`c` remains the mean of all
+    :math:`c_i`, and the optimum is that of all clients' data. Buffers are averaged.
+    ``CurvatureResult.details`` is :math:`c`, by parameter.
+
+    Examples
+    --------
+    ::
+
+        strategy = Scaffold(fraction_train=0.2)
+        result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=100)
+    """
+
+    def __init__(self, *, server_lr: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        check_range("server_lr", server_lr, 0)
+        self.server_lr = server_lr
+
+    def initial_groups(self) -> Groups:
+        """Return the run's number, under which clients keep their state."""
+        return {_MEMBERSHIP: Membership.new().to_tensors()}
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
+        """Return one exchange: training with corrected steps."""
+        read = Additive.reader("params", _CONTROL)
+        request = {"job": "scaffold"}
+        return [Exchange(request, read, self._step, send=_send, kept=_CONTROL)]
+
+    def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
+        """Return a step to the mean model, with the new control variate."""
+        weights = weights_of(uploads)
+        changes = [upload.payload.part(_CONTROL) for upload in uploads]
+        models = [upload.payload.part("params") for upload in uploads]
+        before = Membership.from_tensors(state.group(_MEMBERSHIP))
+        members = before.after(uploads, self.cohort.connected)
+        names = changes[0].keys()
+        known = state.group(_CONTROL) if before.steps else changes[0]
+        stepped, control = scaffold_step(
+            double(state.params, names),
+            members.rescaled(double(known, names), before),
+            updates(state.params, models, names),
+            [double(change, names) for change in changes],
+            weights,
+            participation=members.participation(weights),
+            lr=self.server_lr,
+        )
+        control = {n: v.to(changes[0][n].dtype) for n, v in control.items()}
+        groups = {_MEMBERSHIP: members.to_tensors(), _CONTROL: control}
+        params = with_averages(state.params, stepped, models, weights)
+        lost = lost_states(uploads)
+        metrics = {
+            "num-lost-states": lost,
+            "control-norm": float(norm(double(control, names))),
+        }
+        return Step(ServerState(params, groups), metrics, control)
+
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        return {"server_lr": self.server_lr}
+
+
+def _send(state: ServerState) -> Groups:
+    """Return the control variate, and the tensors by which a client finds its own."""
+    membership = Membership.from_tensors(state.group(_MEMBERSHIP))
+    return {"": membership.sent(), _CONTROL: state.group(_CONTROL)}
+
+
+class AFL(CurvatureStrategy):
+    r"""Analytic federated learning (He et al., CVPR 2025): a head in closed form.
+
+    Clients do not train. Each sends :math:`\sum x x^\top` and :math:`\sum x y^\top`
+    over the features x of its data, the inputs of the model's last linear layer, and
+    one-hot labels y; the server sets that layer to the pooled data's ridge regression,
+
+    .. math:: W = \Big(\sum x x^\top + \lambda I\Big)^{-1} \sum x y^\top,
+
+    which is the same however the data are split. The rest of the model is a frozen
+    backbone. AFL is the right method if that backbone is good, such as one that was
+    pre-trained on public images. It takes one round; a second would give the same.
+
+    Difference from the paper: there, clients send their own solutions, from which the
+    server computes the same head. Here they send the sums, so that `secure` can add
+    them.
+
+    Parameters
+    ----------
+    ridge : float, default 1e-3
+        :math:`\lambda` as a share of the mean diagonal entry of :math:`\sum x x^\top`
+        over the features.
+    head : str, optional
+        The linear layer to set; by default the last in the model's definition.
+    **kwargs
+        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords, ``seed``, ``secure``.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range.
+
+    Notes
+    -----
+    An upload has 8 (f + 1) (f + 1 + C) bytes for f features, a bias and C classes, and
+    no parameters. With a secure sum, use ``SecureSums(bits=64)`` if the last digits of
+    the solution matter.
+
+    Examples
+    --------
+    ::
+
+        strategy = AFL(fraction_evaluate=0.0)
+        result = strategy.start(grid, ArrayRecord(shared_state(pretrained)))
+    """
+
+    def __init__(
+        self, *, ridge: float = 1e-3, head: str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.check_weighted_by_examples("AFL")
+        check_range("ridge", ridge, 0)
+        self.ridge, self.head = ridge, head
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange[HeadUpload]]:
+        """Return one exchange, which asks for sums over every client's data."""
+        options = {"job": "afl", "head": self.head or ""}
+        summed = Summation[HeadUpload](weighted=False)
+        read = HeadUpload.read
+        return [
+            Exchange(
+                options,
+                read,
+                self._step,
+                require_same_parameters=True,
+                additive=summed,
+            )
+        ]
+
+    def _step(self, state: ServerState, uploads: Uploads[HeadUpload]) -> Step:
+        """Solve for the head."""
+        first = uploads[0].payload
+        sums = HeadSums.total([upload.payload.sums for upload in uploads])
+        biased = first.bias is not None
+        solution = closed_form_head(sums, bias=biased, ridge=self.ridge)
+        params = dict(state.params)
+        for name, value in zip((first.weight, first.bias), solution, strict=False):
+            assert name is not None
+            params[name] = value.to(params[name].dtype)
+        return Step(ServerState(params), {}, sums)
+
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        return {"ridge": self.ridge, "head": self.head}
