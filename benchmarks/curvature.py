@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from harness.page import RESULTS, blocks, command_line, opening, write_page
-from harness.plots import without_frame
+from harness.plots import save, without_frame
 from harness.size import sized
 from harness.tables import head, row
 from harness.timing import peak_bytes, seconds
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import TOLERANCE, fisher
 from flwr_fisher.params import flatten
-from flwr_fisher.report.plots import save
 
 BOTH = ("kfac", "diagonal")
 EXACT: dict[str, Any] = {"tolerance": 0.0}

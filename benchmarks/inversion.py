@@ -35,6 +35,7 @@ from harness.page import (
     opening,
     write_page,
 )
+from harness.plots import save
 from harness.size import sized
 from harness.tables import head, row
 from matplotlib.figure import Figure
@@ -56,7 +57,6 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.report import accuracies
-from flwr_fisher.report.plots import save
 from flwr_fisher.wire import curvature_to_tensors
 
 DIGIT, ALPHA = 3, 0.1

@@ -21,13 +21,11 @@ from typing import Any
 
 from harness.alone import alone
 from harness.page import Page, opening
-from harness.plots import dress
+from harness.plots import dress, save
 from harness.size import sized
 from harness.tables import head, row
 from matplotlib.figure import Figure
 from studies.size.measure import codec, merging
-
-from flwr_fisher.report.plots import save
 
 MODELS = sized(("lenet", "cnn", "resnet18"), ("lenet",))
 FIVE = 5

@@ -34,7 +34,7 @@ from harness.page import (
     with_workers,
     write_page,
 )
-from harness.plots import dress, legend, powers_of_two
+from harness.plots import BEST, RUNS, dress, legend, powers_of_two, save
 from harness.size import sized
 from harness.stats import with_error
 from harness.tables import head, row
@@ -43,7 +43,6 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature import fisher
 from flwr_fisher.merge import LocalPosterior, fedavg
-from flwr_fisher.report.plots import BEST, RUNS, save
 
 CLIENTS, POINTS, RATE = 2, 100, 0.1
 WIDTHS, STEPS = sized(((32, 64, 128, 256, 512, 1024), 2048), ((32, 64), 32))

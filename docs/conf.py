@@ -36,7 +36,7 @@ nitpicky = True
 # Rooms' own types, which a signature or a list of bases shows and no caller makes.
 _INNER = (
     r"flwr_fisher\.(client\.(disk|store)|curvature\.(estimate|operators\.factors)|"
-    r"secure\.(aggregator|payload)|server\.(driver|policy)|tasks\.examples|"
+    r"secure\.(aggregator|payload)|server\.(driver|policy)|"
     r"wire\.(options|tangent_upload))\..*|flwr_fisher\.server\.exchange\.(P|Total)|"
     r"flwr_fisher\.(errors\.Options|callbacks\.trackers\._Tracker|"
     r"curvature\.operators\.layer\..*)"

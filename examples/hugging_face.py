@@ -34,7 +34,9 @@ from typing import Any
 
 import torch
 import transformers
+from datasets import Dataset
 from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr_datasets.partitioner import DirichletPartitioner
 from peft import LoraConfig, get_peft_model
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -58,7 +60,6 @@ from flwr_fisher.client import (
 )
 from flwr_fisher.params import Params, shared_state, weighted_mean
 from flwr_fisher.strategies import FedFisherOneShot
-from flwr_fisher.tasks import partition_indices
 from flwr_fisher.testing import LocalGrid
 
 CPU = torch.device("cpu")
@@ -293,10 +294,12 @@ def parts(rows: list[Row], seed: int, most: int) -> tuple[list[Any], list[Row]]:
     shuffled = [rows[i] for i in order[:most]]
     fifth = len(shuffled) // 5
     test, rest = shuffled[:fifth], shuffled[fifth:]
-    labels = torch.tensor([row["labels"] for row in rest])
-    shares = partition_indices(
-        labels, "dirichlet-client", num_partitions=CLIENTS, alpha=ALPHA, seed=seed
+    labels = [int(row["labels"]) for row in rest]
+    partitioner = DirichletPartitioner(
+        CLIENTS, "label", alpha=ALPHA, min_partition_size=2, seed=seed
     )
+    partitioner.dataset = Dataset.from_dict({"label": labels, "row": range(len(rest))})
+    shares = (partitioner.load_partition(i)[:]["row"] for i in range(CLIENTS))
     return [[rest[i] for i in share] for share in shares], test
 
 

@@ -9,7 +9,7 @@ not chosen on the test set.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
 from pathlib import Path
 from statistics import mean, stdev
@@ -17,7 +17,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
-from flwr.serverapp.strategy import Strategy
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import (
     FisherClient,
@@ -27,10 +29,15 @@ from flwr_fisher.client import (
     score,
 )
 from flwr_fisher.errors import RoundError
-from flwr_fisher.measures import EvaluateFn, MeasuredGrid, combine, costs
 from flwr_fisher.report import plot_rounds
-from flwr_fisher.strategies import FAGH, FedAvg, FedFish, Scaffold, shared_state
-from flwr_fisher.tasks import Task, load_task
+from flwr_fisher.strategies import (
+    FAGH,
+    CurvatureStrategy,
+    FedAvg,
+    FedFish,
+    Scaffold,
+    shared_state,
+)
 from flwr_fisher.testing import LocalGrid
 
 # Flower logs every step of a round and every failure. This page prints both itself.
@@ -42,24 +49,41 @@ CLIENTS, ROUNDS, EPOCHS = 20, 10, 2
 # One task for all
 # ----------------
 #
-# :func:`~flwr_fisher.tasks.load_task` splits scikit-learn's digits among the clients.
-# It keeps 200 training images for validation, which no client gets. Everything random
-# comes from the seed: which client has which images, the first model, which clients a
-# round asks, and each client's order of batches. The same seed gives the same numbers
-# again.
+# Every fifth of scikit-learn's digits is for the test. Of the others, 200 are kept for
+# validation, and no client gets them. The rest is sorted by label and cut into shards,
+# of which each client has three. Everything random comes from the seed: which client
+# has which shards, the first model, which clients a round asks, and each client's order
+# of batches. The same seed gives the same numbers again.
+
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
+labels = torch.tensor(digits.target)
+is_test = torch.arange(len(labels)) % 5 == 0
 
 
-def task_of(seed: int) -> Task:
-    """Return the data, shared out, with a small model."""
-    return load_task(
-        dataset="digits",
-        model="mlp",
-        partition="dirichlet-class",
-        alpha=0.5,
-        num_partitions=CLIENTS,
-        validation=200,
-        seed=seed,
-    )
+class Task:
+    """A split of the data, and a small model."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, rest = seed, (~is_test).nonzero().flatten()
+        generator = torch.Generator().manual_seed(seed)
+        rest = rest[torch.randperm(len(rest), generator=generator)]
+        self.validation, rest = rest[:200], rest[200:]
+        shards = rest[labels[rest].argsort(stable=True)].chunk(3 * CLIENTS)
+        dealt = torch.randperm(len(shards), generator=generator).chunk(CLIENTS)
+        self.parts = [torch.cat([shards[i] for i in own]) for own in dealt]
+
+    def make_model(self) -> nn.Module:
+        """Return the first model."""
+        torch.manual_seed(self.seed)
+        hidden = nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU()
+        return nn.Sequential(*hidden, nn.Linear(200, 10))
+
+
+def loader(rows: Tensor, batch_size: int) -> DataLoader[tuple[Tensor, ...]]:
+    """Return batches of some rows, in random order."""
+    data = TensorDataset(images[rows], labels[rows])
+    return DataLoader(data, batch_size, shuffle=True)
 
 
 # %%
@@ -80,10 +104,11 @@ def grid_of(task: Task, folder: str) -> LocalGrid:
     """Return virtual clients; what SCAFFOLD has them remember is in the folder."""
 
     def client_fn(context: Context) -> FisherClient:
-        loader = task.train_loader(int(context.node_config["partition-id"]), 16)
+        rows = task.parts[int(context.node_config["partition-id"])]
         train = LocalSGD(epochs=EPOCHS, momentum=0.0)
-        model = task.make_model()
-        return FisherClient(model, loader, train_fn=train, state_dir=folder)
+        return FisherClient(
+            task.make_model(), loader(rows, 16), train_fn=train, state_dir=folder
+        )
 
     return LocalGrid(make_client_app(client_fn), num_supernodes=CLIENTS)
 
@@ -98,7 +123,7 @@ def grid_of(task: Task, folder: str) -> LocalGrid:
 # lucky in its choice.
 
 
-def strategy_of(method: str, lr: float, seed: int) -> Strategy:
+def strategy_of(method: str, lr: float, seed: int) -> CurvatureStrategy:
     """Return a strategy; `lr` is the server's for FAGH, and the clients' for others."""
     asked = {"fraction_train": 0.25, "fraction_evaluate": 0.0}
     if method == "FedFish":
@@ -114,40 +139,39 @@ def strategy_of(method: str, lr: float, seed: int) -> Strategy:
 # A run
 # -----
 #
-# ``evaluate_fn`` is called with the server's model after each round. One part of it
-# scores the model; :func:`~flwr_fisher.measures.costs` counts what was uploaded, which
-# the :class:`~flwr_fisher.measures.MeasuredGrid` sees, and the gradients.
+# ``evaluate_fn`` is called with the server's model after each round. The result says
+# how many bytes a client uploaded in a round.
 
 History = Mapping[int, Mapping[str, float]]
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord]
 
 
-def scoring(task: Task, *, on_test: bool) -> EvaluateFn:
-    """Return what scores a model on the test images, or on those for validation."""
-    images = task.data.test if on_test else task.validation
-    loader = task.eval_loader(images)
+def scoring(task: Task, rows: Tensor) -> EvaluateFn:
+    """Return what scores a model on some images."""
 
     def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        model = task.make_model()
+        model, batches = task.make_model(), loader(rows, 512)
         model.load_state_dict(arrays.to_torch_state_dict())
-        loss, accuracy, _ = score(model, loader, torch.device("cpu"), cross_entropy)
+        loss, accuracy, _ = score(model, batches, torch.device("cpu"), cross_entropy)
         return MetricRecord({"loss": loss, "accuracy": accuracy})
 
     return evaluate_fn
 
 
-def run(method: str, lr: float, seed: int, *, on_test: bool) -> History:
-    """Return the scores and costs after each round."""
-    task = task_of(seed)
+def run(method: str, lr: float, seed: int, *, on_test: bool) -> tuple[History, float]:
+    """Return the scores after each round, and the megabytes that clients uploaded."""
+    task = Task(seed)
+    rows = is_test.nonzero().flatten() if on_test else task.validation
     with TemporaryDirectory() as folder:
-        grid = MeasuredGrid(grid_of(task, folder))
         result = strategy_of(method, lr, seed).start(
-            grid,
+            grid_of(task, folder),
             ArrayRecord(shared_state(task.make_model())),
             num_rounds=ROUNDS,
             train_config=ConfigRecord({"lr": lr}),
-            evaluate_fn=combine(scoring(task, on_test=on_test), costs(grid, EPOCHS)),
+            evaluate_fn=scoring(task, rows),
         )
-    return result.evaluate_metrics_serverapp
+    megabytes = ROUNDS * CLIENTS / 4 * result.upload_bytes / 1e6
+    return result.evaluate_metrics_serverapp, megabytes
 
 
 # %%
@@ -172,7 +196,7 @@ RATES = {
 def validation_loss(method: str, lr: float) -> float:
     """Return the last round's loss, or infinity where the run failed."""
     try:
-        loss = run(method, lr, 0, on_test=False)[ROUNDS]["loss"]
+        loss = run(method, lr, 0, on_test=False)[0][ROUNDS]["loss"]
     except RoundError:
         return inf
     return loss if isfinite(loss) else inf
@@ -206,15 +230,12 @@ def mean_of(histories: Sequence[History]) -> History:
 
 curves = {}
 for method, lr in chosen.items():
-    histories = [run(method, lr, seed, on_test=True) for seed in SEEDS]
+    runs = [run(method, lr, seed, on_test=True) for seed in SEEDS]
+    histories = [history for history, _ in runs]
     curves[method] = mean_of(histories)
     last = [100 * history[ROUNDS]["accuracy"] for history in histories]
-    spent = curves[method][ROUNDS]
-    print(
-        f"{method:10}{mean(last):5.1f} ± {stdev(last):4.1f} %"
-        f"{spent['gradient-evaluations']:6.0f} gradients a client asked"
-        f"{spent['uploaded-bytes'] / 1e6:7.1f} MB uploaded"
-    )
+    uploaded = f"{mean(megabytes for _, megabytes in runs):7.1f} MB uploaded"
+    print(f"{method:10}{mean(last):5.1f} ± {stdev(last):4.1f} %{uploaded}")
 
 # %%
 # The curves say more than the last round does: who is ahead early, and whose model is

@@ -14,15 +14,16 @@ import logging
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from flwr.app import ArrayRecord, Context
+from flwr_datasets.partitioner import DirichletPartitioner
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.report import accuracies, plot_accuracies, plot_labels
+from flwr_fisher.report import accuracies, plot_accuracies
 from flwr_fisher.strategies import FedAvg, FedFisherOneShot, shared_state
-from flwr_fisher.tasks import label_histogram, partition_indices
 from flwr_fisher.testing import LocalGrid
 
 # Flower logs every step of a round, which this page has no need of.
@@ -58,8 +59,8 @@ class Net(nn.Module):
 # --------
 #
 # scikit-learn's digits: every fifth image is for the test, the others are shared out.
-# ``dirichlet-client`` draws for each client how much it has of each class; the smaller
-# ``alpha`` is, the more these shares differ.
+# flwr-datasets' ``DirichletPartitioner`` draws for each class how much of it each
+# client has; the smaller ``alpha`` is, the more these shares differ.
 
 CLIENTS = 5
 
@@ -69,9 +70,10 @@ labels = torch.tensor(digits.target)
 is_test = torch.arange(len(labels)) % 5 == 0
 train_images, train_labels = images[~is_test], labels[~is_test]
 
-parts = partition_indices(
-    train_labels, "dirichlet-client", num_partitions=CLIENTS, alpha=0.1, seed=0
-)
+rows = {"label": train_labels.tolist(), "row": list(range(len(train_labels)))}
+partitioner = DirichletPartitioner(CLIENTS, "label", alpha=0.1, seed=0)
+partitioner.dataset = Dataset.from_dict(rows)
+parts = [partitioner.load_partition(i)[:]["row"] for i in range(CLIENTS)]
 test_loader = DataLoader(TensorDataset(images[is_test], labels[is_test]), 512)
 
 
@@ -83,10 +85,11 @@ def load_data(partition: int) -> DataLoader[tuple[Tensor, ...]]:
 
 
 # %%
-# What each client holds:
+# What each client holds of the digits 0 to 9:
 
-counts = label_histogram(train_labels, parts, 10)
-plot_labels(Path("one_shot_labels.png"), counts, class_names=list("0123456789"))
+for client, part in enumerate(parts):
+    counts = train_labels[torch.tensor(part)].bincount(minlength=10)
+    print(f"client {client}:", *(f"{count:4}" for count in counts.tolist()))
 
 # %%
 # The clients

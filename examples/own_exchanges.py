@@ -25,7 +25,9 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import (
     FisherClient,
@@ -48,7 +50,6 @@ from flwr_fisher.strategies import (
     Step,
     Upload,
 )
-from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, Payload, arrays_to_tensors, tensors_to_arrays
 
@@ -231,28 +232,42 @@ class RegMeanPlusPlus(CurvatureStrategy):
 # Flower logs every step of a round, which this page has no need of.
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
-task = load_task(
-    dataset="digits",
-    model="mlp",
-    partition="dirichlet-class",
-    alpha=0.1,
-    num_partitions=10,
-    seed=0,
-)
-test = list(task.test_loader())
+CLIENTS = 10
+# Each client has two of the ten digits. Every fifth image is for the test.
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
+labels = torch.tensor(digits.target)
+is_test = torch.arange(len(labels)) % 5 == 0
+test = [(images[is_test], labels[is_test])]
+train_images, train_labels = images[~is_test], labels[~is_test]
+shards = train_labels.argsort(stable=True).chunk(2 * CLIENTS)
+
+
+def make_model() -> nn.Module:
+    """Return a perceptron with two hidden layers."""
+    hidden = nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU()
+    return nn.Sequential(*hidden, nn.Linear(200, 10))
+
+
+def load_data(context: Context, batch_size: int) -> DataLoader[tuple[Tensor, ...]]:
+    """Return batches of a client's images."""
+    client = int(context.node_config["partition-id"])
+    mine = torch.cat([shards[client], shards[client + CLIENTS]])
+    data = TensorDataset(train_images[mine], train_labels[mine])
+    return DataLoader(data, batch_size, shuffle=True)
 
 
 def client_fn(context: Context) -> FisherClient:
     """Return the client of a node."""
-    loader = task.train_loader(int(context.node_config["partition-id"]), 32)
     return FisherClient(
-        task.make_model(), loader, train_fn=LocalSGD(epochs=10, lr=0.05)
+        make_model(), load_data(context, 32), train_fn=LocalSGD(epochs=10, lr=0.05)
     )
 
 
-model = task.make_model()
+torch.manual_seed(0)
+model = make_model()
 layers = [name for name in shared_state(model) if name.endswith("weight")]
-grid = LocalGrid(make_client_app(client_fn), num_supernodes=10)
+grid = LocalGrid(make_client_app(client_fn), num_supernodes=CLIENTS)
 start = ArrayRecord(shared_state(model))
 for strategy in (
     FedAvg(fraction_evaluate=0.0),

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
-from torch import Tensor
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import (
     FisherClient,
@@ -50,7 +52,6 @@ from flwr_fisher.strategies import (
     Summation,
     Upload,
 )
-from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, Payload, arrays_to_tensors, tensors_to_arrays
 
@@ -213,31 +214,44 @@ class HeavyBall(CurvatureStrategy):
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
 CLIENTS, ROUNDS = 10, 60
-task = load_task(
-    dataset="digits",
-    model="mlp",
-    partition="dirichlet-class",
-    alpha=0.3,
-    num_partitions=CLIENTS,
-    seed=0,
-)
-test = list(task.test_loader())
+# Each client has two of the ten digits. Every fifth image is for the test.
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
+labels = torch.tensor(digits.target)
+is_test = torch.arange(len(labels)) % 5 == 0
+test = [(images[is_test], labels[is_test])]
+train_images, train_labels = images[~is_test], labels[~is_test]
+shards = train_labels.argsort(stable=True).chunk(2 * CLIENTS)
+
+
+def make_model() -> nn.Module:
+    """Return a perceptron with two hidden layers."""
+    hidden = nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU()
+    return nn.Sequential(*hidden, nn.Linear(200, 10))
+
+
+def load_data(context: Context, batch_size: int) -> DataLoader[tuple[Tensor, ...]]:
+    """Return batches of a client's images."""
+    client = int(context.node_config["partition-id"])
+    mine = torch.cat([shards[client], shards[client + CLIENTS]])
+    data = TensorDataset(train_images[mine], train_labels[mine])
+    return DataLoader(data, batch_size, shuffle=True)
 
 
 def client_fn(context: Context) -> FisherClient:
     """Return the client of a node."""
-    loader = task.train_loader(int(context.node_config["partition-id"]), 64)
-    return FisherClient(task.make_model(), loader)
+    return FisherClient(make_model(), load_data(context, 64))
 
 
 def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
     """Return the accuracy of the server's model on the test images."""
     params = arrays.to_torch_state_dict()
-    return MetricRecord(accuracies(task.make_model(), {"accuracy": params}, test))
+    return MetricRecord(accuracies(make_model(), {"accuracy": params}, test))
 
 
 grid = LocalGrid(make_client_app(client_fn), num_supernodes=CLIENTS)
-start = ArrayRecord(shared_state(task.make_model()))
+torch.manual_seed(0)
+start = ArrayRecord(shared_state(make_model()))
 strategy = SignSGD(lr=0.002, fraction_evaluate=0.0)
 result = strategy.start(grid, start, num_rounds=ROUNDS, evaluate_fn=evaluate_fn)
 

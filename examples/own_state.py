@@ -26,7 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import (
     ClientState,
@@ -59,7 +63,6 @@ from flwr_fisher.strategies import (
     Upload,
     lost_states,
 )
-from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive
 
@@ -178,34 +181,50 @@ def send(state: ServerState) -> dict[str, Any]:
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
 CLIENTS, ROUNDS = 10, 30
-task = load_task(
-    dataset="digits",
-    model="mlp",
-    partition="shards",
-    num_partitions=CLIENTS,
-    seed=0,
-)
-test = list(task.test_loader())
+# Each client has two of the ten digits. Every fifth image is for the test.
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
+labels = torch.tensor(digits.target)
+is_test = torch.arange(len(labels)) % 5 == 0
+test = [(images[is_test], labels[is_test])]
+train_images, train_labels = images[~is_test], labels[~is_test]
+shards = train_labels.argsort(stable=True).chunk(2 * CLIENTS)
+
+
+def make_model() -> nn.Module:
+    """Return a perceptron with two hidden layers."""
+    hidden = nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU()
+    return nn.Sequential(*hidden, nn.Linear(200, 10))
+
+
+def load_data(context: Context, batch_size: int) -> DataLoader[tuple[Tensor, ...]]:
+    """Return batches of a client's images."""
+    client = int(context.node_config["partition-id"])
+    mine = torch.cat([shards[client], shards[client + CLIENTS]])
+    data = TensorDataset(train_images[mine], train_labels[mine])
+    return DataLoader(data, batch_size, shuffle=True)
+
+
 state_dir = tempfile.mkdtemp()
 
 
 def client_fn(context: Context) -> FisherClient:
     """Return the client of a node; each keeps its state in a folder of its own."""
-    loader = task.train_loader(int(context.node_config["partition-id"]), 32)
     training = LocalSGD(epochs=5, lr=0.05, momentum=0.0)
     return FisherClient(
-        task.make_model(), loader, train_fn=training, state_dir=state_dir
+        make_model(), load_data(context, 32), train_fn=training, state_dir=state_dir
     )
 
 
 def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
     """Return the accuracy of the server's model on the test images."""
     params = arrays.to_torch_state_dict()
-    return MetricRecord(accuracies(task.make_model(), {"accuracy": params}, test))
+    return MetricRecord(accuracies(make_model(), {"accuracy": params}, test))
 
 
 grid = LocalGrid(make_client_app(client_fn), num_supernodes=CLIENTS)
-model = task.make_model()
+torch.manual_seed(0)
+model = make_model()
 start, trained = ArrayRecord(shared_state(model)), trainable_names(model)
 half = {"fraction_train": 0.5, "fraction_evaluate": 0.0}
 histories = {}

@@ -19,7 +19,9 @@ from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
 import torch
+from datasets import Dataset
 from flwr.app import ArrayRecord, Context
+from flwr_datasets.partitioner import DirichletPartitioner
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,7 +30,6 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.merge import fedavg
 from flwr_fisher.report import accuracies
 from flwr_fisher.strategies import FedFisherOneShot, shared_state
-from flwr_fisher.tasks import partition_indices
 from flwr_fisher.testing import LocalGrid
 
 # Flower logs every step of a round, which this page has no need of.
@@ -85,16 +86,23 @@ x = torch.from_numpy(load_digits().images).float().unsqueeze(1)
 x, y = (x - x.mean()) / x.std(), torch.from_numpy(load_digits().target)
 
 
+def shares(labels: Tensor, clients: int, seed: int) -> list[list[int]]:
+    """Return each client's rows: it has mostly a few of the classes."""
+    rows = {"label": labels.tolist(), "row": list(range(len(labels)))}
+    partitioner = DirichletPartitioner(
+        clients, "label", alpha=0.1, min_partition_size=2, seed=seed
+    )
+    partitioner.dataset = Dataset.from_dict(rows)
+    return [partitioner.load_partition(i)[:]["row"] for i in range(clients)]
+
+
 def one_round(seed: int) -> dict[str, float]:
     """Return the test accuracy of what may be made of five clients' networks."""
     torch.manual_seed(seed)
     order = torch.randperm(len(y))
     public, test, private = order[:600], order[600:1000], order[1000:]
     start = pretrained(x[public])
-    parts = partition_indices(
-        y[private], "dirichlet-client", num_partitions=5, alpha=0.1, seed=seed
-    )
-    mine = [private[torch.tensor(part)] for part in parts]
+    mine = [private[torch.tensor(part)] for part in shares(y[private], 5, seed)]
 
     def client_fn(context: Context) -> FisherClient:
         own = mine[int(context.node_config["partition-id"])]

@@ -31,7 +31,7 @@ LONGEST = 3000.0  # seconds, of all: a machine may be slow, or busy
 LAST_EPOCH = {"fedfisher": "epoch 30 of 30"}
 CONFIG = {
     "fedfisher": "local-epochs=30",
-    "fedfish": "num-rounds=3 barrier-every=0 held-out=0.0 personalisation-fraction=0.0",
+    "fedfish": "num-rounds=3",
     "fagh": "num-rounds=3",
     "tct": "num-rounds=5 stage1-rounds=2 num-features=500",
 }

@@ -60,9 +60,9 @@ def option(
     return field(default=default, kw_only=kw_only, metadata=facts)
 
 
-@dataclass_transform(
-    kw_only_default=True, frozen_default=True, field_specifiers=(option,)
-)
+# Without `option` as a field specifier: its default is positional, which type checkers
+# would not see.
+@dataclass_transform(frozen_default=True)
 class Options:
     """Base of all classes of options: frozen, and checked when they are made.
 

@@ -32,11 +32,10 @@ from flwr_fisher.errors import (
     plain,
 )
 from flwr_fisher.log_lines import logger, width
-from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.merge.batch_norms import moved_norms
 from flwr_fisher.params import Params
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.driver import Driver
+from flwr_fisher.server.driver import Driver, EvaluateFn
 from flwr_fisher.server.evaluation import EvaluationDoor, requests_to_evaluate
 from flwr_fisher.server.exchange import (
     Exchange,

@@ -1,52 +1,40 @@
 """The apps of ``apps/``, run in this process as Flower runs them."""
 
-import io
-import logging
 import re
-from contextlib import contextmanager
 
+import numpy as np
 import pytest
+from flwr.app import Context, RecordDict
 
 from apps import APPS, defaults, globals_of, run
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
 from flwr_fisher.tangent import TCTModel
-from flwr_fisher.tasks import task_from_run_config
-from flwr_fisher.testing import LocalGrid
+
+QUICK = {"local_epochs": 1, "num_rounds": 1}
+TCT = {"num_rounds": 5, "stage1_rounds": 2, "local_epochs": 1, "num_features": 300}
 
 
-@pytest.mark.parametrize("app", ["fedfish", "fagh", "tct"])
+@pytest.mark.parametrize("app", ["fedfisher", "fedfish", "fagh", "tct"])
 def test_the_readme_has_every_key_with_its_default(app):
     readme = (APPS / app / "README.md").read_text()
-    told = {}
+    shown = {}
     for keys, values in re.findall(r"^\| (`.*?) \| (.*?) \|", readme, re.M):
         names = re.findall(r"`([\w-]+)`", keys)
-        shown = [value.strip("`") for value in values.split(", ")]
-        told |= dict(zip(names, shown, strict=True))
-    assert told == {k: str(v) or '""' for k, v in defaults(app).items()}
+        cells = [value.strip("`") for value in values.split(", ")]
+        shown |= dict(zip(names, cells, strict=True))
+    assert shown == {k: str(v) or '""' for k, v in defaults(app).items()}
 
 
 @pytest.mark.parametrize(
     ("app", "options", "error", "culprit"),
     [
-        ("fedfisher", {"dataset": "digit"}, UnknownNameError, "known: digits, mnist"),
-        ("fedfish", {"held_out": 10}, ConfigurationError, "no client is left"),
-        ("fedfish", {"held_out": 0.0}, ConfigurationError, "personalisation"),
+        ("fedfisher", {"solver": "newton"}, UnknownNameError, "solver 'newton'"),
         ("fedfish", {"evaluate_every": 0}, ConfigurationError, "every"),
         ("fedfish", {"upload": "product"}, ConfigurationError, "server_optimizer"),
-        (
-            "fedfish",
-            {"codec": "lossless", "budget": 0.5},
-            ConfigurationError,
-            "'fedavg'",
-        ),
         ("fagh", {"method": "newton"}, UnknownNameError, "method 'newton'"),
-        ("fagh", {"probe": "last"}, UnknownNameError, "probe 'last'"),
         ("fagh", {"rho": 0.0}, ConfigurationError, "rho"),
-        ("fagh", {"evaluate_every": 0}, ConfigurationError, "every"),
-        ("tct", {"solver": "newton"}, UnknownNameError, "solver 'newton'"),
         ("tct", {"num_rounds": 11}, ConfigurationError, "no round of stage 2"),
         ("tct", {"num_features": 0}, ConfigurationError, "num_features"),
-        ("tct", {"evaluate_every": 0}, ConfigurationError, "every"),
     ],
 )
 def test_mistakes_are_told_before_any_round(app, options, error, culprit, tmp_path):
@@ -55,194 +43,88 @@ def test_mistakes_are_told_before_any_round(app, options, error, culprit, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_the_clients_of_a_simulation_share_the_digits():
+    for app in ("fedfisher", "tct"):
+        task = globals_of(APPS / app, "client")["load_data"].__globals__
+        config = defaults(app) | {"batch-size": 64}
+        parts = []
+        for client in range(10):
+            node = {"partition-id": client, "num-partitions": 10}
+            loader = task["load_data"](Context(1, client, node, RecordDict(), config))
+            parts.append(np.concatenate([y for _, y in loader]))
+        assert sum(map(len, parts)) == 1437
+        # Some clients lack some classes.
+        assert min(len(set(part)) for part in parts) < 10
+        test = task["load_test"](Context(1, 1, {}, RecordDict(), config))
+        assert len(test.dataset) == 360
+
+
 @pytest.mark.usefixtures("empty_pictures")
-def test_fedfisher_takes_secure_sums(tmp_path):
-    own = {"aggregate": "secure-sums", "local_epochs": 2, "max_examples": 600}
-    metrics, _ = run("fedfisher", tmp_path, 3, **own)
-    assert metrics["accuracy"]["fedfisher"] > 0.5
+def test_a_node_and_the_server_have_files_of_their_own(tmp_path):
+    task = globals_of(APPS / "fedfish", "client")["load_data"].__globals__
+    x = np.zeros((7, 1, 8, 8), dtype=np.float32)
+    np.savez(tmp_path / "data.npz", x=x, y=np.arange(7))
+    path = str(tmp_path / "data.npz")
+    config = defaults("fedfish") | {"test-path": path}
+    context = Context(1, 1, {"data-path": path}, RecordDict(), config)
+    for loader in task["load_data"](context), task["load_test"](context):
+        assert sorted(loader.dataset.tensors[1].tolist()) == list(range(7))
 
 
-# FedFish
-
-
-def test_fedfish_learns_and_measures(tmp_path):
-    few = {"num_rounds": 4, "clients_per_round": 5, "max_examples": 800}
-    metrics, _ = run("fedfish", tmp_path, 8, **few)
-    assert {"rounds.png", "labels.png"} <= {p.name for p in tmp_path.iterdir()}
-    assert metrics["accuracy"]["fedfish"] > 0.7
-    assert metrics["accuracy"]["personalised"] > 0.7
-    assert (
-        metrics["bytes"]["upload_per_client"] <= metrics["bytes"]["fedavg_per_client"]
-    )
-    rounds = metrics["rounds"]
-    assert [n for n in rounds if "accuracy" in rounds[n].get("server", {})] == [*"024"]
-    assert rounds["4"]["server"]["barrier-clients"] == 5
-    assert rounds["4"]["server"]["personalised-clients"] == 2
-    assert rounds["4"]["train"]["num-replies"] == 5
-    assert metrics["config"]["local-epochs"] == 4
-    assert metrics["seconds"]["total"] > 0
+@pytest.mark.usefixtures("empty_pictures")
+@pytest.mark.parametrize("aggregate", ["parts", "secure-sums"])
+def test_fedfisher_is_ahead_of_fedavg(aggregate, tmp_path):
+    options = {"aggregate": aggregate, "local_epochs": 5, "alpha": 0.5}
+    accuracy = run("fedfisher", tmp_path, 3, **options)[0]["accuracy"]
+    assert accuracy["fedfisher"] > accuracy["fedavg"] > 0.3
 
 
 @pytest.mark.usefixtures("empty_pictures")
 def test_all_of_fedfish_can_be_chosen(tmp_path):
-    chosen = {"held_out": 0.0, "barrier_every": 0, "personalisation_fraction": 0.0}
     metrics, _ = run(
         "fedfish",
         tmp_path,
         8,
-        num_rounds=1,
-        clients_per_round=64,
         server_optimizer="adam",
         server_lr=0.01,
         fisher_source="last-epoch",
         upload="product",
-        local_epochs=1,
-        **chosen,
+        fraction_train=1.0,
+        **QUICK,
     )
     assert metrics["rounds"]["1"]["train"]["num-replies"] == 8
     assert set(metrics["rounds"]["1"]["server"]) == {"accuracy", "loss"}
-    few, _ = run(
-        "fedfish",
-        tmp_path,
-        8,
-        num_rounds=1,
-        codec="small",
-        held_out=3,
-        reduction="mean",
-        local_epochs=1,
-    )
-    assert few["rounds"]["1"]["train"]["num-replies"] == 5
-    sizes = few["bytes"]
-    assert sizes["upload_per_client"] < 0.55 * sizes["fedavg_per_client"]
-
-
-# FAGH, and the methods that it is compared with
-
-
-class WatchedGrid(LocalGrid):
-    """Notes which partitions a round's train messages go to."""
-
-    def push_messages(self, messages):
-        sent = list(messages)
-        for message in sent:
-            if message.metadata.message_type.startswith("train"):
-                config = next(iter(message.content.config_records.values()))
-                cohort = self.cohorts.setdefault(config["server-round"], set())
-                cohort.add(self.nodes[message.metadata.dst_node_id])
-        return super().push_messages(sent)
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.cohorts = {}
-
-
-def fagh(path, **options):
-    few = {"clients_per_round": 4, "num_rounds": 1} | options
-    return run("fagh", path, 10, WatchedGrid, **few)
-
-
-def test_fagh_learns_in_fewer_rounds_than_one_local_step(tmp_path):
-    def rounds_to(target, method):
-        options = {"clients_per_round": 8, "num_rounds": 5, "method": method}
-        found, _ = run("fagh", tmp_path, 20, **options)
-        reached = [
-            int(number)
-            for number, told in found["rounds"].items()
-            if told["server"]["accuracy"] >= target
-        ]
-        return min(reached, default=99)
-
-    assert rounds_to(0.75, "fagh") < rounds_to(0.75, "fedavg")
-    assert {"metrics.json", "rounds.png", "labels.png", "model.safetensors"} <= {
-        p.name for p in tmp_path.iterdir()
-    }
+    assert metrics["config"]["server-optimizer"] == "adam"
 
 
 @pytest.mark.usefixtures("empty_pictures")
-def test_all_methods_run_on_the_same_cohorts_and_tell_their_costs(tmp_path):
+def test_faghs_rivals_begin_at_the_same_model(tmp_path):
     methods = globals_of(APPS / "fagh", "server")["METHODS"]
-    readme = (APPS / "fagh/README.md").read_text()
-    (told,) = re.findall(r"^\| `method` \|(.*)", readme, re.M)
-    assert set(methods) == set(re.findall(r"`(\w+)`", told))
-    exchanges = {"fagh": 2, "scaffold": 2}
-    rounds, cohorts = {}, {}
+    options = {"lr": 0.2, "server_lr": 0.1, **QUICK}
+    first, last = set(), {}
     for method in methods:
-        options = {"local_epochs": 2, "lr": 0.2, "server_lr": 0.1}
-        found, grid = fagh(tmp_path, method=method, **options)
-        cohorts[method] = grid.cohorts
-        rounds[method] = found["rounds"]
-        assert found["accuracy"][method] == found["rounds"]["1"]["server"]["accuracy"]
-    starts = {told["0"]["server"]["loss"] for told in rounds.values()}
-    assert len(starts) == 1
-    assert all(cohort == cohorts["fagh"] for cohort in cohorts.values())
-    plain = rounds["fedavg"]["1"]["server"]["uploaded-bytes"]
-    for method, told in rounds.items():
-        last = told["1"]["server"]
-        assert last["gradient-evaluations"] == 2
-        factor = exchanges.get(method, 1)
-        assert 0.9 * factor * plain < last["uploaded-bytes"] < 1.3 * factor * plain
-        assert last["loss"] < told["0"]["server"]["loss"]
+        rounds = run("fagh", tmp_path, 10, method=method, **options)[0]["rounds"]
+        first.add(rounds["0"]["server"]["loss"])
+        last[method] = rounds["1"]["server"]["loss"]
+    assert len(first) == 1
+    assert max(last.values()) < min(first)
 
 
-# TCT
-
-
-P = 500  # features
-FEW = {"num_rounds": 5, "stage1_rounds": 2, "local_epochs": 1, "num_features": 300}
-
-
-@contextmanager
-def logged():
-    """What Flower's log says meanwhile."""
-    text, logger = io.StringIO(), logging.getLogger("flwr")
-    handler, level = logging.StreamHandler(text), logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield text
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
-@pytest.fixture(scope="module")
-def two_stages(tmp_path_factory):
-    """The folder, metrics and log of a run whose second stage has four rounds."""
-    folder, few = tmp_path_factory.mktemp("tct"), {"stage1_rounds": 3, "num_rounds": 7}
-    with logged() as log:
-        metrics, _ = run("tct", folder, 10, **few, num_features=P, max_examples=700)
-    return folder, metrics, log.getvalue()
-
-
-def test_tcts_second_stage_wins(two_stages):
-    folder, metrics, log = two_stages
-    accuracy, rounds = metrics["accuracy"], metrics["rounds"]
-    assert accuracy["tct"] > accuracy["stage1"] + 0.04
-    assert accuracy["stage1"] == rounds["3"]["server"]["accuracy"]
-    assert accuracy["tct"] == rounds["7"]["server"]["accuracy"]
-    stages = [rounds[str(n)]["train"]["stage"] for n in range(1, 8)]
-    assert stages == [1] * 3 + [2] * 4
-    assert "server" not in rounds["4"]
-    assert rounds["7"]["train"]["train_loss"] < rounds["5"]["train"]["train_loss"]
-    pictures = {"rounds.png", "labels.png"}
-    assert {"metrics.json", "model.safetensors", *pictures} <= {
-        p.name for p in folder.iterdir()
-    }
-    for text in ("stage 1, round 3 of 3", "stage 2", "kB a client"):
-        assert text in log
-
-
-def test_tcts_file_is_a_model_that_predicts(two_stages):
-    folder, metrics, _ = two_stages
-    task = task_from_run_config(metrics["config"], 10)
-    model = TCTModel.load(folder / "model.safetensors", task.make_model())
-    images, labels = next(iter(task.test_loader(10_000)))
+def test_tct_has_two_stages_and_a_file_that_predicts(tmp_path):
+    metrics, _ = run("tct", tmp_path, 10, evaluate_every=2, **TCT)
+    rounds, accuracy = metrics["rounds"], metrics["accuracy"]
+    stages = [rounds[str(n)]["train"]["stage"] for n in range(1, 6)]
+    assert stages == [1, 1, 2, 2, 2]
+    assert accuracy["tct"] > accuracy["stage1"] == rounds["2"]["server"]["accuracy"]
+    task = globals_of(APPS / "tct", "server")["load_test"].__globals__
+    model = TCTModel.load(tmp_path / "model.safetensors", task["Net"]())
+    config = defaults("tct")
+    loader = task["load_test"](Context(1, 1, {}, RecordDict(), config))
+    images, labels = loader.dataset.tensors
     correct = (model(images).argmax(1) == labels).double().mean()
-    assert float(correct) == pytest.approx(metrics["accuracy"]["tct"])
-    sizes = metrics["bytes"]
-    weights = sum(v.numel() for v in task.make_model().state_dict().values())
-    assert 4 * 10 * P < sizes["upload_per_client"] < 4 * 10 * P + 5000
-    assert 4 * weights < sizes["fedavg_per_client"] < 4 * weights + 5000
+    assert float(correct) == pytest.approx(accuracy["tct"])
+    files = {"metrics.json", "model.safetensors", "rounds.png"}
+    assert files <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.usefixtures("empty_pictures")
@@ -251,20 +133,17 @@ def test_all_of_tct_can_be_chosen(tmp_path):
         "tct",
         tmp_path,
         10,
-        **FEW,
-        clients_per_round=6,
+        **TCT,
+        fraction_train=0.6,
         control_variates=False,
         standardise=False,
         feature_dtype="float16",
         solver="steps",
         local_steps=20,
         stage2_lr=1e-3,
-        head="fc3",
-        evaluate_every=3,
+        head="5",
     )
     rounds = metrics["rounds"]
-    scored = [n for n, told in rounds.items() if "accuracy" in told.get("server", {})]
-    assert scored == ["0", "2", "5"]
     assert rounds["3"]["train"]["num-replies"] == 10
     assert rounds["4"]["train"]["num-replies"] == 6
     assert rounds["4"]["train"]["lr"] == 1e-3

@@ -56,7 +56,7 @@ def test_flower_takes_an_app_in_format_1(
         names = set(bundle.namelist())
         content = tomllib.loads(bundle.read("pyproject.toml").decode())
     parts = {f"{app}/{part}_app.py" for part in ("client", "server")}
-    parts |= {f"{app}/__init__.py", f"{app}/my_data.py", "README.md", "LICENSE"}
+    parts |= {f"{app}/__init__.py", f"{app}/task.py", "README.md", "LICENSE"}
     assert names == parts | {"pyproject.toml", ".info/CONTENT"}
     assert content["tool"]["flwr"]["app"]["fab-format-version"] == 1
 
@@ -78,7 +78,7 @@ def test_what_the_hub_refuses_is_refused_by_name(
 @pytest.mark.parametrize("app", NAMES)
 def test_an_app_names_this_version_of_the_library(app: str) -> None:
     library, project = pyproject(ROOT)["project"], pyproject(APPS / app)["project"]
-    flower, ours = map(Requirement, project["dependencies"])
+    flower, *_, ours = map(Requirement, project["dependencies"])
     (theirs,) = (
         r for r in map(Requirement, library["dependencies"]) if r.name == "flwr"
     )
@@ -100,11 +100,6 @@ def test_an_apps_readme_is_like_those_of_flowers_baselines(app: str) -> None:
     assert tuple(re.findall(r"^## (.*)$", text, re.M)) == SECTIONS
     # Upon the Hub, nothing is above the app's folder.
     assert not re.findall(r"\]\(\.\.", text)
-
-
-def test_the_apps_have_one_way_to_their_data() -> None:
-    files = {(APPS / app / app / "my_data.py").read_text() for app in NAMES}
-    assert len(files) == 1
 
 
 def test_one_version_is_named_everywhere() -> None:

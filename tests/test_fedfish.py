@@ -589,7 +589,10 @@ def test_at_fedavgs_size_it_is_close_to_lossless():
         return FisherClient(task.make_model(), loader, train_fn=train, device="cpu")
 
     start = ArrayRecord(shared_state(task.make_model()))
-    options = {"num_rounds": 1, "evaluate_fn": evaluate_on_test(task)}
+    options = {
+        "num_rounds": 1,
+        "evaluate_fn": evaluate_on_test(task.make_model(), task.test_loader()),
+    }
     app = make_client_app(client_fn)
     lossless, packed = (
         run(fedfish(codec=codec), app, 6, start, **options)

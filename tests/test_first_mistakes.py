@@ -4,7 +4,6 @@ import copy
 
 import numpy as np
 import pytest
-import rivals_path  # noqa: F401
 import torch
 from flwr.app import (
     Array,
@@ -15,7 +14,6 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.serverapp import strategy as flowers
-from measures import MeasuredGrid, costs
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import (
@@ -930,37 +928,6 @@ def test_a_gradient_of_no_classes_needs_a_loss():
     grid = LocalGrid(app_of(likelihood="gaussian"), 3)
     with pytest.raises(RoundError, match=r"FisherClient\(loss_fn=\.\.\.\)"):
         FAGH().start(grid, tiny_arrays())
-
-
-def test_costs_of_a_strategy_that_got_another_grid(caplog):
-    grid = LocalGrid(tiny_app(), 3)
-    spent, arrays = costs(MeasuredGrid(grid), 1), tiny_arrays()
-    FAGH(fraction_evaluate=0.0).start(grid, arrays, evaluate_fn=spent)
-    assert "start the strategy with it, too" in caplog.text
-
-
-def test_costs_begin_anew_with_another_run():
-    measured = MeasuredGrid(LocalGrid(tiny_app(), 3))
-    spent, arrays = costs(measured, 1), tiny_arrays()
-    first, second = (
-        FAGH(fraction_evaluate=0.0).start(measured, arrays, evaluate_fn=spent)
-        for _ in "ab"
-    )
-    histories = [r.evaluate_metrics_serverapp for r in (first, second)]
-    assert histories[0] == histories[1]
-    assert histories[0][0]["uploaded-bytes"] == 0 < histories[0][1]["uploaded-bytes"]
-
-
-def test_a_resumed_run_does_not_know_its_costs(tmp_path, caplog):
-    def start(**options):
-        grid = MeasuredGrid(LocalGrid(tiny_app(), 3))
-        fagh, options["evaluate_fn"] = FAGH(fraction_evaluate=0.0), costs(grid, 2)
-        result = fagh.start(grid, tiny_arrays(), checkpoint_dir=tmp_path, **options)
-        return result.evaluate_metrics_serverapp
-
-    start()
-    assert dict(start(num_rounds=2, resume=True)[2]) == {"gradient-evaluations": 4}
-    assert "No uploaded-bytes in round 2: the run was resumed" in caplog.text
 
 
 def test_a_tct_models_arrays_are_no_networks():

@@ -1,12 +1,8 @@
-"""Each client's influence: the merge without it, by hand and in the report."""
-
-import json
+"""Each client's influence: the merge without it, by hand."""
 
 import pytest
 import rivals_path  # noqa: F401
 import torch
-from tasks import load_task
-from test_report_one_shot import uploads
 
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.errors import ConfigurationError
@@ -17,10 +13,6 @@ from flwr_fisher.merge import (
     fedfisher_from_sums,
     influence,
 )
-from flwr_fisher.report import report_one_shot
-from flwr_fisher.report.influence import influences
-from flwr_fisher.strategies import CurvatureResult, Upload
-from flwr_fisher.wire import FisherUpload
 
 
 def client(value, fisher, examples):
@@ -61,67 +53,3 @@ def test_what_has_no_influence_to_measure():
     sums = DiagonalSums.of([LocalPosterior(params, one.curvature, 1)] * 2)
     with pytest.raises(ConfigurationError, match="does not know the clients' parts"):
         influence([one, one], fedfisher_from_sums(sums))
-
-
-def digits():
-    return load_task(
-        dataset="digits", model="logistic", partition="iid", num_partitions=3, seed=0
-    )
-
-
-def with_outlier(task):
-    """Return uploads of which the second is upside down, and a hundred times large."""
-    replies = uploads(task)
-    odd = replies[1]
-    params = {k: -100 * v for k, v in odd.payload.params.items()}
-    payload = FisherUpload(params, odd.payload.curvature)
-    replies[1] = Upload(
-        odd.node_id, odd.client, odd.num_examples, payload, odd.metrics, 1
-    )
-    return replies
-
-
-def test_the_report_has_the_outlier_first(tmp_path, caplog):
-    task = digits()
-    replies = with_outlier(task)
-    merged = fedfisher(
-        [u.payload.posterior(u.num_examples) for u in replies], robust=0.0
-    )
-    before = {k: v.clone() for k, v in merged.params.items()}
-    result = CurvatureResult(uploads=replies, details=merged)
-    with caplog.at_level("INFO", logger="flwr"):
-        scores = report_one_shot(
-            tmp_path, task=task, result=result, seconds={}, config={}
-        )
-    rows = json.loads((tmp_path / "metrics.json").read_text())["influence"]
-    assert rows[0]["client"] == "partition-1"
-    assert sorted(row["client"] for row in rows) == [f"partition-{i}" for i in range(3)]
-    assert rows[0]["distance"] > 1
-    assert all(row["distance"] < 1 for row in rows[1:])
-    assert rows[0]["accuracy_without"] > scores["fedfisher"]
-    assert sum(row["share"] for row in rows) == pytest.approx(1)
-    lines = [r.getMessage() for r in caplog.records]
-    (first, *others) = [i for i, line in enumerate(lines) if "partition-" in line]
-    assert "partition-1" in lines[first]
-    assert len(others) == 2
-    assert all(torch.equal(before[k], v) for k, v in merged.params.items())
-
-
-@pytest.mark.parametrize(
-    ("options", "count", "reason"),
-    [
-        ({}, 21, "one merge for each of 21 clients, and the report makes 20 at most"),
-        ({}, 1, "there is one client"),
-        ({"solver": "adam", "iterations": 2}, 3, "it takes one merge for each client"),
-    ],
-)
-def test_where_it_is_left_out_one_line_says_why(options, count, reason, caplog):
-    odd = uploads(digits())[0]
-    replies = [odd] * count
-    merged = fedfisher(
-        [u.payload.posterior(u.num_examples) for u in replies], **options
-    )
-    with caplog.at_level("INFO", logger="flwr"):
-        assert influences(replies, merged, lambda params: 0.0) == []
-    assert [r.getMessage() for r in caplog.records if reason in r.getMessage()]
-    assert len(caplog.records) == 1

@@ -43,16 +43,14 @@ ALLOWED = {
     "callbacks": GROUND | {"wire"},
     "client": MATHS | FLOWERS | {"wire"},
     "server": MATHS | FLOWERS | {"wire", "callbacks"},
-    "measures": MATHS | FLOWERS | {"wire", "server"},
-    "strategies": MATHS | {"wire", "callbacks", "server", "measures"},
+    "strategies": MATHS | {"wire", "callbacks", "server"},
     "testing": GROUND | FLOWERS,
-    "tasks": {"errors", "params", "options"},
     # A wing: nothing in front imports it.
     "secure": GROUND | FLOWERS | {"wire", "client", "server"},
     # What Flower will drop, translated at the door.
     "legacy": MATHS | {"wire", "client", "server", "strategies"},
     # What runs end to end stands beside the apps: nothing but them imports it.
-    "report": MATHS | {"wire", "client", "measures", "strategies", "tasks"},
+    "report": MATHS | {"wire", "client", "server", "strategies"},
 }
 # Rooms within the room of curvature: the algebra knows no model and no data.
 CURVATURE = {"operators": set(), "estimate": {"operators"}}
@@ -387,9 +385,8 @@ def test_importing_the_package_loads_nothing_heavy():
     assert loaded.isdisjoint(HEAVY | {"torch", "torchvision"})
 
 
-def test_the_maths_works_without_flower_and_tasks_load_no_data_set():
-    rooms = (*MATHS_ROOMS, "tasks")
-    statement = "import " + ", ".join(f"flwr_fisher.{room}" for room in rooms)
+def test_the_maths_works_without_flower():
+    statement = "import " + ", ".join(f"flwr_fisher.{room}" for room in MATHS_ROOMS)
     loaded = loaded_by(statement, *sorted(HEAVY))
     assert "torch" in loaded
     assert loaded.isdisjoint(HEAVY | {"torchvision", "sklearn"})

@@ -14,8 +14,7 @@ from flwr_fisher.errors import MissingExtraError, extra
 # filelock, and flwr cryptography.
 MAY = {"flwr", "torch", "numpy", "safetensors", "filelock", "cryptography"}
 BEYOND = {
-    "tasks": {"torchvision", "sklearn", "datasets", "flwr_datasets"},
-    "report": {"matplotlib", "rich"},
+    "report": {"matplotlib"},
     "curvature": {"nngeometry"},  # one engine, asked for by name
     "callbacks": {"mlflow", "wandb"},
     "server": {"opacus"},  # the accountant
@@ -52,40 +51,18 @@ def told(act):
         print(error)
 
 def report():
-    import flwr_fisher.report
-
-def data(name):
-    from flwr_fisher.tasks import load_dataset
-    load_dataset(name)
-
-def engine():
-    import torch
-    from flwr_fisher.curvature import fisher
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.zeros(2, 2), torch.zeros(2).long())
-    )
-    fisher(torch.nn.Linear(2, 2), loader, engine="nngeometry")
+    from flwr_fisher.report import plot_accuracies
+    plot_accuracies("a.png", {"a": 1.0}, best="a")
 
 def epsilon():
     from flwr_fisher.strategies import Privacy
     Privacy(noise_multiplier=1.0, clipping_norm=1.0).epsilon(1, 1e-5)
-
-def matching():
-    import torch
-    from flwr_fisher.merge.matching import match
-    from flwr_fisher.merge.matching import chain_of
-    layers = {"a.weight": torch.ones(2, 1), "b.weight": torch.ones(1, 2)}
-    match(layers, layers, chain_of(layers))
 """
 
 # What needs a package, and the extra that brings it.
 MISSING = {
     "report": ("matplotlib", "report"),
-    "lambda: data('digits')": ("sklearn", "tasks"),
-    "lambda: data('mnist')": ("torchvision", "tasks"),
-    "engine": ("nngeometry", "nngeometry"),
     "epsilon": ("opacus", "privacy"),
-    "matching": ("scipy", "matching"),
 }
 
 
@@ -135,7 +112,7 @@ def test_a_missing_extra_is_named_when_it_is_needed(said):
 
 def test_what_is_missing_within_a_package_is_named_too():
     says = pytest.raises(MissingExtraError, match="'no_such' is not installed")
-    with says, extra("tasks"):
+    with says, extra("report"):
         import no_such.thing  # noqa: F401
 
 

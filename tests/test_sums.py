@@ -4,7 +4,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -656,15 +655,12 @@ def test_a_run_with_parts_is_not_continued_with_sums(tmp_path):
 
 @pytest.mark.usefixtures("empty_pictures")
 def test_the_report_leaves_out_what_the_server_cannot_know(tmp_path):
-    data, reports = tiny_data(9, n=50), []
-    task = SimpleNamespace(
-        make_model=tiny_model, test_loader=lambda: DataLoader(data, batch_size=25)
-    )
+    loader, reports = DataLoader(tiny_data(9, n=50), batch_size=25), []
     for name, options in (("parts", PARTS), ("sums", SUMS)):
         own = {"fraction_evaluate": 0.0, "norm_statistics": "average", **options}
         grid = LocalGrid(quick_app(), 3)
         result = fedfisher_with(**own).start(grid, tiny_arrays())
-        report_one_shot(tmp_path / name, task=task, result=result)
+        report_one_shot(tmp_path / name, tiny_model(), loader, result)
         text = (tmp_path / name / "metrics.json").read_text()
         reports.append(json.loads(text))
     parts, sums = reports

@@ -95,7 +95,6 @@ def cases(apps: Path) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
             options["regression"] = s.Regression(**own)
         make = partial(s.TCT, stage1_rounds=2, num_features=200, **options)
         yield f"tct {name}", partial(federation, make, rounds=5, momentum=0.0)
-    yield "measures", measures
     for app in APPS:
         for method in app_methods(apps) if app == "fagh" else ("",):
             name = f"app {app} {method}".rstrip()
@@ -168,26 +167,6 @@ def federation(
         grid = local_grid(app, 4, {})
         start = ArrayRecord(shared_state(tiny_model()))
         result = make(**options).start(grid, start, num_rounds=rounds)
-    return found | outcome(result)
-
-
-def measures() -> dict[str, str]:
-    """Run a strategy with everything that measures it."""
-    from flwr.app import ArrayRecord
-
-    from flwr_fisher import measures as m
-    from flwr_fisher.params import shared_state
-    from flwr_fisher.strategies import FedFish
-
-    with tempfile.TemporaryDirectory() as folder:
-        app, found = recorded(tiny_app(folder, 0.9))
-        grid = m.MeasuredGrid(local_grid(app, 6, {}), held_out=2)
-        evaluate_fn = m.combine(
-            m.ClientServerBarrier(grid), m.Personalisation(grid), m.costs(grid, 1)
-        )
-        start = ArrayRecord(shared_state(tiny_model()))
-        strategy = FedFish(fraction_train=0.5)
-        result = strategy.start(grid, start, num_rounds=3, evaluate_fn=evaluate_fn)
     return found | outcome(result)
 
 

@@ -1,13 +1,34 @@
 """How the benchmarks' plots look."""
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_fisher.report.plots import BEST, GRID, INK, QUIET
+INK, QUIET, BEST, GRID = "#222222", "#9aa5b1", "#d1495b", "#e5e5e5"
+RUNS = (BEST, "#30638e", "#edae49", "#00798c", "#8d6a9f", QUIET)
+
+
+def panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels over the same x, two in a row, each `height` inches."""
+    columns = min(count, 2)
+    rows = -(-count // columns)
+    drawn = Figure(figsize=((6.4, 10.0)[columns - 1], height * rows), dpi=150)
+    axes: list[Axes] = []
+    for index in range(1, count + 1):
+        first = axes[0] if axes else None
+        axes.append(drawn.add_subplot(rows, columns, index, sharex=first))
+        without_frame(axes[-1])
+    return drawn, axes
+
+
+def save(drawn: Figure, path: Path) -> None:
+    """Write the figure, cropped to its content; make its folder if necessary."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, bbox_inches="tight", facecolor="white")
 
 
 def without_frame(axes: Axes) -> None:

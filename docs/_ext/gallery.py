@@ -16,7 +16,7 @@ from flwr_fisher import strategies
 ORDER = (
     *("one_shot", "many_rounds", "real_federation"),
     *("without_flower", "own_method", "own_state", "own_exchanges"),
-    *("pretrained", "hugging_face", "lora_adapters", "fedfish_toy"),
+    *("pretrained", "hugging_face", "fedfish_toy"),
 )
 # Of one script, which can be downloaded by itself.
 _ZIP = re.compile(r"\n *\.\. container::.*-zip\n\n.*\n")

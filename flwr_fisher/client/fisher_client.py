@@ -61,10 +61,9 @@ class FisherClient:
     the reply. Without a structure the reply is an ordinary one, as Flower's FedAvg and
     FedProx expect it. With ``fisher.report-local`` the client also reports
     ``local-loss`` and ``local-accuracy``, the scores of the trained model on the
-    client's own training data; :mod:`flwr_fisher.measures` compares them with those of
-    the server's model. ``fisher.check`` names a job that the client does first, only to
-    see whether it raises an error. All random numbers depend only on ``fisher.seed``,
-    ``server-round`` and the node's ``partition-id``.
+    client's own training data. ``fisher.check`` names a job that the client does
+    first, only to see whether it raises an error. All random numbers depend only on
+    ``fisher.seed``, ``server-round`` and the node's ``partition-id``.
 
     Parameters
     ----------
@@ -205,7 +204,7 @@ class FisherClient:
         The config may request the training data instead (``fisher.evaluate-on`` =
         "train"). Or it may request that the client fine-tunes the model on a part of
         its training data and scores it on the rest (``fisher.personalise-fraction`` and
-        ``-epochs``): see :mod:`flwr_fisher.measures`. Without a `valloader` the reply
+        ``-epochs``). Without a `valloader` the reply
         says that no example was scored, if the server understands such a reply.
 
         Raises

@@ -1,37 +1,38 @@
 """The accuracy of models and ensembles, measured on the server."""
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from flwr.app import ArrayRecord, MetricRecord
+from torch import nn
 
+from flwr_fisher.client import cross_entropy, score
 from flwr_fisher.curvature.batch import num_correct
-from flwr_fisher.curvature.batches import batches_of, count_of
-from flwr_fisher.curvature.models import evaluating, place_of
-from flwr_fisher.errors import DataError, ParamsError
+from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.models import place_of
+from flwr_fisher.devices import default_device
+from flwr_fisher.errors import DataError, ParamsError, check_whole
 from flwr_fisher.params import Params
-from flwr_fisher.progress import watching
+from flwr_fisher.server.driver import EvaluateFn
+from flwr_fisher.tangent import TCTModel
+from flwr_fisher.wire import arrays_to_tensors
 
 Loader = Iterable[Any]  # batches of any form, or `Pairs`
 
 
 def accuracies(
-    model: nn.Module,
-    candidates: Mapping[str, Mapping[str, Tensor]],
-    loader: Loader,
+    model: nn.Module, candidates: Mapping[str, Params], loader: Loader
 ) -> dict[str, float]:
-    """Return the accuracy of each candidate's parameters in the model.
+    """Return the accuracy of each candidate's parameters in a copy of the model.
 
     It is NaN if the outputs have no classes.
 
     Parameters
     ----------
     model : nn.Module
-        The model. Its parameters, and the mode of each of its modules, are left as they
-        were.
+        The model.
     candidates : Mapping[str, Mapping[str, Tensor]]
         Parameters by method. For names that are missing, the model's own are used.
     loader : Iterable
@@ -45,17 +46,15 @@ def accuracies(
     ParamsError
         If a candidate has a key that the model lacks or has in another shape.
     """
-    scores = {}
-    with watching("accuracy", len(candidates), "models") as progress:
-        for name, params in candidates.items():
-            scores[name] = ensemble_accuracy(model, [params], [1.0], loader)
-            progress.advance()
-    return scores
+    return {
+        name: ensemble_accuracy(model, [params], [1.0], loader)
+        for name, params in candidates.items()
+    }
 
 
 def ensemble_accuracy(
     model: nn.Module,
-    members: Sequence[Mapping[str, Tensor]],
+    members: Sequence[Params],
     weights: Sequence[float],
     loader: Loader,
 ) -> float:
@@ -65,43 +64,76 @@ def ensemble_accuracy(
     members. The loader is read once, so it may shuffle. Errors are those of
     :func:`accuracies`.
     """
-    # A module's extra state may be anything.
-    held = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    own = {name: tensor.clone() for name, tensor in held.items()}
-    _check_fit(own, members)
+    models = [_copy_with(model, params) for params in members]
+    if not models:
+        raise ParamsError("an ensemble needs at least one member")
     device = place_of(model)
-    right, count = 0.0, 0
-    kept = ExitStack()
-    # Its tensors are as they were: a posterior that has them may still be merged.
-    for tensor in held.values():
-        if not tensor.is_inference():
-            kept.enter_context(_unsafe_preserve_version_counter(tensor))
-    try:
-        watched = watching("scoring", count_of(loader))
-        with evaluating(model), torch.no_grad(), watched:
-            for batch in batches_of(loader, model, device, labelled=True):
-                mean = torch.zeros((), device=device)
-                for params, weight in zip(members, weights, strict=True):
-                    for each in (own, params):  # first, what this member lacks
-                        model.load_state_dict(each, strict=False)
-                    mean = mean + batch.inputs(model).softmax(-1) * weight
-                right += num_correct(mean, batch.labels)
-                count += batch.num_labels
-    finally:
-        model.load_state_dict(own, strict=False)
-        kept.close()
+    correct, count = 0.0, 0
+    with torch.no_grad():
+        for batch in batches_of(loader, model, device, labelled=True):
+            mean = torch.zeros((), device=device)
+            for member, weight in zip(models, weights, strict=True):
+                mean = mean + batch.inputs(member).softmax(-1) * weight
+            correct += num_correct(mean, batch.labels)
+            count += batch.num_labels
     if not count:
         raise DataError("the loader has no examples with a label")
-    return right / count
+    return correct / count
 
 
-def _check_fit(own: Params, members: Sequence[Params]) -> None:
-    if not members:
-        raise ParamsError("an ensemble needs at least one member")
-    for key, value in ((k, v) for params in members for k, v in params.items()):
-        if key not in own or own[key].shape != value.shape:
-            has = tuple(own[key].shape) if key in own else "no such key"
-            raise ParamsError(
-                f"the parameters have '{key}' of shape {tuple(value.shape)}, but the "
-                f"model has {has}"
-            )
+def _copy_with(model: nn.Module, params: Params) -> nn.Module:
+    """Return a copy of the model in eval mode, with these parameters."""
+    member = copy.deepcopy(model).eval()
+    try:
+        unknown = member.load_state_dict(dict(params), strict=False).unexpected_keys
+    except RuntimeError as error:
+        raise ParamsError(f"the parameters do not fit the model: {error}") from error
+    if unknown:
+        raise ParamsError(f"the model has no such parameters: {', '.join(unknown)}")
+    return member
+
+
+def evaluate_on_test(model: nn.Module, loader: Loader, *, every: int = 1) -> EvaluateFn:
+    """Return an ``evaluate_fn`` that evaluates the server's model on the test set.
+
+    Its metrics are ``accuracy`` and ``loss``. A TCT model in its second stage has no
+    ``loss``, because it was not fitted by a cross-entropy. Before the first round of
+    that stage it predicts nothing yet, and is not evaluated.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The network; its parameters are replaced by the server's.
+    loader : Iterable
+        The test set, as for :func:`accuracies`.
+    every : int, default 1
+        Evaluate the initial model, and after each `every`-th round.
+
+    Raises
+    ------
+    ConfigurationError
+        If `every` is out of range.
+    """
+    check_whole("every", every, 1)
+
+    def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if server_round % every:
+            return None
+        params = arrays_to_tensors(arrays)
+        if TCTModel.is_in(params) and not params["tct/weight"].any():
+            return None
+        return MetricRecord(dict(test_scores(model, loader, params)))
+
+    return evaluate_fn
+
+
+def test_scores(model: nn.Module, loader: Loader, params: Params) -> dict[str, float]:
+    """Return the accuracy and, except of a TCT model, the loss of parameters."""
+    device = default_device()
+    is_tct = TCTModel.is_in(params)
+    if is_tct:
+        model = TCTModel.from_tensors(copy.deepcopy(model), params)
+    else:
+        model = _copy_with(model, params)
+    loss, accuracy, _ = score(model.to(device), loader, device, cross_entropy)
+    return {"accuracy": accuracy} if is_tct else {"accuracy": accuracy, "loss": loss}

@@ -4,7 +4,7 @@ import logging
 
 from flwr.app import Context
 
-from fedfisher.my_data import on_node
+from fedfisher.task import Net, load_data
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.secure import SecureSumsMod
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("flwr")
 
 def client_fn(context: Context) -> FisherClient:
     """Build the client of the node's data."""
-    config, data = context.run_config, on_node(context)
+    config = context.run_config
     epochs = int(config["local-epochs"])
 
     def on_epoch(epoch: int, loss: float) -> None:
@@ -24,12 +24,9 @@ def client_fn(context: Context) -> FisherClient:
         epochs=epochs,
         lr=float(config["lr"]),
         momentum=float(config["momentum"]),
-        label_smoothing=float(config["label-smoothing"]),
-        swa_epochs=int(config["swa-epochs"]),
         on_epoch=on_epoch,
     )
-    loader = data.train_loader(int(config["batch-size"]))
-    return FisherClient(data.model, loader, train_fn=train)
+    return FisherClient(Net(), load_data(context), train_fn=train)
 
 
 app = make_client_app(client_fn, mods=[SecureSumsMod()])

@@ -2,10 +2,11 @@
 
 import time
 
+import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedfisher.my_data import on_server
+from fedfisher.task import Net, load_test
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot, resolve_output_dir
 from flwr_fisher.secure import SecureSums
@@ -20,7 +21,8 @@ def main(grid: Grid, context: Context) -> None:
     config, began = context.run_config, time.monotonic()
     path = resolve_output_dir(str(config["output-dir"]), context.run_id)
     clients = len(wait_for_nodes(grid, int(config["min-nodes"])))
-    task = on_server(context, clients)
+    torch.manual_seed(int(config["seed"]))
+    model = Net()
     strategy = FedFisherOneShot(
         structure=str(config["structure"]),
         solver=str(config["solver"]),
@@ -34,15 +36,11 @@ def main(grid: Grid, context: Context) -> None:
     )
     result = strategy.start(
         grid,
-        ArrayRecord(shared_state(task.make_model())),
+        ArrayRecord(shared_state(model)),
         num_rounds=int(config["num-rounds"]),
         checkpoint_dir=str(config["checkpoint-dir"]) or None,
         resume=bool(config["checkpoint-dir"]),
     )
-    report_one_shot(
-        path,
-        task=task,
-        result=result,
-        config=config,
-        seconds={"total": time.monotonic() - began},
-    )
+    seconds = time.monotonic() - began
+    loader = load_test(context)
+    report_one_shot(path, model, loader, result, config=config, seconds=seconds)

@@ -2,14 +2,14 @@
 
 import time
 
+import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
 from flwr_fisher.strategies import TCT, Regression, wait_for_nodes
-from flwr_fisher.tasks import cohort_from_run_config
-from tct.my_data import on_server
+from tct.task import Net, load_test
 
 app = ServerApp()
 
@@ -18,7 +18,6 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run both stages and write their report."""
     config, began = context.run_config, time.monotonic()
-    clients = len(wait_for_nodes(grid, int(config["min-nodes"])))
     stage1 = int(config["stage1-rounds"])
     strategy = TCT(
         stage1_rounds=stage1,
@@ -33,27 +32,30 @@ def main(grid: Grid, context: Context) -> None:
             feature_dtype=str(config["feature-dtype"]),
         ),
         seed=int(config["seed"]),
+        fraction_train=float(config["fraction-train"]),
         fraction_evaluate=0.0,
-        **cohort_from_run_config(config, clients),
     )
     path = resolve_output_dir(str(config["output-dir"]), context.run_id)
-    task = on_server(context, clients)
-    every = int(config["evaluate-every"])
+    wait_for_nodes(grid, int(config["min-nodes"]))
+    torch.manual_seed(int(config["seed"]))
+    model, loader = Net(), load_test(context)
     result = strategy.start(
         grid,
-        ArrayRecord(shared_state(task.make_model())),
+        ArrayRecord(shared_state(model)),
         num_rounds=int(config["num-rounds"]),
         checkpoint_dir=str(config["checkpoint-dir"]) or None,
         resume=bool(config["checkpoint-dir"]),
-        evaluate_fn=evaluate_on_test(task, every=every, also=[stage1]),
+        evaluate_fn=evaluate_on_test(
+            model, loader, every=int(config["evaluate-every"])
+        ),
     )
     report_rounds(
         path,
+        model,
+        loader,
+        result,
         method="TCT",
-        task=task,
-        result=result,
         config=config,
-        seconds={"total": time.monotonic() - began},
-        also={"stage1": stage1},
-        marks={stage1 + 1: "stage 2"},
+        seconds=time.monotonic() - began,
+        marks={stage1: "stage1"},
     )

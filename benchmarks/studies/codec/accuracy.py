@@ -12,7 +12,7 @@ from typing import Any
 
 from fedfisher_defaults import columns
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
-from harness.plots import powers_of_two, without_frame
+from harness.plots import powers_of_two, save, without_frame
 from harness.size import sized
 from harness.stats import each, paired, spread, standard_error, with_error
 from harness.tables import head, row
@@ -25,7 +25,6 @@ from tasks import Task
 from flwr_fisher.client.training import Loader
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.report import accuracies
-from flwr_fisher.report.plots import save
 from flwr_fisher.wire import (
     LOSSLESS,
     PREFIX,

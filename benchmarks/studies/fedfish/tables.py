@@ -7,13 +7,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from harness.jobs import Numbers
-from harness.plots import dress, legend, powers_of_two
+from harness.plots import BEST, INK, RUNS, dress, legend, powers_of_two, save
 from harness.stats import paired, with_error
 from harness.tables import head, row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_fisher.report.plots import BEST, INK, RUNS, save
 from studies.fedfish.choice import (
     ABLATIONS,
     CLIENT_LRS,

@@ -6,11 +6,10 @@ from itertools import chain
 from statistics import mean
 
 from harness.page import RESULTS
-from harness.plots import bars
+from harness.plots import bars, save
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 
-from flwr_fisher.report.plots import save
 from studies.rivals.exchanges import AFL, CGS, FENS, LDA, PLUS, ROUNDS
 from studies.rivals.methods import ITERATIONS, MATCHED, OURS, SUMS
 from studies.rivals.split import Found

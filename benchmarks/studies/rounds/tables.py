@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.page import blocks
-from harness.plots import dress
+from harness.plots import BEST, INK, RUNS, dress, save
 from harness.stats import spread
 from harness.tables import head, row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_fisher.report.plots import BEST, INK, RUNS, save
 from studies.rounds.methods import METHODS, OURS
 from studies.rounds.runs import Part
 

@@ -6,12 +6,11 @@ from statistics import mean
 from typing import Any
 
 from harness.page import blocks
-from harness.plots import dress, legend
+from harness.plots import BEST, INK, QUIET, RUNS, dress, legend, panels, save
 from harness.stats import paired, spread
 from harness.tables import head, row
 from matplotlib.axes import Axes
 
-from flwr_fisher.report.plots import BEST, INK, QUIET, RUNS, panels, save
 from studies.tct.runs import AVG, SCAFFOLD, TCT_
 from studies.tct.splits import CLIENTS, EVERY
 

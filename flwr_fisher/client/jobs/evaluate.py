@@ -48,9 +48,8 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     """Evaluate the server's parameters on the data that the options name.
 
     The options are ``evaluate-on`` = "validation" (default) or "train"; or
-    ``personalise-fraction`` in (0, 0.5] and ``personalise-epochs``, for which see
-    :class:`flwr_fisher.measures.Personalisation`. The metrics are ``num-examples``,
-    ``loss`` and ``accuracy``, or the last two as ``zero-shot-…`` and
+    ``personalise-fraction`` in (0, 0.5] and ``personalise-epochs``. The metrics are
+    ``num-examples``, ``loss`` and ``accuracy``, or the last two as ``zero-shot-…`` and
     ``personalised-…``. There is an accuracy only if the likelihood is of classes and
     the labels are classes, not probabilities. On validation data, a client's own
     ``evaluate_fn`` decides what is measured.

@@ -1,0 +1,148 @@
+"""Pictures of a run, drawn without a display and without global state."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from flwr_fisher.errors import extra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+History = Mapping[int, Mapping[str, Any]]
+
+_QUIET = "#9aa5b1"
+_COLORS = ("#d1495b", "#30638e", "#edae49", "#00798c", "#8d6a9f", _QUIET)
+
+
+def plot_accuracies(path: str | Path, accuracy: Mapping[str, float], best: str) -> None:
+    """Draw the models' accuracies in per cent, one bar for each.
+
+    Parameters
+    ----------
+    path : str | Path
+        The picture to write.
+    accuracy : Mapping[str, float]
+        Accuracies by name, from 0 to 1, as :func:`accuracies` returns them.
+    best : str
+        The name whose bar stands out.
+    """
+    figure, (axes,) = _panels(1, height=0.9 + 0.5 * len(accuracy))
+    values = [100 * value for value in accuracy.values()]
+    colors = [_COLORS[0] if name == best else _QUIET for name in accuracy]
+    bars = axes.barh(list(accuracy), values, color=colors, height=0.65)
+    axes.bar_label(bars, fmt="%.1f", padding=4)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 105)
+    axes.set_xlabel("test accuracy, %")
+    _save(figure, path)
+
+
+def plot_labels(
+    path: str | Path, histogram: Tensor, class_names: Sequence[str]
+) -> None:
+    """Draw each client's examples by class, one stacked bar for each client.
+
+    Parameters
+    ----------
+    path : str | Path
+        The picture to write.
+    histogram : Tensor
+        Counts, ``[clients, classes]``.
+    class_names : Sequence[str]
+        A name for each class.
+    """
+    clients = len(histogram)
+    figure, (axes,) = _panels(1, height=1.4 + 0.32 * min(clients, 30))
+    left = np.zeros(clients)
+    for index, counts in enumerate(histogram.T.numpy()):
+        axes.barh(range(clients), counts, left=left, label=class_names[index])
+        left += counts
+    axes.set_xlabel("training examples")
+    axes.set_ylabel("client")
+    axes.invert_yaxis()
+    axes.legend(title="class", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _save(figure, path)
+
+
+def plot_rounds(
+    path: str | Path,
+    runs: Mapping[str, History],
+    metrics: Sequence[str],
+    *,
+    marks: Mapping[int, str] | None = None,
+) -> None:
+    """Draw metrics over rounds, one panel for each, for one run or several.
+
+    Parameters
+    ----------
+    path : str | Path
+        The picture to write.
+    runs : Mapping[str, Mapping[int, Mapping[str, Any]]]
+        For each label, a run's metrics by round, for example
+        ``result.evaluate_metrics_serverapp``. Every run has a color.
+    metrics : Sequence[str]
+        The metrics to draw. Accuracies are drawn in per cent.
+    marks : Mapping[int, str], optional
+        Rounds at which a vertical line is drawn, each with a text.
+
+    Examples
+    --------
+    ::
+
+        plot_rounds("rounds.png", {"FedFish": …, "FedAvg": …}, ["accuracy", "loss"])
+    """
+    figure, panels = _panels(len(metrics), height=3.2)
+    for axes, name in zip(panels, metrics, strict=True):
+        percent = name.endswith("accuracy")
+        for (label, history), color in zip(runs.items(), cycle(_COLORS), strict=False):
+            points = points_of(history, name)
+            rounds = [number for number, _ in points]
+            values = [100 * value if percent else value for _, value in points]
+            # Few points get markers; many are a curve.
+            marker = "o" if len(points) <= 15 else ""
+            axes.plot(rounds, values, color=color, marker=marker, label=label)
+        for number, text in (marks or {}).items():
+            axes.axvline(number, color=_QUIET, linestyle="--", linewidth=1)
+            axes.text(number, 0.02, f" {text}", transform=axes.get_xaxis_transform())
+        axes.set_xlabel("round")
+        axes.set_ylabel(name.replace("-", " ") + (", %" if percent else ""))
+        axes.grid(axis="y", color="#e5e5e5")
+        axes.legend(frameon=False, fontsize="small")
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def points_of(history: History, name: str) -> list[tuple[int, float]]:
+    """Return a metric's values with their rounds, if they are numbers."""
+    return [
+        (number, record[name])
+        for number, record in sorted(history.items())
+        if isinstance(record.get(name), int | float)
+    ]
+
+
+def _panels(count: int, height: float) -> "tuple[Figure, list[Axes]]":
+    """Return a figure of panels over the same x, two in a row, each `height` inches."""
+    with extra("report"):
+        from matplotlib.figure import Figure
+
+    columns = min(count, 2)
+    rows = -(-count // columns)
+    figure = Figure(figsize=((6.4, 10.0)[columns - 1], height * rows), dpi=150)
+    axes = [figure.add_subplot(rows, columns, i) for i in range(1, count + 1)]
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: "Figure", path: str | Path) -> None:
+    """Write the figure, cropped to its content; make its folder if necessary."""
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", facecolor="white")

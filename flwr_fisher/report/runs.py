@@ -1,0 +1,253 @@
+"""The report of a run: a folder with its metrics, its model and its pictures."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import RecordDict
+from flwr.serverapp.strategy import Result
+from torch import nn
+
+from flwr_fisher.devices import default_device
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.files import save_tensors
+from flwr_fisher.log_lines import logger
+from flwr_fisher.merge import MergeResult, fedavg
+from flwr_fisher.params import Params
+from flwr_fisher.report.accuracy import (
+    Loader,
+    accuracies,
+    ensemble_accuracy,
+    test_scores,
+)
+from flwr_fisher.report.pictures import plot_accuracies, plot_rounds, points_of
+from flwr_fisher.strategies import CurvatureResult
+from flwr_fisher.wire import arrays_to_tensors, serialized_bytes, tensors_to_arrays
+
+_TITLES = {
+    "fedavg": "FedAvg",
+    "best_client": "best client",
+    "fedfisher": "FedFisher",
+    "fedfisher_averaged": "FedFisher, averaged norms",
+    "ensemble": "ensemble (reference)",
+}
+
+
+def resolve_output_dir(output_dir: str, run_id: int) -> Path:
+    """Return the output directory, and make it if it does not exist.
+
+    Parameters
+    ----------
+    output_dir : str
+        An absolute path, or one under ``~``; empty for
+        ``~/flwr-fisher/outputs/<run id>``.
+    run_id : int
+        The run's id.
+
+    Raises
+    ------
+    ConfigurationError
+        If the path is relative. Flower copies an app and runs it elsewhere, so the path
+        would be relative to an unknown folder.
+    """
+    path = Path(output_dir or f"~/flwr-fisher/outputs/{run_id}").expanduser()
+    if not path.is_absolute():
+        raise ConfigurationError(
+            f"output-dir must be an absolute path, got '{output_dir}': pass "
+            f"--run-config \"output-dir='$PWD/{output_dir}'\""
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def report_one_shot(
+    path: str | Path,
+    model: nn.Module,
+    loader: Loader,
+    result: CurvatureResult,
+    *,
+    config: Mapping[str, Any] | None = None,
+    seconds: float | None = None,
+) -> dict[str, float]:
+    """Compare the merge with simple alternatives on the same uploads; write a report.
+
+    The alternatives are FedAvg's mean, the best single client (on the test set, so a
+    generous reference), and the ensemble of all clients, which is not one model. With
+    ``aggregate="sums"`` only FedAvg's mean can be computed. If the clients have
+    measured the merged model's batch norms, there is also the merge before that, whose
+    norms are averaged as FedAvg's are. The log also has each client's share of the
+    curvature, and the accuracy of its own model.
+
+    Parameters
+    ----------
+    path : str | Path
+        The directory for ``metrics.json``, ``model.safetensors`` and ``accuracy.png``.
+    model : nn.Module
+        The network.
+    loader : Iterable
+        The test set, as for :func:`accuracies`.
+    result : CurvatureResult
+        The result of ``FedFisherOneShot``, with the last round's uploads.
+    config, seconds : optional
+        The run's config and its duration, for ``metrics.json``.
+
+    Returns
+    -------
+    dict[str, float]
+        Accuracy by method, as in ``metrics.json``.
+
+    Raises
+    ------
+    ConfigurationError
+        If the result has no merge: it is of another strategy, or of a resumed run that
+        had nothing left to do.
+    """
+    merged = result.details
+    if not isinstance(merged, MergeResult):
+        raise ConfigurationError(
+            "report_one_shot needs the last merge of FedFisherOneShot: start a resumed "
+            "run with reopen=True, too; for other strategies, call report_rounds"
+        )
+    # The clients may have measured its norms after the merge.
+    final = {**merged.params, **arrays_to_tensors(result.arrays)}
+    path = _save_model(path, final)  # it is safe, whatever a score raises
+    model = model.to(default_device())
+    models = {"fedfisher": final}
+    if any(not torch.equal(final[k], v) for k, v in merged.params.items()):
+        models["fedfisher_averaged"] = merged.params
+    clients: list[dict[str, Any]] = []
+    if merged.mean is not None:  # a merge of sums: no client's part is known
+        accuracy = accuracies(model, {"fedavg": merged.mean, **models}, loader)
+    else:
+        posteriors = [u.payload.posterior(u.num_examples) for u in result.uploads]
+        models["fedavg"] = fedavg(posteriors)
+        accuracy = accuracies(model, models, loader)
+        members = [posterior.params for posterior in posteriors]
+        weights = [posterior.num_examples for posterior in posteriors]
+        accuracy["ensemble"] = ensemble_accuracy(model, members, weights, loader)
+        for upload, share in zip(result.uploads, merged.shares, strict=True):
+            own = ensemble_accuracy(model, [upload.payload.params], [1], loader)
+            row = {"client": upload.client, "examples": upload.num_examples}
+            clients.append({**row, "share": share, "accuracy": own})
+            text = "%s: %g examples, %.1f %% of the curvature, test accuracy %.1f %%"
+            logger.info(text, *row.values(), 100 * share, 100 * own)
+        accuracy["best_client"] = max(row["accuracy"] for row in clients)
+    titled = {t: accuracy[name] for name, t in _TITLES.items() if name in accuracy}
+    plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])
+    for title, value in titled.items():
+        logger.info("%-25s %5.1f %%", title, 100 * value)
+    measured = {"accuracy": accuracy, "clients": clients}
+    _write_metrics(path, result, final, measured, config, seconds)
+    return accuracy
+
+
+def report_rounds(
+    path: str | Path,
+    model: nn.Module,
+    loader: Loader,
+    result: Result,
+    *,
+    method: str,
+    config: Mapping[str, Any] | None = None,
+    seconds: float | None = None,
+    marks: Mapping[int, str] | None = None,
+) -> dict[str, float]:
+    """Write the metrics of a run with several rounds; log a summary.
+
+    Parameters
+    ----------
+    path : str | Path
+        The directory for ``metrics.json``, ``model.safetensors`` and ``rounds.png``.
+    model : nn.Module
+        The network.
+    loader : Iterable
+        The test set, as for :func:`accuracies`.
+    result : Result
+        The result of any strategy, also of Flower's. Bytes are reported if it has
+        `uploads`. The metrics of :func:`evaluate_on_test` are drawn by round. If the
+        last round was not evaluated on the test set, it is evaluated now.
+    method : str
+        The strategy's name. In ``metrics.json`` it is in small letters.
+    config, seconds : optional
+        The run's config and its duration, for ``metrics.json``.
+    marks : Mapping[int, str], optional
+        Rounds that are marked in the picture, and whose accuracies are reported, too,
+        if they were evaluated: ``{20: "stage1"}``, for example.
+
+    Returns
+    -------
+    dict[str, float]
+        The accuracies of ``metrics.json``: the method's after the last round, and those
+        of `marks` by their texts.
+    """
+    params = arrays_to_tensors(result.arrays)
+    path = _save_model(path, params)  # it is safe, whatever a score raises
+    rounds = rounds_of(result)
+    last = rounds.setdefault(max(rounds, default=0), {}).setdefault("server", {})
+    if "accuracy" not in last:
+        last |= test_scores(model, loader, params)
+    history = {number: sources.get("server", {}) for number, sources in rounds.items()}
+    accuracy = {method.lower(): last["accuracy"]}
+    for number, text in (marks or {}).items():
+        if "accuracy" in history.get(number, {}):
+            accuracy[text] = history[number]["accuracy"]
+    curves = {key: points_of(history, key) for key in ("accuracy", "loss")}
+    curves = {key: points for key, points in curves.items() if points}
+    plot_rounds(path / "rounds.png", {method: history}, list(curves), marks=marks)
+    for key, points in curves.items():
+        text = "%s: test %s %.3f (round %d), %.3f (round %d)"
+        (first, start), (final, end) = points[0], points[-1]
+        logger.info(text, method, key, start, first, end, final)
+    measured = {"accuracy": accuracy, "rounds": rounds}
+    _write_metrics(path, result, params, measured, config, seconds)
+    return accuracy
+
+
+def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
+    """Return a result's metrics by round, and within a round by their source.
+
+    ``{1: {"train": {…}, "evaluate": {…}, "server": {…}}, …}``: ``server`` has the
+    metrics of ``evaluate_fn``, ``train`` and ``evaluate`` the aggregated metrics of the
+    clients. A source without metrics in a round is left out.
+    """
+    histories = {
+        "train": result.train_metrics_clientapp,
+        "evaluate": result.evaluate_metrics_clientapp,
+        "server": result.evaluate_metrics_serverapp,
+    }
+    rounds: dict[int, dict[str, dict[str, Any]]] = {}
+    for source, history in histories.items():
+        for number, record in history.items():
+            rounds.setdefault(number, {})[source] = dict(record)
+    return dict(sorted(rounds.items()))
+
+
+def _save_model(path: str | Path, params: Params) -> Path:
+    path = Path(path).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+    save_tensors(path / "model.safetensors", params)
+    return path
+
+
+def _write_metrics(
+    path: Path,
+    result: Result,
+    params: Params,
+    measured: dict[str, Any],
+    config: Mapping[str, Any] | None,
+    seconds: float | None,
+) -> None:
+    """Write ``metrics.json``; log the size of an upload, and the folder."""
+    if isinstance(result, CurvatureResult) and result.uploads:
+        model = RecordDict({"arrays": tensors_to_arrays(params)})
+        sizes = result.upload_bytes, serialized_bytes(model)
+        keys = "upload_per_client", "fedavg_per_client"
+        measured["bytes"] = dict(zip(keys, sizes, strict=True))
+        kilobytes = [size / 1e3 for size in sizes]
+        logger.info("Upload: %.0f kB a client (FedAvg: %.0f kB)", *kilobytes)
+    content = {**measured, "config": dict(config or {}), "seconds": seconds}
+    text = json.dumps(content, indent=2, default=float)
+    (path / "metrics.json").write_text(text + "\n")
+    logger.info("Results are in %s", path)

@@ -1,0 +1,313 @@
+"""The report of a run: its accuracies, its numbers by hand, its pictures."""
+
+import json
+import math
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
+from flwr.serverapp.strategy import Result
+from matplotlib.figure import Figure
+from oracles import randn, rng, seeded
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import start, tiny_app, tiny_data, tiny_model
+
+from flwr_fisher.curvature import Diagonal
+from flwr_fisher.errors import ConfigurationError, DataError, ParamsError
+from flwr_fisher.merge import MergeResult, fedfisher
+from flwr_fisher.params import shared_state
+from flwr_fisher.report import (
+    accuracies,
+    ensemble_accuracy,
+    evaluate_on_test,
+    plot_rounds,
+    report_one_shot,
+    report_rounds,
+    resolve_output_dir,
+    rounds_of,
+)
+from flwr_fisher.strategies import CurvatureResult, FedAvg, FedFisherOneShot, Upload
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import FisherUpload
+
+X, Y = randn(1, 30, 3), torch.randint(4, (30,), generator=rng(2))
+
+
+def net():
+    """A model that trains but for its batch norm, which is frozen in either mode."""
+    return nn.Sequential(
+        nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 4)
+    )
+
+
+def members(count=3):
+    return [dict(seeded(net, 10 + i).state_dict()) for i in range(count)]
+
+
+def by_hand(weights):
+    model, total = net().eval(), torch.zeros(30, 4)
+    for params, weight in zip(members(len(weights)), weights, strict=True):
+        model.load_state_dict(params)
+        total += weight * model(X).softmax(1).detach()
+    return float((total.argmax(1) == Y).double().mean())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_members_vote_on_the_same_examples(shuffle):
+    loader = DataLoader(TensorDataset(X, Y), 7, shuffle=shuffle, generator=rng(3))
+    for weights in ([0.2, 0.5, 0.3], [9.0, 1.0, 0.5]):
+        got = ensemble_accuracy(seeded(net), members(), weights, loader)
+        assert got == pytest.approx(by_hand(weights))
+    assert by_hand([0.2, 0.5, 0.3]) != by_hand([9.0, 1.0, 0.5])
+
+
+def test_a_loader_is_read_once():
+    got = ensemble_accuracy(net(), members(), [1, 1, 1], iter([(X, Y)]))
+    assert got == pytest.approx(by_hand([1, 1, 1]))
+
+
+def test_missing_keys_stay_the_models():
+    model = seeded(net)
+    part = {k: v for k, v in members()[0].items() if k.startswith("3.")}
+    whole = {**model.state_dict(), **part}
+    # The member before it must leave nothing behind.
+    pair = [members()[1], part], [1e-6, 1.0]
+    want = accuracies(model, {"whole": whole}, [(X, Y)])["whole"]
+    assert accuracies(model, {"part": part}, [(X, Y)])["part"] == want
+    assert ensemble_accuracy(model, *pair, [(X, Y)]) == want
+
+
+def test_a_tied_parameter_needs_one_of_its_names():
+    def tied():
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    other = {"0.weight": seeded(tied, 5)[0].weight.detach()}
+    labels = seeded(tied, 5)(X).argmax(1)
+    assert accuracies(seeded(tied), {"x": other}, [(X, labels)]) == {"x": 1.0}
+
+
+class Told(nn.Flatten):
+    """Has a state that is no tensor, and no parameter."""
+
+    def get_extra_state(self):
+        return "told"
+
+    def set_extra_state(self, state):
+        assert state == "told"
+
+
+def test_a_model_may_have_any_state():
+    assert accuracies(Told(), {"own": {}}, [(X, X.argmax(1))]) == {"own": 1.0}
+
+
+def test_one_logit_has_no_accuracy():
+    got = accuracies(nn.Linear(3, 1), {"own": {}}, [(X, Y % 2)])
+    assert math.isnan(got["own"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"3.wieght": torch.ones(4, 5)}, "3.wieght"),
+        ({"3.bias": torch.ones(5)}, "3.bias"),
+    ],
+)
+def test_what_does_not_fit_is_named(wrong, named):
+    model, good = seeded(net), members()[0]
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ParamsError, match=named):
+        ensemble_accuracy(model, [good, good | wrong], [1, 1], [(X, Y)])
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_there_must_be_examples_and_members():
+    with pytest.raises(DataError, match="no examples"):
+        ensemble_accuracy(net(), members(), [1, 1, 1], [])
+    with pytest.raises(ParamsError, match="needs at least one member"):
+        ensemble_accuracy(net(), [], [], [(X, Y)])
+
+
+# One shot
+
+EXAMPLES = (70, 20, 10)
+TEST = [(randn(5, 90, 6), torch.randint(3, (90,), generator=rng(6)))]
+
+
+def linear():
+    return nn.Linear(6, 3)
+
+
+def uploads():
+    """Three clients' models, each trained on another third of the test set."""
+    (x, y), made = TEST[0], []
+    for i, count in enumerate(EXAMPLES):
+        model = seeded(linear, i)
+        nn.functional.cross_entropy(model(x[i::3]), y[i::3]).backward()
+        params = {k: p.detach() - p.grad for k, p in model.named_parameters()}
+        F = Diagonal({k: torch.full_like(p, 1.0 + i) for k, p in params.items()})
+        payload = FisherUpload(params, F)
+        made.append(Upload(i, f"node-{i}", count, payload, MetricRecord({}), 1))
+    return made
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_every_methods_accuracy_is_as_by_hand(tmp_path, caplog):
+    replies, (x, y) = uploads(), TEST[0]
+    posteriors = [u.payload.posterior(u.num_examples) for u in replies]
+    merged = fedfisher(posteriors, balance=0.0)
+    result = CurvatureResult(uploads=replies, details=merged)
+    config = {"seed": 3}
+    with caplog.at_level("INFO", logger="flwr"):
+        got = report_one_shot(
+            tmp_path, linear(), TEST, result, config=config, seconds=1.5
+        )
+
+    def logits(params):
+        return x @ params["weight"].T + params["bias"]
+
+    def accuracy(outputs):
+        return float((outputs.argmax(1) == y).double().mean())
+
+    members = [u.payload.params for u in replies]
+    weights = [n / 100 for n in EXAMPLES]
+    pairs = list(zip(weights, members, strict=True))
+    mean = {k: sum(w * params[k] for w, params in pairs) for k in merged.params}
+    each = [accuracy(logits(params)) for params in members]
+    want = {
+        "fedavg": accuracy(logits(mean)),
+        "best_client": max(each),
+        "fedfisher": accuracy(logits(merged.params)),
+        "ensemble": accuracy(sum(w * logits(p).softmax(1) for w, p in pairs)),
+    }
+    assert got == pytest.approx(want)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["accuracy"] == got
+    assert metrics["config"] == config
+    assert metrics["seconds"] == 1.5
+    rows = metrics["clients"]
+    assert [row["client"] for row in rows] == ["node-0", "node-1", "node-2"]
+    assert [row["examples"] for row in rows] == list(EXAMPLES)
+    assert [row["accuracy"] for row in rows] == pytest.approx(each)
+    assert [row["share"] for row in rows] == pytest.approx(merged.shares)
+    for text in ("node-1: 20 examples", "FedFisher", "Upload: ", f"in {tmp_path}"):
+        assert text in caplog.text
+    assert (tmp_path / "accuracy.png").exists()
+
+
+@pytest.mark.usefixtures("empty_pictures")
+def test_with_batch_norm_the_model_is_the_runs_result(tmp_path):
+    loader = DataLoader(TensorDataset(*tiny_data(9, n=50).tensors), batch_size=25)
+    result = start(FedFisherOneShot(fraction_evaluate=0.0))
+    found = report_one_shot(str(tmp_path), tiny_model(), loader, result)
+    models = {
+        "fedfisher": result.arrays.to_torch_state_dict(),
+        "fedfisher_averaged": result.details.params,
+    }
+    expected = accuracies(tiny_model(), models, loader)
+    assert {name: found[name] for name in expected} == expected
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[k], v) for k, v in models["fedfisher"].items())
+    assert not torch.equal(
+        saved["1.running_var"], result.details.params["1.running_var"]
+    )
+
+
+def test_a_result_without_a_merge_is_refused(tmp_path):
+    for result in (start(FedAvg(fraction_evaluate=0.0)), CurvatureResult()):
+        with pytest.raises(ConfigurationError, match=r"reopen=True.* report_rounds"):
+            report_one_shot(tmp_path, linear(), TEST, result)
+
+
+def test_an_error_in_a_score_does_not_cost_the_model(tmp_path):
+    weight = torch.ones(2)
+    arrays = ArrayRecord({"w": weight})
+    merged = CurvatureResult(arrays=arrays, details=MergeResult({"w": weight}, [], 0))
+    with pytest.raises(ParamsError):
+        report_one_shot(tmp_path / "one", linear(), TEST, merged)
+    with pytest.raises(ParamsError):
+        report_rounds(
+            tmp_path / "many", linear(), TEST, Result(arrays=arrays), method="x"
+        )
+    for name in "one", "many":
+        assert load_file(tmp_path / name / "model.safetensors")["w"].equal(weight)
+
+
+def test_the_output_folder_is_an_absolute_path(tmp_path):
+    assert resolve_output_dir(str(tmp_path / "new"), 7).is_dir()
+    assert resolve_output_dir("", 7).parts[-2:] == ("outputs", "7")
+    with pytest.raises(ConfigurationError, match="PWD/some"):
+        resolve_output_dir("some", 7)
+
+
+# Several rounds
+
+
+def rounds_with(make, num_rounds=3, every=1):
+    data = DataLoader(TensorDataset(*tiny_data(9, n=50).tensors), batch_size=25)
+    evaluate_fn = evaluate_on_test(tiny_model(), data, every=every)
+    result = make(
+        fraction_evaluate=0.0, min_train_nodes=2, min_available_nodes=2
+    ).start(
+        LocalGrid(tiny_app(), 3),
+        ArrayRecord(shared_state(tiny_model())),
+        num_rounds=num_rounds,
+        evaluate_fn=evaluate_fn,
+    )
+    return data, result
+
+
+@pytest.mark.usefixtures("empty_pictures")
+@pytest.mark.parametrize("make", [FedAvg, FlowersFedAvg])
+def test_rounds_of_any_strategy_are_reported(make, tmp_path, caplog):
+    data, result = rounds_with(make, every=2)
+    assert sorted(result.evaluate_metrics_serverapp) == [0, 2]
+    with caplog.at_level("INFO", logger="flwr"):
+        got = report_rounds(
+            tmp_path, tiny_model(), data, result, method="FedAvg", marks={2: "middle"}
+        )
+    model = result.arrays.to_torch_state_dict()
+    last = accuracies(tiny_model(), {"last": model}, data)["last"]
+    middle = result.evaluate_metrics_serverapp[2]["accuracy"]
+    assert got == {"fedavg": pytest.approx(last), "middle": middle}
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert list(metrics["rounds"]) == ["0", "1", "2", "3"]
+    assert metrics["rounds"]["3"]["server"]["accuracy"] == got["fedavg"]
+    assert ("bytes" in metrics) == (make is FedAvg)
+    assert "FedAvg: test accuracy" in caplog.text
+
+
+def test_metrics_by_round_say_where_they_come_from():
+    result = Result(
+        train_metrics_clientapp={1: MetricRecord({"loss": 2.0})},
+        evaluate_metrics_clientapp={2: MetricRecord({"loss": 3.0})},
+        evaluate_metrics_serverapp={0: MetricRecord({"loss": 4.0})},
+    )
+    assert rounds_of(result) == {
+        0: {"server": {"loss": 4.0}},
+        1: {"train": {"loss": 2.0}},
+        2: {"evaluate": {"loss": 3.0}},
+    }
+
+
+def test_several_runs_and_metrics_are_drawn(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **kw: figures.append(self))
+    first = {1: {"accuracy": 0.5, "loss": [1]}, 3: {"accuracy": 0.6, "loss": 2.0}}
+    second = {1: {"accuracy": 0.25}}
+    plot_rounds(
+        tmp_path / "new" / "rounds.png",
+        {"A": first, "B": second},
+        ["accuracy", "loss"],
+        marks={2: "stage 2"},
+    )
+    accuracy, loss = figures[0].axes
+    lines = [line.get_xydata().tolist() for line in accuracy.lines[:2]]
+    assert lines == [[[1, 50], [3, 60]], [[1, 25]]]
+    assert loss.lines[0].get_xydata().tolist() == [[3, 2.0]]
+    assert [text.get_text().strip() for text in accuracy.texts] == ["stage 2"]
+    assert accuracy.get_ylabel() == "accuracy, %"
