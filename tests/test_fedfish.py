@@ -531,10 +531,6 @@ def test_another_runs_options_are_refused_by_name(tmp_path, options, change):
 # Arguments
 
 
-def elsewhere(parameters):
-    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
-
-
 def test_parameters_that_an_optimizer_refuses_are_told_before_anything_trains():
     def for_matrices(parameters):
         if any(p.dim() != 2 for p in parameters):
@@ -553,10 +549,9 @@ def test_parameters_that_an_optimizer_refuses_are_told_before_anything_trains():
         ({"server_lr": -1.0}, "server_lr must be >= 0, got -1.0"),
         ({"power": -1.0}, "power must be in [0, 1], got -1.0"),
         ({"balance": 1.5}, "balance must be in [0, 1], got 1.5"),
-        ({"server_optimizer": "lbfgs"}, "needs a closure"),
+        ({"server_optimizer": "lbfgs"}, "unknown server_optimizer 'lbfgs'"),
         ({"server_optimizer": MOMENTUM, "server_lr": 1}, "server_lr is for"),
-        ({"server_optimizer": elsewhere}, "'SGD' lacks parameters with which"),
-        ({"server_optimizer": 3}, "server_optimizer must be a name or a factory"),
+        ({"server_optimizer": 3}, "server_optimizer: 'int' object is not callable"),
         ({"server_optimizer": "adm"}, "unknown server_optimizer 'adm'"),
         ({"upload": "product"}, "upload='product' needs an adaptive server_optimizer"),
         (PRODUCTS | {"codec": "small"}, "already has FedAvg's size: leave codec out"),

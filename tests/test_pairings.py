@@ -19,12 +19,9 @@ from flwr.common import FitIns, GetParametersIns, ndarrays_to_parameters
 from flwr.server import Server, SimpleClientManager
 from flwr.serverapp.strategy import FedAvg
 from harness.repeatable import Repeatable
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
 from virtual import (
     close,
     fedfisher_with,
-    node_of,
     quick_app,
     tiny_app,
     tiny_arrays,
@@ -37,11 +34,9 @@ from flwr_fisher.client import LocalSGD, check_fisher, fisher_arrays, identify
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
-    DataError,
     RoundError,
     StructureError,
 )
-from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import (
     FAGH,
     TCT,
@@ -50,7 +45,6 @@ from flwr_fisher.strategies import (
     Scaffold,
 )
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import PREFIX
 
 try:
     from flwr.compat.common import recorddict_compat
@@ -116,32 +110,12 @@ def test_a_plain_app_is_told_before_it_trains(strategy, caplog):
     assert len(said) == 1
 
 
-def test_an_app_with_a_query_of_its_own_that_is_not_ours_is_told():
-    app = Plain()
-
-    @app.query()
-    def query(message, context):
-        content = RecordDict({"mine": MetricRecord({"partition-id": 0})})
-        return Message(content, reply_to=message)
-
-    with pytest.raises(RoundError, match="its ClientApp is not flwr-fisher's"):
-        FedFish().start(LocalGrid(app, 2), tiny_arrays(), num_rounds=1)
-    assert not app.trained
-
-
 def test_a_numpy_client_is_told_before_it_trains():
     app = OlderClientApp(lambda context: Older().to_client())
     text = r"its ClientApp is that of a NumPyClient.*legacy.client_app\(client_fn, mod"
     for strategy in strategies():
         with pytest.raises(RoundError, match=text):
             strategy.start(LocalGrid(app, 2), tiny_arrays(), num_rounds=3)
-
-
-def test_nobody_waits_for_what_stays_as_it_is(clock):
-    grid = ClockedGrid(Plain(), {}, clock, 3)
-    with pytest.raises(RoundError, match="its ClientApp is not flwr-fisher's"):
-        FedFish().start(grid, tiny_arrays(), num_rounds=1)
-    assert clock.now < 10
 
 
 class Mixed(ClientApp):
@@ -156,21 +130,6 @@ class Mixed(ClientApp):
         return (self.other if odd else self.app)(message, context)
 
 
-def named(grid):
-    """The name of a node that tells none."""
-    return f"node-{node_of(grid, 0)}"
-
-
-def test_beside_ours_another_app_is_left_out_by_name(caplog):
-    plain = Plain()
-    grid = LocalGrid(Mixed(plain), 3)
-    result = FedFisherOneShot(fraction_evaluate=0.0).start(grid, tiny_arrays())
-    clients = [upload.client for upload in result.uploads]
-    assert clients == ["partition-1", "partition-2"]
-    assert not plain.trained
-    assert f"Not asking {named(grid)}: its ClientApp is not" in caplog.text
-
-
 def test_one_other_app_does_not_end_a_run_that_waits_for_more(clock):
     late = {2: Behaviour(connected=lambda now: now > 60)}
     grid = ClockedGrid(Mixed(Plain()), late, clock, 3)
@@ -180,21 +139,6 @@ def test_one_other_app_does_not_end_a_run_that_waits_for_more(clock):
         "partition-2",
     ]
     assert 60 < clock.now < 70
-
-
-def test_an_app_that_only_fails_at_the_question_takes_part():
-    """It may be ours, and have lost its disk for a moment."""
-
-    class Fails(ClientApp):
-        def __call__(self, message, context):
-            if message.metadata.message_type == "query":
-                raise OSError("disk")
-            return tiny_app()(message, context)
-
-    result = FedFish(fraction_evaluate=0.0).start(
-        LocalGrid(Fails(), 2), tiny_arrays(), num_rounds=1
-    )
-    assert len(result.uploads) == 2
 
 
 # Flower's own strategies take any client
@@ -262,13 +206,6 @@ def test_our_app_with_a_train_function_tells_it_before_it_trains(strategy):
     assert not plain.trained
 
 
-def test_a_train_function_may_do_a_job_of_its_own():
-    message, context = asked(job="mine")
-    app, reply = OurApp(), Message(RecordDict(), reply_to=message)
-    app.train()(lambda message, context: reply)
-    assert app(message, context) is reply
-
-
 def asked(**options):
     """What a train function is called with."""
     LocalGrid(tiny_app(), 1)
@@ -285,44 +222,6 @@ def test_arrays_of_another_model_are_refused_by_hand(call):
         call(*asked(structure="kfac"), model, loader)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.last.weight = self.first.weight
-
-    def forward(self, x):
-        return self.last(self.first(x))
-
-
-@pytest.mark.parametrize("call", [fisher_arrays, check_fisher])
-def test_keys_that_a_client_cannot_merge_are_refused_by_hand(call):
-    model, (message, context) = Tied(), asked(structure="kfac")
-    batches = [(torch.zeros(1, 3), torch.zeros(1).long())]
-    message.content["arrays"] = ArrayRecord(model.state_dict())
-    with pytest.raises(ClientError, match=r"'last\.weight', the second names of tied"):
-        call(message, context, model, batches)
-    message.content["arrays"] = ArrayRecord(shared_state(model.double()))
-    with pytest.raises(ClientError, match="float64, but the client's model has"):
-        call(message, context, Tied(), batches)
-    adapted = tiny_model()
-    adapted.peft_config = {}
-    names = {f"stripped.{k}": v for k, v in adapted.state_dict().items()}
-    message.content["arrays"] = ArrayRecord(names)
-    with pytest.raises(ClientError, match="PEFT's get_peft_model_state_dict leaves"):
-        call(message, context, adapted, batches)
-
-
-def test_a_check_by_hand_loads_the_arrays_of_the_message():
-    model, (message, context) = Tied(), asked()
-    start = {name: value.clone() for name, value in shared_state(model).items()}
-    message.content["arrays"] = ArrayRecord(start)
-    other = Tied()
-    check_fisher(message, context, other, [])
-    assert all(torch.equal(v, other.state_dict()[k]) for k, v in start.items())
-    assert other.last.weight is other.first.weight
-
-
 def test_what_would_fail_after_a_training_by_hand_fails_before():
     model = tiny_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -335,68 +234,6 @@ def test_what_would_fail_after_a_training_by_hand_fails_before():
     masks = [(x, torch.zeros(len(x), 3)) for x, _ in loader]
     with pytest.raises(StructureError, match="labels have the outputs' shape"):
         check_fisher(*asked(structure="kfac"), model, masks)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_examples": 8}])
-def test_batches_that_come_once_are_checked_without_being_read(options):
-    """They could not be counted, which `fisher_arrays` is told and a check need not."""
-    message, context = asked(structure="kfac")
-    batches = (batch for batch in tiny_client().problem.trainloader)
-    check_fisher(message, context, tiny_model(), batches, **options)
-    arrays = fisher_arrays(message, context, tiny_model(), batches, num_examples=8)
-    assert any(key.startswith(PREFIX) for key in arrays)
-    with pytest.raises(DataError, match="reads the loader twice"):
-        check_fisher(*asked(structure="ekfac"), tiny_model(), batches, **options)
-
-
-class Stream(IterableDataset):
-    """Draws random numbers, and ends only once somebody has read enough."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        for i in range(self.count):
-            yield torch.rand(3), i % 2
-
-
-def test_a_stream_is_counted_by_hand_only_where_its_number_counts():
-    loader, random = DataLoader(Stream(8), 4), torch.get_rng_state()
-    arrays = fisher_arrays(*asked(structure="kfac"), tiny_model(), loader)
-    assert any(key.startswith(PREFIX) for key in arrays)
-    assert torch.equal(torch.get_rng_state(), random)
-    endless = DataLoader(Stream(10**12), 4)
-    assert [*fisher_arrays(*asked(), tiny_model(), endless)] == [*tiny_arrays()]
-
-
-def test_what_was_frozen_after_a_training_by_hand_has_its_fisher():
-    loader, uploads, model = tiny_client().problem.trainloader, [], tiny_model()
-    LocalSGD()(model, loader, torch.device("cpu"), {})
-    for freezes in (False, True):
-        model[0].requires_grad_(not freezes)
-        arrays = fisher_arrays(*asked(structure="kfac"), model, loader)
-        assert model[0].weight.requires_grad is not freezes
-        uploads.append({name: array.numpy() for name, array in arrays.items()})
-    assert uploads[0].keys() == uploads[1].keys()
-    assert all((uploads[1][name] == array).all() for name, array in uploads[0].items())
-
-
-def test_what_a_training_by_hand_cannot_do_is_told_before_it():
-    loader = tiny_client().problem.trainloader
-    with pytest.raises(DataError, match="it is a mapping of 'a', 'b'"):
-        check_fisher(*asked(structure="kfac"), tiny_model(), {"a": loader, "b": loader})
-    with pytest.raises(ClientError, match="requests the job 'tct-check', but fisher"):
-        check_fisher(*asked(check="tct-check"), tiny_model(), loader)
-    with pytest.raises(DataError, match="no training examples"):
-        check_fisher(*asked(structure="kfac"), tiny_model(), DataLoader([], 4))
-
-
-@pytest.mark.parametrize("call", [fisher_arrays, check_fisher])
-def test_fedfishs_last_epoch_is_none_of_a_training_by_hand(call):
-    loader = tiny_client().problem.trainloader
-    with pytest.raises(ClientError, match="needs train_fn=LocalSGD") as caught:
-        call(*asked(job="fedfish", source="last-epoch"), tiny_model(), loader)
-    assert str(caught.value).endswith("not your own training, before fisher_arrays")
 
 
 # Servers of Flower's older kind

@@ -1,9 +1,7 @@
 """The pages that are made from committed numbers: none is stale, each claim holds."""
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -63,15 +61,6 @@ def test_every_benchmark_is_run_in_small_or_left_out_with_a_reason():
     assert all(smoke.LEFT_OUT.values())
 
 
-def test_in_small_no_page_of_results_is_written(tmp_path):
-    from harness.size import FOLDER
-
-    code = "from harness.page import CACHE, RESULTS; print(CACHE, RESULTS, sep='\\n')"
-    env = os.environ | {FOLDER: str(tmp_path), "PYTHONPATH": str(BENCHMARKS)}
-    told = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
-    assert all(Path(folder).is_relative_to(tmp_path) for folder in told.split("\n")[:2])
-
-
 def runs():
     papers = tomllib.loads((BENCHMARKS / "papers.toml").read_text())
     said = [each for paper in papers.values() for each in list(paper.values())[1:]]
@@ -106,17 +95,6 @@ def test_the_page_of_hostile_clients_names_tests_that_there_are():
     named = set(re.findall(r"`(test_\w+)`", page))
     assert named
     assert {name for name in named if f"def {name}(" not in tests} == set()
-
-
-def test_the_one_shot_table_and_five_figures_of_the_papers_are_quoted():
-    root = BENCHMARKS.parent
-    pages = [root / "README.md", root / "docs" / "results.md"]
-    text = "\n".join(page.read_text() for page in pages)
-    quoted = dict(re.findall(r"<!--= (\S+)[^\n]* -->\n(.*?)<!--=-->", text, re.DOTALL))
-    rows = {kind: lines.strip().splitlines()[2:] for kind, lines in quoted.items()}
-    assert len(rows["one-shot"]) > 8
-    assert len(rows["figures"]) == 5
-    assert quoted["count"].startswith("Of ")
 
 
 PAGE = """# A page
@@ -166,22 +144,3 @@ def requoted(monkeypatch, tmp_path):
 def test_a_quoted_figure_is_the_cell_that_its_link_names(title, figure, requoted):
     text = 'It is [{}](../results/some.md "{}") here, [see](../results/some.md).'
     assert requoted(text.format("old", title)) == text.format(figure, title)
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ('[1](../results/some.md "ours :: ViT")', "some: no column 'ViT'"),
-        ('[1](../results/some.md "nobody :: CNN")', "no row 'nobody'"),
-        ('[1](../results/some.md "Other :: ours :: CNN")', "some: no table in Other"),
-        ('[1](../results/none.md "ours :: CNN")', "none: no table"),
-        ("<!--= table some :: LeNet :: nobody -->\n\n<!--=-->", "no row with one of"),
-        ("<!--= table some#Longer :: 1 :: 1; 9 -->\n\n<!--=-->", "no row with .*'9'"),
-        ("<!--= verse :: a -->\n\n<!--=-->", "no 'verse' to quote, but table, words"),
-    ],
-)
-def test_a_quote_of_what_is_not_there_is_told(text, why, requoted):
-    from harness.quotes import QuoteError
-
-    with pytest.raises(QuoteError, match=rf"page\.md: .*{why}"):
-        requoted(text)

@@ -7,11 +7,10 @@ import rivals_path  # noqa: F401
 import torch
 import torch.nn.functional as F
 from oracles import randn, relative, seeded
-from rivals import fedcgs, fens, gh_lda, logits_of, regmean, regmean_plus_plus
+from rivals import fedcgs, fens, gh_lda, regmean, regmean_plus_plus
 from torch import nn
 
 from flwr_fisher.curvature import fisher
-from flwr_fisher.errors import ConfigurationError, StructureError
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
 from flwr_fisher.tangent.frozen_head import HeadSums, head_sums
@@ -102,66 +101,6 @@ def least_squares(inputs, weights, biases, shares, positions=1):
     return torch.linalg.lstsq(torch.cat(rows), torch.cat(wanted)).solution.mT
 
 
-def test_of_one_layer_it_is_regmean():
-    models = [seeded(lambda: nn.Linear(4, 3).double(), seed) for seed in range(2)]
-    params = [shared_state(m) for m in models]
-    x = [randn(5 + i, 30, 4, dtype=torch.float64) for i in range(2)]
-    own = [
-        LocalPosterior(p, fisher(m, [each], structure="kfac"), 7)
-        for m, p, each in zip(models, params, x, strict=True)
-    ]
-    merged = regmean_plus_plus(models[0], params, [[each] for each in x], [7, 7])
-    wanted = regmean(own, off_diagonal=0.95)
-    assert all(relative(merged[k], v) < 1e-9 for k, v in wanted.items())
-
-
-def test_alike_clients_keep_their_network_and_the_model_stays_as_it_was():
-    models, params, batches = given()
-    before = shared_state(models[1])
-    before = {k: v.clone() for k, v in before.items()}
-    merged = regmean_plus_plus(models[1], [params[0]] * 3, batches, [1, 1, 1])
-    assert all(relative(merged[k], v) < 1e-9 for k, v in params[0].items())
-    assert all(torch.equal(before[k], v) for k, v in shared_state(models[1]).items())
-    assert all(p.requires_grad for p in models[1].parameters())
-
-
-def test_layers_are_merged_in_the_order_of_their_calls():
-    class Backwards(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.last, self.first = nn.Linear(3, 2), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.last(self.first(x).relu())
-
-    def renamed(params):
-        return {{"first": "0", "last": "2"}[k.split(".")[0]] + k[-7:]: params[k]
-                for k in params}  # fmt: skip
-
-    twins = [seeded(Backwards, seed).double() for seed in range(2)]
-    for twin in twins:
-        for name in ("first", "last"):
-            twin.get_submodule(name).bias = None
-    straight = nn.Sequential(
-        nn.Linear(4, 3, bias=False), nn.ReLU(), nn.Linear(3, 2, bias=False)
-    ).double()
-    params = [shared_state(twin) for twin in twins]
-    batches = [[randn(i, 20, 4, dtype=torch.float64)] for i in range(2)]
-    got = regmean_plus_plus(twins[0], params, batches, [1, 2])
-    there = [renamed(p) for p in params]
-    want = regmean_plus_plus(straight, there, batches, [1, 2])
-    assert all(relative(renamed(got)[k], v) < 1e-12 for k, v in want.items())
-
-
-def test_regmean_plus_plus_names_what_is_wrong():
-    models, params, batches = given()
-    with pytest.raises(ConfigurationError, match="3 clients' parameters, 2 clients'"):
-        regmean_plus_plus(models[0], params, batches[:2], [1, 1, 1])
-    norm = nn.BatchNorm1d(2)
-    with pytest.raises(StructureError, match="a linear layer or a"):
-        regmean_plus_plus(norm, [shared_state(norm)], [[randn(0, 4, 2)]], [1])
-
-
 # FedCGS and GH-LDA
 
 
@@ -192,53 +131,7 @@ def test_a_gaussian_head_is_that_of_the_pooled_data_whatever_the_split(head):
     assert relative(bias, prior - quadratic / 2) < 1e-6
 
 
-def test_two_gaussians_on_a_line_part_where_they_should():
-    """Midway, and towards the rarer by its log odds times the variance's share."""
-    spread = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
-    x = torch.cat([spread.repeat(3, 1), 4 + spread])
-    y = torch.tensor([0] * 6 + [1] * 2)
-    weight, bias = gh_lda(sums_of(x, y, 2), shrink=0)
-    where = float((bias[0] - bias[1]) / (weight[1] - weight[0]))
-    variance = 8 / (8 - 2)
-    assert where == pytest.approx(2 + variance * math.log(3) / 4, rel=1e-5)
-    even = sums_of(torch.cat([x[:2], x[6:]]), torch.tensor([0, 0, 1, 1]), 2)
-    for head in (fedcgs, gh_lda):
-        weight, bias = head(even)
-        assert float((bias[0] - bias[1]) / (weight[1] - weight[0])) == pytest.approx(2)
-
-
-def test_a_dead_feature_and_a_class_that_nobody_has_are_no_error():
-    x, y = randn(0, 30, 3, dtype=torch.float64), torch.arange(30) % 2
-    x[:, 2] = 0
-    for head in (fedcgs, gh_lda):
-        weight, bias = head(sums_of(x, y, 3))
-        assert torch.isfinite(weight).all()
-        assert not weight[:, 2].any()
-        assert ((x @ weight.mT + bias).argmax(1) < 2).all()
-
-
-def test_a_gaussian_head_needs_the_classes_counts():
-    head = nn.Sequential(nn.Linear(3, 2, bias=False)).double()
-    sums = head_sums(head, [(randn(0, 5, 3).double(), torch.arange(5) % 2)], "0")
-    with pytest.raises(ConfigurationError, match="a head with a bias"):
-        fedcgs(sums)
-
-
 # FENS
-
-
-def test_fens_finds_who_is_right_where_the_mean_is_always_wrong():
-    """One network knows all, two are sure of the next class: a vote is never right."""
-    y = torch.arange(60) % 3
-    right, wrong = (3.0 * F.one_hot((y + k) % 3, 3) for k in (0, 1))
-    z = torch.stack([right, wrong, wrong], dim=1)
-    assert not (z.softmax(-1).mean(1).argmax(1) == y).any()
-    parts = [torch.arange(60)[y == c] for c in range(3)]  # a class each
-    aggregator = fens(
-        [z[part] for part in parts], [y[part] for part in parts],
-        rounds=150, server_lr=0.01,
-    )  # fmt: skip
-    assert (aggregator(z).argmax(1) == y).all()
 
 
 def test_a_round_of_fens_is_fedadams_step_by_what_clients_took_theirs_on():
@@ -258,16 +151,3 @@ def test_a_round_of_fens_is_fedadams_step_by_what_clients_took_theirs_on():
         change = (2 * one + 10 * other) / 12
         m, v = 0.1 * change, 0.01 * change**2
         torch.testing.assert_close(now, before + 1e-3 * m / (v.sqrt() + 1e-3))
-
-
-def test_fens_asks_every_network_and_leaves_the_model_as_it_was():
-    models, params, batches = given()
-    x, y = batches[0][0], torch.arange(40) % 3
-    before = {k: v.clone() for k, v in shared_state(models[2]).items()}
-    z, labels = logits_of(models[2], params, [(x[:25], y[:25]), (x[25:], y[25:])])
-    assert torch.equal(labels, y)
-    for member, model in enumerate([net(0), net(1), net(2)]):
-        torch.testing.assert_close(z[:, member], model(x))
-    assert all(torch.equal(before[k], v) for k, v in shared_state(models[2]).items())
-    with pytest.raises(ConfigurationError, match="clients that all have examples"):
-        fens([z, z[:0]], [y, y[:0]])

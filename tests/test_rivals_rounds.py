@@ -95,21 +95,6 @@ def test_a_round_of_fedexp_is_what_a_pencil_gives(first, epsilon, lr, mean):
     assert result.train_metrics_clientapp[1]["server-lr"] == pytest.approx(lr)
 
 
-def test_fedexp_reports_the_mean_of_two_iterates_and_goes_on_from_the_last():
-    train = LocalSGD(lr=0.3, momentum=0.0)
-    two, three, mean = (
-        run(strategy, net, tensors(), train, rounds)
-        for strategy, rounds in (
-            (FedExP(fraction_evaluate=0.0), 2),
-            (FedExP(fraction_evaluate=0.0), 3),
-            (FedExP(fraction_evaluate=0.0, average_last_two=True), 3),
-        )
-    )
-    one, other, got = (arrays_to_tensors(r.arrays) for r in (two, three, mean))
-    for name, value in got.items():
-        torch.testing.assert_close(value, (one[name] + other[name]) / 2)
-
-
 # FedGA
 
 

@@ -106,15 +106,6 @@ def test_equal_fishers_give_fedavg_bit_for_bit(dtype, value):
             assert torch.equal(got[key], want[key])
 
 
-@pytest.mark.parametrize("factor", [2.0**-100, 0.5, 2.0**60])
-def test_the_common_scale_of_fishers_does_not_matter(factor):
-    deltas, fishers = clients(0, dtype=torch.float64)
-    want = fedfish_average(deltas, fishers, WEIGHTS)
-    scaled = [{k: v * factor for k, v in f.items()} for f in fishers]
-    got = fedfish_average(deltas, scaled, WEIGHTS)
-    assert all(torch.equal(got[k], want[k]) for k in want)
-
-
 @pytest.mark.parametrize("size", [1e-320, 1e-200, 1e150, 1e308])
 def test_tiny_and_huge_fishers(size):
     deltas = [
@@ -154,17 +145,6 @@ def test_buffers_without_a_fisher_are_averaged_in_their_place():
     assert all(
         torch.equal(fedfish_average(deltas, bare, WEIGHTS)[k], want[k]) for k in want
     )
-
-
-def test_arguments_are_left_alone_and_order_comes_from_the_first_client():
-    deltas, fishers = clients(0)
-    deltas[1] = dict(reversed(deltas[1].items()))
-    fishers[2] = dict(reversed(fishers[2].items()))
-    before = [{k: v.clone() for k, v in t.items()} for t in (*deltas, *fishers)]
-    got = fedfish_average(deltas, fishers, WEIGHTS)
-    assert_close(got, entry_by_entry(deltas, fishers, WEIGHTS))
-    for old, new in zip(before, (*deltas, *fishers), strict=True):
-        assert all(torch.equal(old[k], new[k]) for k in old)
 
 
 def test_a_quotient_of_sums_keeps_the_mean_where_there_is_no_fisher():

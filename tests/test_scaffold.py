@@ -1,6 +1,5 @@
 """SCAFFOLD as a strategy: its optimum, its clients' memory, and what it owes users."""
 
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,21 +11,14 @@ import virtual
 from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     Watched,
     ask,
-    change_array,
     close,
-    drop_array,
-    fail,
-    left_out,
     plane,
     same_bits,
-    set_array,
     tiny_app,
-    tiny_arrays,
     tiny_client,
     tiny_data,
 )
@@ -54,41 +46,6 @@ def state_files():
 
 def scaffold(**options):
     return Scaffold(**{"fraction_evaluate": 0.0, **options})
-
-
-def test_the_server_goes_as_far_as_its_lr_says():
-    start, whole, half = (
-        arrays_to_tensors(arrays)
-        for arrays in (
-            tiny_arrays(),
-            run(scaffold()).arrays,
-            run(scaffold(server_lr=0.5)).arrays,
-        )
-    )
-    for key in ("0.weight", "3.bias"):
-        torch.testing.assert_close(half[key], (start[key] + whole[key]) / 2)
-    assert torch.equal(half["1.running_var"], whole["1.running_var"])
-
-
-@pytest.mark.parametrize(
-    ("tamper", "field"),
-    [
-        (drop_array("3.bias"), "3.bias"),
-        (drop_array("control/3.bias"), "control/3.bias"),
-        (set_array("control/9.bias", [1.0]), "control/9.bias"),
-        (change_array("control/0.weight", lambda a: a.T), "control/0.weight"),
-        (change_array("control/0.weight", lambda a: a * float("nan")), "control/0"),
-        (change_array("control/0.weight", lambda a: a.astype("f8")), "control/0"),
-        (fail, "error"),
-    ],
-)
-def test_a_bad_reply_is_named_and_tolerated(tamper, field, caplog):
-    result = run(scaffold(), Watched(tamper={2: tamper}), 4)
-    assert len(result.uploads) == 3
-    assert result.train_metrics_clientapp[1]["num-rejected"] == 1
-    said = "\n".join(left_out(caplog))
-    assert re.search(f"partition-2: node .*'{re.escape(field)}", said)
-    assert close(result.arrays, run(scaffold(), tiny_app([0, 1, 3])).arrays, 1e-6)
 
 
 # Identical clients are one, and one is SGD
@@ -267,10 +224,6 @@ def test_the_state_is_on_the_clients_disk_and_not_in_its_context():
     assert len({p.parent.name for p in state_files()}) == 2
 
 
-def as_sent(tensors):
-    return ArrayRecord({f"server/{key}": value for key, value in tensors.items()})
-
-
 # Stopped, and resumed
 
 
@@ -310,33 +263,6 @@ def test_a_round_that_failed_is_repeated_from_where_it_began(tmp_path):
 def test_what_a_client_must_be(train_fn, config, reason):
     with pytest.raises(ClientError, match=reason):
         ask(tiny_client(0, train_fn=train_fn), config={"job": "scaffold"} | config)
-
-
-def test_a_parameter_that_a_clients_loss_does_not_reach_still_follows_the_others(
-    tmp_path,
-):
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.used(x)
-
-    model = Half()
-    sent = {f"control/{k}": torch.ones_like(v) for k, v in model.named_parameters()}
-    sent |= {"run": torch.tensor(1), "steps": torch.tensor(0)}
-    arrays = ArrayRecord({**ArrayRecord(shared_state(model)), **as_sent(sent)})
-    before = model.unused.bias.detach().clone()
-    loader = DataLoader(tiny_data(1), batch_size=5)
-    client = FisherClient(
-        model, loader, train_fn=plain_sgd(lr=0.5), state_dir=tmp_path, device="cpu"
-    )
-    reply = virtual.tensors_of(ask(client, arrays, {"job": "scaffold"}))
-    torch.testing.assert_close(reply["unused.bias"], before - 2 * 0.5)
-    torch.testing.assert_close(
-        reply["control/unused.bias"], torch.zeros(3), rtol=0, atol=1e-6
-    )
 
 
 # The roster

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from flwr_fisher.errors import ConfigurationError, ParamsError
-from flwr_fisher.rounds import OPTIMIZERS, make_optimizer, server_step
+from flwr_fisher.rounds import make_optimizer, server_step
 
 OTHERS = ("asgd", "nadam", "radam", "rprop")
 FACTORIES = {
@@ -84,16 +84,6 @@ def test_saved_and_restored_it_is_one_optimiser_bit_for_bit(name, dtype, tmp_pat
         assert torch.equal(params[key], value), key
 
 
-def test_the_state_is_called_after_parameter_and_entry():
-    _, state = server_step(start(), gradients()[0], {}, make_optimizer("adam", 0.1))
-    entries = ("exp_avg", "exp_avg_sq", "step")
-    names = ("a.w", "b", "scale")
-    assert sorted(state) == [f"{n}/{e}" for n in names for e in entries]
-    assert state["a.w/exp_avg"].shape == (3, 4)
-    assert float(state["b/step"]) == 1
-    assert server_step(start(), gradients()[0], {}, make_optimizer("sgd", 1.0))[1] == {}
-
-
 def test_only_what_has_a_floating_gradient_is_stepped():
     params, gradient = start(), {"b": torch.ones(3), "count": torch.tensor(2)}
     factory = make_optimizer("adam", 0.1)
@@ -131,55 +121,17 @@ def test_a_gradient_of_another_precision_takes_the_parameters():
     assert torch.equal(got["b"], start()["b"] - gradients()[0]["b"])
 
 
-class Odd(torch.optim.SGD):
-    """Keeps what no optimiser of torch keeps: Python values."""
-
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            if not state:
-                state |= {"t": 0, "decay": 1.0, "warm": True, "buffer": None}
-            assert type(state["t"]) is int
-            assert type(state["decay"]) is float
-            assert type(state["warm"]) is bool
-            assert state["buffer"] is None
-            state["t"] += 1
-            state["decay"] /= 3
-            state["warm"] = state["t"] < 2
-            p.data -= p.grad * state["decay"] * (2 if state["warm"] else 1)
-
-
-def test_values_that_are_no_tensors_come_back_as_what_they_were():
-    params, state = start(), {}
-    for gradient in gradients():
-        params, state = server_step(params, gradient, state, Odd)
-        assert all(isinstance(value, Tensor) for value in state.values())
-    want = uninterrupted(Odd)
-    assert all(torch.equal(params[k], want[k]) for k in want)
-    assert int(state["b/t:int"]) == 6
-
-
-def test_every_name_makes_its_optimiser():
-    assert {"sgd", "adam", "adamw", "adagrad", "rmsprop"} <= set(OPTIMIZERS)
-    assert set(OPTIMIZERS).isdisjoint({"optimizer", "lbfgs", "sparseadam"})
-    for name in OPTIMIZERS:
-        made = make_optimizer(name, 0.5)([nn.Parameter(torch.zeros(2, 2))])
-        assert type(made).__name__.lower() == name
-        assert made.param_groups[0]["lr"] == 0.5
-
-
 @pytest.mark.parametrize(
     ("optimizer", "lr", "message"),
     [
-        ("LBFGS", 1.0, "closure"),
+        ("LBFGS", 1.0, "unknown optimizer 'lbfgs'; known: adadelta"),
         (torch.optim.LBFGS, None, "closure"),
-        ("sparseadam", 1.0, "sparse"),
-        (torch.optim.SparseAdam, None, "sparse"),
+        (torch.optim.SparseAdam, None, "dense gradients"),
         ("sgd", -0.1, "lr must be >= 0"),
         ("sgd", float("nan"), "lr must be >= 0"),
         (partial(torch.optim.SGD, lr=-1.0), None, "Invalid learning rate"),
         (partial(torch.optim.SGD, lt=1.0), None, "lt"),
-        (lambda parameters: None, None, "not a NoneType"),
+        (lambda parameters: None, None, "'NoneType' .* a factory such as"),
         (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), None, "or a factory such"),
     ],
 )
@@ -188,42 +140,12 @@ def test_what_cannot_be_a_servers_optimiser(optimizer, lr, message):
         make_optimizer(optimizer, lr)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="new in torch 2.9")
-def test_an_optimiser_that_refuses_a_parameter_says_why():
-    with pytest.raises(ConfigurationError, match="2D"):
-        server_step(start(), gradients()[0], {}, make_optimizer("muon", 0.1))
-
-
-def test_state_that_would_be_lost_is_refused():
-    class InGroups(torch.optim.SGD):
-        def step(self, closure=None):
-            self.param_groups[0]["t"] = self.param_groups[0].get("t", 0) + 1
-
-    class Global(torch.optim.SGD):
-        def step(self, closure=None):
-            self.state["t"] = torch.tensor(1)
-
-    class Lists(torch.optim.SGD):
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["history"] = [p]
-
-    for kind, message in (
-        (InGroups, "InGroups keeps state that belongs to no parameter"),
-        (Global, "Global keeps state that belongs to no parameter"),
-        (Lists, "'a.w/history' is a list"),
-    ):
-        with pytest.raises(ConfigurationError, match=message):
-            server_step(start(), gradients()[0], {}, kind)
-
-
 @pytest.mark.parametrize(
     ("gradient", "message"),
     [
         ({"c": torch.ones(1)}, r"lack the keys \['c'\]"),
         ({"b": torch.ones(1)}, r"'b' has shape \(1,\), expected \(3,\)"),
         ({"b": torch.tensor([0.0, float("nan"), 0.0])}, "'b' holds NaN or infinity"),
-        ({"count": torch.tensor(1.0)}, r"'count' is torch.float32, but the parameter"),
     ],
 )
 def test_an_unusable_gradient_is_named(gradient, message):
@@ -231,9 +153,15 @@ def test_an_unusable_gradient_is_named(gradient, message):
         server_step(start(), gradient, {}, make_optimizer("sgd", 1.0))
 
 
-@pytest.mark.parametrize("key", ["c/step", "b/step:complex"])
-def test_a_state_of_another_model_is_refused(key):
-    with pytest.raises(ParamsError, match=f"optimizer's state '{key}'"):
-        server_step(
-            start(), gradients()[0], {key: torch.ones(())}, make_optimizer("adam")
-        )
+def test_a_state_that_belongs_to_no_parameter_is_refused():
+    state = {"c/step": torch.ones(())}
+    with pytest.raises(ParamsError, match="optimizer's state 'c/step'"):
+        server_step(start(), gradients()[0], state, make_optimizer("adam"))
+
+    class Lists(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["history"] = [p]
+
+    with pytest.raises(ConfigurationError, match=r"'a.w/history' is no tensor"):
+        server_step(start(), gradients()[0], {}, Lists)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from same_bits import APPS, cases, federation
 
-from flwr_fisher.strategies import FedAvg
+from flwr_fisher.strategies import FedFish
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,10 +18,10 @@ def same_nodes(monkeypatch):
 
 
 def test_the_same_code_gives_the_same_bits_and_other_options_do_not():
-    run = partial(federation, FedAvg, rounds=1, momentum=0.0)
+    run = partial(federation, FedFish, rounds=1, momentum=0.0)
     digests = run()
     assert digests == run()
-    other = run(epsilon=1.0)
+    other = run(server_lr=0.5)
     assert digests.keys() == other.keys()
     assert digests["model"] != other["model"]
     uploads = [key for key in digests if key.startswith("upload train")]

@@ -1,9 +1,7 @@
 """The server's optimiser: one torch step on a pseudo-gradient (Reddi et al. 2021)."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from flwr_fisher.errors import (
     ConfigurationError,
     ParamsError,
-    UnknownNameError,
+    check_known,
     check_range,
 )
 from flwr_fisher.params import Params, check_finite, check_same_layout, select
@@ -26,12 +24,6 @@ _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     and kind is not torch.optim.Optimizer
 }
 OPTIMIZERS = tuple(sorted(_CLASSES.keys() - {"lbfgs", "sparseadam"}))
-# An optimiser's Python values as tensors, whose keys name the former type.
-_PLAIN: dict[str, Callable[[Tensor], Any]] = {
-    "": lambda tensor: tensor,
-    "None": lambda tensor: None,
-    **{kind.__name__: lambda tensor: tensor.item() for kind in (bool, int, float)},
-}
 
 
 def make_optimizer(
@@ -58,9 +50,8 @@ def make_optimizer(
     UnknownNameError
         If there is no such optimiser.
     ConfigurationError
-        If `lr` is negative, torch refuses an argument, the optimiser cannot step on a
-        dense gradient alone (LBFGS, SparseAdam), or it lacks a given parameter. The
-        factory raises it, too.
+        If `lr` is negative, or if the optimiser cannot be made, or cannot step on a
+        dense gradient alone (LBFGS, SparseAdam).
 
     Examples
     --------
@@ -69,19 +60,30 @@ def make_optimizer(
     'Adam'
     """
     if isinstance(optimizer, str):
-        if optimizer.lower() not in _CLASSES:
-            raise UnknownNameError(name, optimizer, OPTIMIZERS)
+        check_known(name, optimizer.lower(), OPTIMIZERS)
         optimizer = _CLASSES[optimizer.lower()]
         if lr is not None:
             check_range("lr", lr, 0)
             optimizer = partial(optimizer, lr=lr)
-    elif not callable(optimizer):
+    trial = nn.Parameter(torch.zeros(1, 1))
+    trial.grad = torch.zeros(1, 1)
+    try:
+        optimizer([trial]).step()
+    except Exception as error:
         raise ConfigurationError(
-            f"{name} must be a name or a factory such as functools.partial("
-            f"torch.optim.SGD, lr=1.0), got {type(optimizer).__name__}"
-        )
-    _build(optimizer, [nn.Parameter(torch.zeros(1, 1))])
-    return partial(_build, optimizer)
+            f"{name}: {error}: pass the name of a torch optimizer that steps on a "
+            "gradient, or a factory such as functools.partial(torch.optim.SGD, lr=1.0)"
+        ) from error
+    return partial(_made, optimizer)
+
+
+def _made(
+    optimizer: OptimizerFactory, parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    try:
+        return optimizer(parameters)
+    except ValueError as error:  # such as Muon's, of a vector
+        raise ConfigurationError(f"the server's optimizer: {error}") from error
 
 
 def server_step(
@@ -115,8 +117,7 @@ def server_step(
     params, state : dict[str, Tensor]
         The new parameters in the old ones' order, and the optimiser's state under keys
         ``<param>/<entry>``. If the state is saved and restored between steps, the
-        parameters are those of one optimiser, bit for bit. A Python value's key ends in
-        ``:<type>``.
+        parameters are those of one optimiser, bit for bit.
 
     Raises
     ------
@@ -124,8 +125,8 @@ def server_step(
         If `gradient` or `state` names what `params` lack, if shapes differ, or if a
         gradient, a stepped parameter or its new state is not finite.
     ConfigurationError
-        If the optimiser needs a closure or sparse gradients, refuses a parameter, or
-        keeps state that cannot be saved.
+        If the optimiser refuses a parameter, or keeps state that is no tensor of a
+        parameter.
 
     Examples
     --------
@@ -134,124 +135,40 @@ def server_step(
     >>> server_step(params, {"w": torch.tensor([0.25, 0.5])}, {}, factory)
     ({'w': tensor([0.7500, 0.5000]), 'count': tensor(7)}, {})
     """
-    stepped = {
-        name: nn.Parameter(params[name].detach().clone())
-        for name in _stepped(params, gradient)
+    check_same_layout(select(params, gradient), gradient, "the gradient")
+    check_finite(gradient, "the gradient")
+    parameters = {
+        name: nn.Parameter(value.detach().clone())
+        for name, value in params.items()
+        if name in gradient and gradient[name].is_floating_point()
     }
-    for name, parameter in stepped.items():
-        parameter.grad = gradient[name].detach().to(parameter, copy=True)
-    kept, own = _restored(state, params, stepped)
-    if stepped:
-        optimizer = _build(factory, list(stepped.values()))
-        optimizer.state.update({stepped[name]: own[name] for name in own})
-        settings = _settings(optimizer)
-        _translated(optimizer.step)
-        names: dict[Tensor, str] = {p: name for name, p in stepped.items()}
-        if _settings(optimizer) != settings or optimizer.state.keys() - names.keys():
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} keeps state that belongs to no parameter, "
-                "and the server would lose it between rounds: use an optimizer of "
-                "torch.optim"
-            )
-        for p, entries in optimizer.state.items():
-            kept |= dict(_saved(f"{names[p]}/{k}", v) for k, v in entries.items())
-    moved = {name: value.detach() for name, value in stepped.items()}
+    kept = dict(state)
+    if parameters:
+        for name, parameter in parameters.items():
+            parameter.grad = gradient[name].detach().to(parameter, copy=True)
+        optimizer = factory(list(parameters.values()))
+        for key, tensor in state.items():
+            name, _, entry = key.rpartition("/")
+            if name not in params:
+                raise ParamsError(f"the optimizer's state '{key}' has no parameter")
+            if name in parameters:
+                # A step count stays on its device, as torch leaves it.
+                device = tensor if entry == "step" else parameters[name]
+                own = tensor.detach().to(device.device, copy=True)
+                optimizer.state[parameters[name]][entry] = own
+        optimizer.step()
+        names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
+        for owner, entries in optimizer.state.items():
+            for entry, value in entries.items():
+                key = f"{names.get(owner)}/{entry}"
+                if owner not in names or not isinstance(value, Tensor):
+                    raise ConfigurationError(
+                        f"the optimizer's state '{key}' is no tensor of a parameter, "
+                        "and would be lost: use an optimizer of torch.optim"
+                    )
+                kept[key] = value.detach()
+    moved = {name: value.detach() for name, value in parameters.items()}
     check_finite(moved, "the server optimizer's step")
     # A square that overflowed would stop its parameter for good.
     check_finite(kept, "the server optimizer's state")
     return {k: moved.get(k, v) for k, v in params.items()}, kept
-
-
-def _stepped(params: Params, gradient: Params) -> list[str]:
-    """Return the names to step, in the order of the parameters."""
-    check_same_layout(select(params, gradient), gradient, "the gradient")
-    for name, value in gradient.items():
-        if not value.is_floating_point():
-            continue
-        if not params[name].is_floating_point():
-            raise ParamsError(
-                f"the gradient's '{name}' is {value.dtype}, but the parameter is "
-                f"{params[name].dtype}: leave it out of the gradient"
-            )
-        if not value.isfinite().all():
-            raise ParamsError(f"the gradient's '{name}' holds NaN or infinity")
-    return [k for k in params if k in gradient and gradient[k].is_floating_point()]
-
-
-def _build(
-    factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    parameters = list(parameters)
-    optimizer = _translated(lambda: factory(parameters))
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(
-            f"the optimizer's factory must return a torch optimizer, not a {name}"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigurationError(
-            f"optimizer '{name}' takes sparse gradients, but a pseudo-gradient is "
-            "dense: use another optimizer"
-        )
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not known.issuperset(map(id, parameters)):
-        raise ConfigurationError(
-            f"optimizer '{name}' lacks parameters with which its factory is called, so "
-            "it would not move them: make it of these, for example by "
-            "functools.partial(torch.optim.SGD, lr=1.0)"
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigurationError(
-            f"optimizer '{name}' needs a closure, but a server has no loss to "
-            "evaluate: use another optimizer"
-        )
-    return optimizer
-
-
-def _translated(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"the server's optimizer: {error}") from error
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> str:
-    groups = (group.items() for group in optimizer.param_groups)
-    return str([[item for item in group if item[0] != "params"] for group in groups])
-
-
-def _saved(key: str, value: Any) -> tuple[str, Tensor]:
-    """Return a state's entry as a tensor, under a key that names its type."""
-    if isinstance(value, Tensor):
-        return key, value.detach()
-    kind = "None" if value is None else type(value).__name__
-    if kind not in _PLAIN:
-        raise ConfigurationError(
-            f"the optimizer's state '{key}' is a {kind}, and only tensors and numbers "
-            "can be saved: use an optimizer of torch.optim"
-        )
-    dtype = torch.float64 if isinstance(value, float) else None
-    return f"{key}:{kind}", torch.tensor([] if value is None else value, dtype=dtype)
-
-
-def _restored(
-    state: Mapping[str, Tensor], params: Params, stepped: Mapping[str, nn.Parameter]
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return the other parameters' state, and the entries of each to step."""
-    kept, own = dict[str, Tensor](), dict[str, dict[str, Any]]()
-    for key, tensor in state.items():
-        name, _, entry = key.rpartition("/")
-        entry, _, kind = entry.partition(":")
-        if name not in params or kind not in _PLAIN:
-            raise ParamsError(f"the optimizer's state '{key}' belongs to no parameter")
-        if name in stepped:
-            value = _PLAIN[kind](tensor)
-            if isinstance(value, Tensor):
-                # A step count stays on its device, as torch leaves it.
-                device = value.device if entry == "step" else stepped[name].device
-                value = value.detach().to(device, copy=True)
-            own.setdefault(name, {})[entry] = value
-        else:
-            kept[key] = tensor
-    return kept, own
