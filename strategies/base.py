@@ -20,8 +20,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from flwr_fisher.callbacks import Callback
-from flwr_fisher.callbacks.base import checked_callbacks
+from flwr_fisher.callbacks import Callback, checked_callbacks
 from flwr_fisher.devices import check_default_device
 from flwr_fisher.errors import (
     ConfigurationError,

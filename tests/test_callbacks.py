@@ -1,8 +1,4 @@
-"""What is told of a run while it goes on, and ends it early."""
-
-import csv
-import sys
-from types import ModuleType
+"""Callbacks: when they are called, the best model, and early stopping."""
 
 import pytest
 import torch
@@ -11,14 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from virtual import quick_app, same_bits, tiny_arrays
 
-from flwr_fisher.callbacks import (
-    BestModel,
-    CSVFile,
-    EarlyStopping,
-    MLflow,
-    TensorBoard,
-    WandB,
-)
+from flwr_fisher.callbacks import BestModel, EarlyStopping
 from flwr_fisher.errors import CallbackError, ConfigurationError
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
@@ -144,9 +133,8 @@ def test_files_may_be_in_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     best = BestModel("~/a/best.safetensors", "train/num-replies")
-    run(best, CSVFile("~/a/rounds.csv"), num_rounds=1)
-    names = {path.name for path in (tmp_path / "a").iterdir()}
-    assert names == {"best.safetensors", "rounds.csv"}
+    run(best, num_rounds=1)
+    assert (tmp_path / "a" / "best.safetensors").exists()
 
 
 def test_a_crash_before_the_best_model_was_written_is_made_good(tmp_path):
@@ -215,89 +203,6 @@ def test_a_metric_that_is_not_there_is_named():
         EarlyStopping(mode="up")
 
 
-def test_a_metric_that_nothing_measures_is_told_once(caplog):
-    run(BestModel("unused"), EarlyStopping(patience=1), scores="")
-    told = [r for r in caplog.messages if "start(evaluate_fn=...)" in r]
-    assert len(told) == 2
-
-
-# Tables and trackers
-
-
-def test_the_table_has_each_round_once(tmp_path):
-    path = tmp_path / "logs" / "metrics.csv"
-    options = {"checkpoint_dir": tmp_path / "run", "scores": "01234"}
-    run(CSVFile(path), num_rounds=2, **options)
-    run(CSVFile(path), resume=True, **options)
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["round"] for row in rows] == ["0", "1", "2", "3", "4"]
-    assert [row["server/accuracy"] for row in rows] == [f"0.{n}" for n in range(5)]
-    assert rows[0]["train/num-replies"] == ""
-    assert rows[4]["train/num-replies"] == "3"
-    assert len(rows[4]["train/client-share"].split(";")) == 3
-
-
-class Writer:
-    def __init__(self, log_dir):
-        self.log_dir = log_dir
-        self.scalars = []
-
-    def add_scalar(self, tag, scalar_value, global_step):
-        self.scalars.append((tag, scalar_value, global_step))
-
-    def flush(self):
-        pass
-
-
-HISTORY = {
-    1: {"server/accuracy": 0.5, "train/client-share": [0.5, 0.5]},
-    2: {"server/accuracy": 0.6},
-}
-
-
-def test_tensorboard_gets_each_round_once(monkeypatch, tmp_path):
-    module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    board = TensorBoard(tmp_path)
-    for _ in range(2):
-        board.on_round_end(2, ArrayRecord(), HISTORY)
-    tag = "server/accuracy"
-    assert board._writer.scalars == [(tag, 0.5, 1), (tag, 0.6, 2)]
-    assert board._writer.log_dir == str(tmp_path)
-
-
-def test_mlflow_and_wandb_get_numbers_by_round(monkeypatch):
-    calls = []
-    mlflow, wandb = ModuleType("mlflow"), ModuleType("wandb")
-    mlflow.log_params = calls.append  # type: ignore[attr-defined]
-    mlflow.log_metrics = lambda metrics, step: calls.append((step, metrics))  # type: ignore[attr-defined]
-
-    class Run:
-        def log(self, data, step):
-            calls.append((step, data))
-
-    wandb.init = lambda **options: calls.append(options) or Run()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    rounds = [(1, {"server/accuracy": 0.5}), (2, {"server/accuracy": 0.6})]
-    MLflow(alpha=0.1).on_round_end(2, ArrayRecord(), HISTORY)
-    assert calls == [{"alpha": 0.1}, *rounds]
-    calls.clear()
-    MLflow().on_round_end(1, ArrayRecord(), {1: {"train/a\n{b}": 1.0}})
-    assert calls == [(1, {"train/a__b_": 1.0})]
-    calls.clear()
-    WandB(project="p").on_round_end(2, ArrayRecord(), HISTORY)
-    assert calls == [{"project": "p"}, *rounds]
-
-
-@pytest.mark.parametrize(
-    ("make", "package"),
-    [(lambda: TensorBoard("x"), "tensorboard"), (MLflow, "mlflow"), (WandB, "wandb")],
-)
-def test_a_tracker_that_is_not_there_is_named(monkeypatch, make, package):
-    for module in ("torch.utils.tensorboard", "mlflow", "wandb"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigurationError, match=f"pip install {package}"):
-        make()
+def test_a_metric_that_nothing_measures_is_named(caplog):
+    run(BestModel("unused"), num_rounds=1)
+    assert "no round has 'server/accuracy' yet" in caplog.text

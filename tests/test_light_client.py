@@ -16,7 +16,6 @@ MAY = {"flwr", "torch", "numpy", "safetensors", "filelock", "cryptography"}
 BEYOND = {
     "report": {"matplotlib"},
     "curvature": {"nngeometry"},  # one engine, asked for by name
-    "callbacks": {"mlflow", "wandb"},
     "server": {"opacus"},  # the accountant
     "merge": {"scipy"},  # linear assignment
 }

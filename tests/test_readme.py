@@ -231,11 +231,8 @@ def test_the_two_stages_example_runs_and_leaves_a_model(my_app, tmp_path, monkey
     assert accuracy(model) > 0.6
 
 
-def test_the_watched_run_leaves_a_table_and_the_best_model(my_app):
-    found = ran("watching.md", epochs=1)
-    lines = (Path.home() / "run" / "rounds.csv").read_text().splitlines()
-    assert "evaluate/accuracy" in lines[0]
-    assert len(lines) == 1 + len(found["result"].evaluate_metrics_clientapp)
+def test_the_watched_run_leaves_the_best_model(my_app):
+    ran("watching.md", epochs=1)
     model = Net()
     model.load_state_dict(load_file(Path.home() / "run" / "best.safetensors"))
 

@@ -5,9 +5,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from torch import Tensor
-
 from flwr_fisher.errors import extra
 
 if TYPE_CHECKING:
@@ -40,33 +37,6 @@ def plot_accuracies(path: str | Path, accuracy: Mapping[str, float], best: str) 
     axes.invert_yaxis()
     axes.set_xlim(0, 105)
     axes.set_xlabel("test accuracy, %")
-    _save(figure, path)
-
-
-def plot_labels(
-    path: str | Path, histogram: Tensor, class_names: Sequence[str]
-) -> None:
-    """Draw each client's examples by class, one stacked bar for each client.
-
-    Parameters
-    ----------
-    path : str | Path
-        The picture to write.
-    histogram : Tensor
-        Counts, ``[clients, classes]``.
-    class_names : Sequence[str]
-        A name for each class.
-    """
-    clients = len(histogram)
-    figure, (axes,) = _panels(1, height=1.4 + 0.32 * min(clients, 30))
-    left = np.zeros(clients)
-    for index, counts in enumerate(histogram.T.numpy()):
-        axes.barh(range(clients), counts, left=left, label=class_names[index])
-        left += counts
-    axes.set_xlabel("training examples")
-    axes.set_ylabel("client")
-    axes.invert_yaxis()
-    axes.legend(title="class", loc="center left", bbox_to_anchor=(1.0, 0.5))
     _save(figure, path)
 
 

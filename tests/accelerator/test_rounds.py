@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import ask, fedfisher_with, tensors_of, tiny_arrays, tiny_client
 
-from flwr_fisher.callbacks import BestModel, CSVFile
+from flwr_fisher.callbacks import BestModel
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
@@ -123,7 +123,6 @@ def test_a_run_with_callbacks_stops_and_goes_on(tmp_path):
     def run(device, folder):
         folder.mkdir()
         callbacks = [
-            CSVFile(folder / "rounds.csv"),
             BestModel(folder / "best.safetensors"),
         ]
         for rounds in (1, 2):

@@ -1,0 +1,278 @@
+"""Callbacks after each round: the best model, early stopping, or one's own.
+
+``strategy.start(..., callbacks=[...])`` calls each after every round.
+"""
+
+from collections.abc import Iterable, Mapping
+from inspect import iscoroutinefunction
+from math import inf, isnan
+from pathlib import Path
+from typing import Protocol
+
+from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import Result
+
+from flwr_fisher.errors import (
+    CallbackError,
+    ConfigurationError,
+    check_known,
+    check_positive,
+    check_whole,
+)
+from flwr_fisher.files import save_tensors
+from flwr_fisher.log_lines import logger
+from flwr_fisher.wire import arrays_to_tensors
+
+__all__ = ["BestModel", "Callback", "EarlyStopping", "History"]
+
+Value = int | float | list[int] | list[float]
+History = Mapping[int, Mapping[str, Value]]
+"""Metrics by name, by round. ``train/…`` and ``evaluate/…`` are means over the clients,
+and ``server/…`` is what ``evaluate_fn`` returned. Round 0 is before the first."""
+
+
+def history_of(result: Result) -> dict[int, dict[str, Value]]:
+    """Return all metrics of a run so far.
+
+    Parameters
+    ----------
+    result : Result
+        Flower's result, or this library's.
+    """
+    sources = {
+        "train": result.train_metrics_clientapp,
+        "evaluate": result.evaluate_metrics_clientapp,
+        "server": result.evaluate_metrics_serverapp,
+    }
+    joined: dict[int, dict[str, Value]] = {}
+    for source, rounds in sources.items():
+        for number, record in rounds.items():
+            own = {f"{source}/{name}": value for name, value in record.items()}
+            joined.setdefault(number, {}).update(own)
+    return joined
+
+
+class Callback(Protocol):
+    """A callback: any object with a method `on_round_end`."""
+
+    def on_round_end(
+        self, server_round: int, arrays: ArrayRecord, history: History
+    ) -> bool | None:
+        """Do something after a round; with a checkpoint_dir, the round is on the disk.
+
+        A resumed run first calls it for the last round that was finished, because a
+        crash may have come before the call. So it may see that round twice.
+
+        Parameters
+        ----------
+        server_round : int
+            The round, from 1.
+        arrays : ArrayRecord
+            The global parameters and buffers.
+        history : Mapping[int, Mapping[str, int | float | list]]
+            The metrics of this round and all before.
+
+        Returns
+        -------
+        bool | None
+            True ends the run; anything else continues it.
+        """
+
+
+def checked_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return the callbacks as a list, after a check that each has its method.
+
+    Raises
+    ------
+    ConfigurationError
+        If an object is not a callback. It names the object.
+    """
+    if not isinstance(callbacks, Iterable):
+        raise ConfigurationError(
+            f"callbacks must be a list of callbacks, got {callbacks!r:.80}"
+        )
+    every = list(callbacks)  # a generator can be read once
+    for callback in every:
+        method = getattr(callback, "on_round_end", None)
+        if not callable(method):
+            raise ConfigurationError(
+                f"callbacks must have a method on_round_end, and {callback!r} has none"
+            )
+        if isinstance(callback, type) or iscoroutinefunction(method):
+            raise ConfigurationError(
+                f"{callback!r:.80} is a class, or its on_round_end is async: pass an "
+                "object, such as BestModel(...), with an ordinary method"
+            )
+    return every
+
+
+def call(
+    callbacks: Iterable[Callback],
+    server_round: int,
+    arrays: ArrayRecord,
+    history: History,
+) -> list[str]:
+    """Call all callbacks; return the names of those that end the run.
+
+    Raises
+    ------
+    CallbackError
+        If a callback failed. It names the first that failed, after all others have been
+        called.
+    """
+    ending = []
+    failed: tuple[str, Exception] | None = None
+    for callback in callbacks:
+        name = type(callback).__name__
+        try:
+            if callback.on_round_end(server_round, arrays, history):
+                ending.append(name)
+        except Exception as error:  # the user's own code
+            failed = failed or (name, error)
+    if failed is not None:
+        name, reason = failed
+        raise CallbackError(
+            f"{name}.on_round_end failed after round {server_round}: "
+            f"{type(reason).__name__}: {reason}. The round itself is finished: the "
+            "strategy's partial_result has it, and with a checkpoint_dir, resume=True "
+            "goes on from there"
+        ) from reason
+    return ending
+
+
+class _Watched:
+    """A metric, and whether larger or smaller values are better."""
+
+    def __init__(self, name: str, mode: str) -> None:
+        check_known("mode", mode, ("max", "min"))
+        source, slash, _ = str(name).partition("/")
+        if not slash or source not in ("server", "evaluate", "train"):
+            raise ConfigurationError(
+                f"{name!r:.80} is not the name of a metric, such as 'server/accuracy', "
+                "'evaluate/loss' or 'train/train_loss'"
+            )
+        self.name, self._source = name, f"{source}/"
+        self._sign = 1.0 if mode == "max" else -1.0
+
+    def values(self, server_round: int, history: History) -> dict[int, float]:
+        """Return the metric's values by round, signed so that larger is better.
+
+        There may be none yet, because not every round has to be evaluated.
+
+        Raises
+        ------
+        ConfigurationError
+            If the metric is a list, or if rounds have metrics of its source but not
+            this one.
+        """
+        known = {n: r[self.name] for n, r in history.items() if self.name in r}
+        names = sorted({name for record in history.values() for name in record})
+        if not known and any(name.startswith(self._source) for name in names):
+            raise ConfigurationError(
+                f"no round up to {server_round} has the metric '{self.name}'. The "
+                f"metrics are: {', '.join(names)}"
+            )
+        if not known:
+            logger.warning("no round has '%s' yet: is it measured?", self.name)
+        return {n: self._better(value) for n, value in known.items() if n}
+
+    def _better(self, value: Value) -> float:
+        if isinstance(value, list):
+            raise ConfigurationError(
+                f"the metric '{self.name}' is a list: watch one that is a number"
+            )
+        return -inf if isnan(value) else self._sign * value
+
+
+class BestModel:
+    """Saves the model after each round that is the best so far.
+
+    Parameters
+    ----------
+    path : str | Path
+        A ``.safetensors`` file, written whole or not at all. Its metadata have the
+        round.
+    metric : str, default "server/accuracy"
+        The metric that decides. Measure it on validation data: the accuracy of the best
+        round on a test set would be too optimistic.
+    mode : "max" | "min", default "max"
+        Whether a larger or a smaller value is better.
+
+    Examples
+    --------
+    ::
+
+        strategy.start(grid, arrays, 20, callbacks=[BestModel("best.safetensors")])
+    """
+
+    def __init__(
+        self, path: str | Path, metric: str = "server/accuracy", mode: str = "max"
+    ) -> None:
+        self.path = Path(path).expanduser()
+        self._watched = _Watched(metric, mode)
+
+    def on_round_end(
+        self, server_round: int, arrays: ArrayRecord, history: History
+    ) -> None:
+        """Save the model if no earlier round was as good."""
+        values = self._watched.values(server_round, history)
+        if max(values, key=lambda n: (values[n], -n), default=0) != server_round:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"round": str(server_round), "metric": self._watched.name}
+        save_tensors(self.path, arrays_to_tensors(arrays), metadata)
+
+
+class EarlyStopping:
+    """Ends a run if its metric has not improved for `patience` rounds.
+
+    It checks all rounds each time, so a resumed run ends in the same round as an
+    uninterrupted one. To continue a run that has ended, resume it with more patience.
+
+    Parameters
+    ----------
+    metric : str, default "server/accuracy"
+        The metric that decides, which must not be measured on the test set.
+    mode : "max" | "min", default "max"
+        Whether a larger or a smaller value is better.
+    patience : int, default 5
+        How many rounds may pass without an improvement.
+    min_delta : float, default 0
+        The smallest change that counts as an improvement.
+
+    Examples
+    --------
+    >>> stop = EarlyStopping("server/loss", mode="min", patience=2)
+    >>> losses = {1: 0.9, 2: 0.5, 3: 0.6, 4: 0.5}
+    >>> history = {n: {"server/loss": loss} for n, loss in losses.items()}
+    >>> stop.on_round_end(4, ArrayRecord(), history)
+    True
+    """
+
+    def __init__(
+        self,
+        metric: str = "server/accuracy",
+        mode: str = "max",
+        *,
+        patience: int = 5,
+        min_delta: float = 0.0,
+    ) -> None:
+        check_whole("patience", patience, 1)
+        check_positive("min_delta", min_delta, or_zero=True)
+        self._watched = _Watched(metric, mode)
+        self.patience, self.min_delta = patience, min_delta
+
+    def on_round_end(
+        self, server_round: int, arrays: ArrayRecord, history: History
+    ) -> bool:
+        """Return whether to end the run."""
+        best, since = float("-inf"), 0
+        for number, value in sorted(
+            self._watched.values(server_round, history).items()
+        ):
+            if value > best + self.min_delta or since == 0:
+                best, since = value, number
+        if not since or server_round - since < self.patience:
+            return False
+        logger.info("'%s' has not improved since round %s", self._watched.name, since)
+        return True
