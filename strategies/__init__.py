@@ -12,6 +12,7 @@ from flwr_fisher.server.run import CurvatureResult
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines import AFL, FedAvg, Scaffold
+from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
 from flwr_fisher.strategies.exchanges.tct_regression import Regression
 from flwr_fisher.strategies.fagh import FAGH
 from flwr_fisher.strategies.fedfish import FedFish
@@ -43,6 +44,7 @@ __all__ = [
     "Upload",
     "Waiting",
     "lost_states",
+    "norm_exchanges",
     "shared_state",
     "wait_for_nodes",
 ]

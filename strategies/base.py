@@ -1,22 +1,16 @@
-"""The base class of this library's strategies: FedAvg's sampling, other rounds.
-
-Long: a third of it is docstrings, of `start` and of what a strategy must define.
-"""
+"""The base class of this library's strategies: FedAvg's sampling, other rounds."""
 
 import textwrap
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
 from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
@@ -27,57 +21,29 @@ from flwr_fisher.errors import (
     check_known,
     check_range,
     check_whole,
-    given,
     plain,
 )
 from flwr_fisher.log_lines import logger, width
-from flwr_fisher.merge.batch_norms import moved_norms
-from flwr_fisher.params import Params
+from flwr_fisher.options import check_names
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.driver import Driver, EvaluateFn
-from flwr_fisher.server.evaluation import EvaluationDoor, requests_to_evaluate
+from flwr_fisher.server.driver import Driver, EvaluateFn, requests_to_evaluate
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,
     Secure,
     ServerState,
+    check_groups,
 )
-from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
-from flwr_fisher.strategies.hooks import (
-    HookedRounds,
-    check_hooks,
-    initial_groups_of,
-)
 from flwr_fisher.wire import NUM_EXAMPLES
 
-_FUNCTIONS = ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
-# For errors: a function's arguments, and how to change one of an older strategy.
-_AGGREGATES = (
-    "a list of RecordDict and the name of the weights",
-    "function of pairs (num_examples, metrics), make one of (records, "
-    "weighted_by_key); record['metrics'] has what a client returned",
-)
-_EVALUATES = (
-    "the round's number and its ArrayRecord",
-    "function of (server_round, parameters, config), make one of (server_round, "
-    "arrays); arrays.to_torch_state_dict() has the model",
-)
 _FRACTIONS = ("fraction_train", "fraction_evaluate")
 _FEWEST = {"min_train_nodes": 1, "min_evaluate_nodes": 0, "min_available_nodes": 1}
 _NORM_STATISTICS = ("average", "refresh")
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
 _INDENT = 10  # columns in front of a line of settings in the log
-# Arguments of Flower's older strategies, and where each is given now.
-_OLDER_ARGUMENTS = {
-    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
-    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
-    "initial_parameters": "start(initial_arrays=…)",
-    "on_fit_config_fn": "start(train_config=…)",
-    "on_evaluate_config_fn": "start(evaluate_config=…)",
-}
 # Keywords of Flower's older strategies, and the names that they have now.
 OLDER_NAMES = {
     "fraction_fit": "fraction_train",
@@ -85,21 +51,14 @@ OLDER_NAMES = {
     "min_evaluate_clients": "min_evaluate_nodes",
     "min_available_clients": "min_available_nodes",
 }
-
-
-def _meant(
-    unknown: Iterable[str], known: Collection[str], grouped: Mapping[str, str]
-) -> str:
-    """Return the known keywords like these, as the end of an error."""
-    of_start = signature(CurvatureStrategy.start).parameters
-    other = {name: f"start({name}=…)" for name in of_start}
-    other |= {**grouped, **OLDER_NAMES, **_OLDER_ARGUMENTS}
-    close = {
-        name: other.get(name) or next(iter(get_close_matches(name, known)), None)
-        for name in unknown
-    }
-    meant = [f"{other} for {name}" for name, other in close.items() if other]
-    return f"; did you mean {', '.join(meant)}?" if meant else ""
+_ELSEWHERE = {
+    **OLDER_NAMES,
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+    "initial_parameters": "start(initial_arrays=…)",
+    "on_fit_config_fn": "start(train_config=…)",
+    "on_evaluate_config_fn": "start(evaluate_config=…)",
+}
 
 
 class CurvatureStrategy(FedAvg):
@@ -174,48 +133,47 @@ class CurvatureStrategy(FedAvg):
         secure: Secure | None = None,
         **kwargs: Any,
     ) -> None:
-        if unknown := sorted(kwargs.keys() - signature(FedAvg).parameters.keys()):
-            own = signature(type(self)).parameters.keys()
-            known = {*own, *signature(FedAvg).parameters} - {"self", "kwargs"}
-            raise TypeError(
-                f"{type(self).__name__}() got unexpected keyword arguments {unknown}"
-                f"{_meant(unknown, known, self.grouped)}"
-            )
+        known = {*signature(type(self)).parameters, *signature(FedAvg).parameters}
+        of_start = signature(CurvatureStrategy.start).parameters
+        elsewhere = {name: f"start({name}=…)" for name in of_start}
+        elsewhere |= {**self.grouped, **_ELSEWHERE}
+        unknown = kwargs.keys() - signature(FedAvg).parameters.keys()
+        check_names(f"{type(self).__name__}()", unknown, known, elsewhere)
         for name in kwargs.keys() & _FRACTIONS:
             check_range(name, kwargs[name], 0, 1)
         for name in kwargs.keys() & _FEWEST.keys():
             check_whole(name, kwargs[name], _FEWEST[name])
-        for name in kwargs.keys() & _FUNCTIONS:
-            _check_function(name, kwargs[name], *_AGGREGATES)
         check_whole("seed", seed)
-        self.policy = given("policy", policy, Policy)
-        self.waiting = given("waiting", waiting, Waiting)
+        self.policy = Policy.of("policy", policy)
+        self.waiting = Waiting.of("waiting", waiting)
         if not isinstance(secure, Secure | None) or isinstance(secure, type):
             raise ConfigurationError(f"secure must be SecureSums(), got {secure!r}")
         super().__init__(**kwargs)
         check_known("norm_statistics", norm_statistics, _NORM_STATISTICS)
         self.norm_statistics, self.secure = norm_statistics, secure
-        if self.waiting.window is not None and self.fraction_train not in (0.0, 1.0):
-            raise ConfigurationError(
-                f"fraction_train={self.fraction_train} does not go with a window, "
-                "which asks all clients that connect: leave one of them out"
-            )
-        if self.waiting.window is not None and secure is not None:
-            raise ConfigurationError(
-                "Waiting(window=...) does not go with secure=, because a secure sum "
-                "needs all its clients at the same time: leave one of them out"
-            )
-        if secure is not None and self.policy.is_stricter:
-            raise ConfigurationError(
-                "policy= does not go with secure=, because the server sees no client's "
-                "upload that it could limit: leave one of them out. "
-                "Policy(limit_scores=True) limits evaluations alone"
-            )
+        window = self.waiting.window is not None
+        for wrong, culprit, reason in (
+            (
+                window and self.fraction_train not in (0.0, 1.0),
+                "fraction_train= with Waiting(window=...)",
+                "a window asks all clients that connect",
+            ),
+            (
+                window and secure is not None,
+                "secure= with Waiting(window=...)",
+                "a secure sum needs all its clients at the same time",
+            ),
+            (
+                secure is not None and self.policy.is_stricter,
+                "policy= with secure=",
+                "the server sees no single client's upload",
+            ),
+        ):
+            if wrong:
+                raise ConfigurationError(f"{culprit}: {reason}; leave one of them out")
         self.seed, self.cohort = seed, Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # for waiting for nodes; `start` sets its own
         self.partial_result: CurvatureResult | None = None
-        self._hooked = HookedRounds(self)
-        self._to_evaluate = Requested()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Keep a number of NumPy as Python's own, which travels in records."""
@@ -274,21 +232,6 @@ class CurvatureStrategy(FedAvg):
                 f"weight their contributions by it, not '{self.weighted_by_key}'"
             )
 
-    def norms_to_refresh(self, before: Params, after: Params) -> Sequence[str]:
-        """Return the norms that a round's clients must measure.
-
-        These are the norms whose statistics the round has changed. In a method that
-        trains in eval mode, they are the norms whose weights it has changed.
-
-        Parameters
-        ----------
-        before, after : Mapping[str, Tensor]
-            The model at the start of the round, and after its step.
-        """
-        if self.norm_statistics == "average":
-            return []
-        return moved_norms(before, after, in_eval=not self.moves_norms)
-
     def initial_groups(self) -> Groups:
         """Return the groups of a new run's state beside parameters; by default none."""
         return {}
@@ -323,7 +266,7 @@ class CurvatureStrategy(FedAvg):
             "weighted_by_key": self.weighted_by_key,
             "waiting.over_selection": self.waiting.over_selection,
             "norm_statistics": self.norm_statistics,
-            **{f"policy.{name}": n for name, n in asdict(self.policy).items()},
+            **{f"policy.{name}": n for name, n in self.policy.settings().items()},
             **({} if self.secure is None else {"secure": self.secure.settings()}),
             **self.settings(),
         }
@@ -411,39 +354,41 @@ class CurvatureStrategy(FedAvg):
         were merged, or is None if there were none.
         """
         callbacks = checked_callbacks(callbacks)
-        _check_function("evaluate_fn", evaluate_fn, *_EVALUATES)
         check_default_device()
         if not hasattr(grid, "get_node_ids"):
             raise ConfigurationError(
-                "grid must be the Grid that the ServerApp's main gets, got "
-                f"{grid!r:.80}: to run an app in this process, pass "
-                "testing.LocalGrid(app, 4)"
+                f"grid must be the Grid of the ServerApp's main, or a LocalGrid, got "
+                f"{grid!r:.80}"
+            )
+        if evaluate_fn is not None and not callable(evaluate_fn):
+            raise ConfigurationError(
+                f"evaluate_fn must be a function, got {evaluate_fn!r:.80}"
             )
         check_whole("num_rounds", num_rounds, 0)
         check_range("timeout", timeout, 0)
         self.check_rounds(num_rounds)
-        check_hooks(type(self), CurvatureStrategy)
+        _check_hooks(type(self))
         if self.secure is not None:
             self.check_secure()
             if reopen:
                 raise ConfigurationError(
-                    "reopen=True does not go with secure=, because a second sum over "
-                    "other clients would reveal the difference: leave it out"
+                    "reopen=True with secure=: a second sum over other clients would "
+                    "reveal the difference; leave one of them out"
                 )
         self.timeout, self.partial_result = timeout, None
         logger.info("Starting %s strategy:", type(self).__name__)
         self.summary()
         began = time.monotonic()
-        own = train_config or ConfigRecord()
-        config = {
-            f"train_config.{name}": _as_json(value) for name, value in own.items()
-        }
+        train_config = train_config or ConfigRecord()
+        config = {f"train_config.{k}": _as_json(v) for k, v in train_config.items()}
+        groups = self.initial_groups()
+        check_groups(groups, f"{type(self).__name__}.initial_groups")
         run = Run.begin(
             initial_arrays,
             {**self.options(), **config},
             checkpoint_dir,
             resume,
-            initial_groups_of(self),
+            groups,
             reopen=reopen,
             num_rounds=num_rounds,
         )
@@ -452,7 +397,7 @@ class CurvatureStrategy(FedAvg):
             self.cohort.recall_absences(run.absences)
             Driver(self, grid, run).rounds(
                 num_rounds,
-                own,
+                train_config,
                 evaluate_config or ConfigRecord(),
                 evaluate_fn,
                 callbacks,
@@ -471,39 +416,40 @@ class CurvatureStrategy(FedAvg):
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         return run.result()
 
-    # --- Flower's hooks, for other loops than `start`, with one exchange a round
+    # --- Flower's hooks
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Sample clients and return their messages, without changing `config`."""
-        return self._hooked.configure(server_round, arrays, config, grid)
+    ) -> NoReturn:
+        """Raise an error: only :meth:`start` can do this strategy's rounds.
+
+        Raises
+        ------
+        ConfigurationError
+            Always.
+        """
+        raise ConfigurationError(
+            f"call {type(self).__name__}.start(grid, initial_arrays, ...): Flower's "
+            "own loop has one request a round"
+        )
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check the replies to :meth:`configure_train`'s messages; take the step."""
-        return self._hooked.aggregate(server_round, replies)
+    ) -> NoReturn:
+        """Raise an error, as :meth:`configure_train` does.
+
+        Raises
+        ------
+        ConfigurationError
+            Always.
+        """
+        self.configure_train(server_round, ArrayRecord(), ConfigRecord(), None)  # type: ignore[arg-type]
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Sample clients for evaluation, without changing `config`."""
-        messages = requests_to_evaluate(self, server_round, arrays, config, grid)
-        self._to_evaluate = Requested(messages)
-        return messages
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Average the clients' metrics, in an order that is independent of timing.
-
-        A reply that does not fit the others is left out, with a warning.
-        """
-        door = EvaluationDoor(self.cohort, self.weighted_by_key, self.policy)
-        for message in replies:
-            door.take(self._to_evaluate.reply(message))
-        return door.average(server_round, super().aggregate_evaluate)
+        return requests_to_evaluate(self, server_round, arrays, config, grid)
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
         """Raise an error that explains what to do on Flower's older servers.
@@ -515,28 +461,23 @@ class CurvatureStrategy(FedAvg):
         """
         name = type(self).__name__
         raise ConfigurationError(
-            f"{name} is a strategy of Flower's Message API, but ServerApp(server_fn="
-            f"...) runs older ones. Use as_legacy({name}, model=...) and "
-            "server_app(server_fn) of flwr_fisher.legacy, or start "
-            'it in an @app.main(). The documentation\'s "Change a NumPyClient app" and '
-            '"Change a FedAvg app" show how'
+            f"{name} is a strategy of Flower's Message API: start it in an @app.main, "
+            "or use as_legacy() and server_app() of flwr_fisher.legacy"
         )
 
 
-def _check_function(name: str, function: Any, called_with: str, older: str) -> None:
-    """Raise :class:`ConfigurationError` unless a function takes two arguments."""
-    if function is None:
-        return
-    if not callable(function):
-        raise ConfigurationError(f"{name} must be a function, got {function!r:.80}")
-    try:
-        with suppress(ValueError):  # of a built-in function, without a signature
-            signature(function).bind(None, None)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"{name} is called with {called_with}, and {function!r:.80} cannot be "
-            f"({error}): of Flower's older strategies' {older}"
-        ) from error
+def _check_hooks(strategy: type) -> None:
+    """Raise :class:`ConfigurationError` for a user's hooks that nobody would call."""
+    for base in strategy.__mro__:
+        if issubclass(CurvatureStrategy, base) or base.__module__.startswith(
+            "flwr_fisher."
+        ):
+            continue
+        for hook in vars(base).keys() & {"configure_train", "aggregate_train"}:
+            raise ConfigurationError(
+                f"start() does not call {base.__name__}.{hook}: override exchanges() "
+                "or round_config(), or pass start(callbacks=...)"
+            )
 
 
 def _as_json(value: object) -> object:

@@ -20,6 +20,7 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
 from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head
 from flwr_fisher.wire import Additive, HeadUpload
 
@@ -82,9 +83,12 @@ class FedAvg(CurvatureStrategy):
         read = Additive.reader("params")
         if self.privacy is None:
             mean = Summation[Additive]()
-            return [Exchange({}, read, mean_model, additive=mean)]
+            return [
+                Exchange({}, read, mean_model, additive=mean),
+                *norm_exchanges(self),
+            ]
         steps = Summation[Additive](weighted=True, privacy=self.privacy)
-        return [Exchange({}, read, _add, additive=steps)]
+        return [Exchange({}, read, _add, additive=steps), *norm_exchanges(self)]
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
@@ -171,7 +175,10 @@ class Scaffold(CurvatureStrategy):
         """Return one exchange: training with corrected steps."""
         read = Additive.reader("params", _CONTROL)
         request = {"job": "scaffold"}
-        return [Exchange(request, read, self._step, send=_send, kept=_CONTROL)]
+        return [
+            Exchange(request, read, self._step, send=_send, kept=_CONTROL),
+            *norm_exchanges(self),
+        ]
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return a step to the mean model, with the new control variate."""

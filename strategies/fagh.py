@@ -22,6 +22,7 @@ from flwr_fisher.server.exchange import (
     mean_vector,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
 from flwr_fisher.wire import Additive
 
 _PROBES = ("first", "random", "momentum", "none")
@@ -143,7 +144,8 @@ class FAGH(CurvatureStrategy):
         if self.probe == "none":
             read = Additive.reader("gradient")
             return [
-                Exchange({"job": "gradient", **mode}, read, self._step, additive=mean)
+                Exchange({"job": "gradient", **mode}, read, self._step, additive=mean),
+                *norm_exchanges(self),
             ]
         moves = self.probe == "momentum" and server_round > 1
         config: dict[str, str | int] = {
@@ -153,8 +155,14 @@ class FAGH(CurvatureStrategy):
             **mode,
         }
         if moves:
-            return [Exchange(config, _read, self._step, send=_send, additive=mean)]
-        return [Exchange(config, _read, self._step, additive=mean)]
+            return [
+                Exchange(config, _read, self._step, send=_send, additive=mean),
+                *norm_exchanges(self),
+            ]
+        return [
+            Exchange(config, _read, self._step, additive=mean),
+            *norm_exchanges(self),
+        ]
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return a step along Newton's direction, with updated moments."""

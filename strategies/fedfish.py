@@ -34,6 +34,7 @@ from flwr_fisher.server.exchange import (
     weights_of,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
 from flwr_fisher.wire import (
     Additive,
     Codec,
@@ -180,11 +181,13 @@ class FedFish(CurvatureStrategy):
             read = Additive.reader("product", "fisher", "params")
         else:
             return [
-                Exchange(options, self._read, self._step, require_same_parameters=True)
+                Exchange(options, self._read, self._step, require_same_parameters=True),
+                *norm_exchanges(self),
             ]
         mean = Summation[Additive]()
         return [
-            Exchange(options, read, step, require_same_parameters=True, additive=mean)
+            Exchange(options, read, step, require_same_parameters=True, additive=mean),
+            *norm_exchanges(self),
         ]
 
     def _requested(self) -> dict[str, str | int | float]:

@@ -47,6 +47,7 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
+from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     LOSSLESS,
@@ -249,14 +250,15 @@ class FedFisherOneShot(CurvatureStrategy):
         """
         own = self._requested()
         if self.aggregate == "parts":
-            return [self._of_uploads(server_round, own)]
+            return [self._of_uploads(server_round, own), *norm_exchanges(self)]
         if self.structure == "kfac":
             merge, keep_all = self._merge_of_model, self.policy.limits
-            return KfacSums(merge, own, keep_all, step_of).exchanges()
+            sums = KfacSums(merge, own, keep_all, step_of).exchanges()
+            return [*sums, *norm_exchanges(self)]
         if (privacy := self.privacy) is not None:
             secure, merge_sums = self.secure is not None, self._merge_sums
             return [private_exchange(privacy, own, merge_sums, secure=secure)]
-        return [self._of_diagonal_sums(own)]
+        return [self._of_diagonal_sums(own), *norm_exchanges(self)]
 
     def _of_uploads(self, server_round: int, own: _Options) -> Exchange[Any]:
         step = partial(self._merge_uploads, self.merge.for_round(server_round))

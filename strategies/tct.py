@@ -29,6 +29,7 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.membership import Membership
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines import mean_model
+from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
 from flwr_fisher.strategies.exchanges.tct_regression import (
     MEMBERSHIP,
     Regression,
@@ -211,7 +212,7 @@ class TCT(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return a round's exchanges: training, features and eigenvalues, or a step."""
         if server_round <= self.stage1_rounds:
-            return [self._training()]
+            return [self._training(), *norm_exchanges(self)]
         if server_round == self.stage1_rounds + 1:
             return self._convexifying()
         config = self._features() | {"job": "tct-step", "local-steps": self.local_steps}

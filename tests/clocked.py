@@ -10,7 +10,7 @@ from flwr.app import Error, Message
 from virtual import Clock, Node
 
 from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode
-from flwr_fisher.server import cohort, identity, journal, mailbox, round
+from flwr_fisher.server import cohort, journal, mailbox, round
 from flwr_fisher.testing import LocalGrid
 
 GONE = Error(ErrorCode.NODE_UNAVAILABLE, "Node unavailable")
@@ -138,7 +138,7 @@ class FullClock(Clock):
 def stop(monkeypatch):
     """Give the server a clock that goes on only while it sleeps."""
     stopped = FullClock()
-    timed = cohort, identity, mailbox, round
+    timed = cohort, mailbox, round
     for module in timed:
         monkeypatch.setattr(module, "time", stopped)
     monkeypatch.setattr(journal, "time", SimpleNamespace(time=stopped.time))

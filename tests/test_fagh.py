@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from oracles import cut, flat, randn, relative, rng, seeded
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from flwr_fisher.params import norm, shared_state, weighted_mean
 from flwr_fisher.randomness import derive_seed
 from flwr_fisher.rounds import fagh_step
 from flwr_fisher.strategies import FAGH
-from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import SERVER, arrays_to_tensors
 
 Tensors = dict[str, Tensor]
@@ -213,13 +212,6 @@ def test_without_a_probe_the_upload_is_fedavgs_size():
     assert list(bare.payload.parts) == ["gradient"]
     assert list(row.payload.parts) == ["gradient", "hvp"]
     assert bare.num_bytes < 0.6 * row.num_bytes
-
-
-def test_a_momentum_probe_cannot_join_late():
-    strategy, grid = fagh(probe="momentum"), LocalGrid(app_of(), 3)
-    start = ArrayRecord(shared_state(net()))
-    with pytest.raises(ConfigurationError, match="needs the last step's direction"):
-        strategy.configure_train(2, start, ConfigRecord(), grid)
 
 
 # A row of no use

@@ -495,10 +495,8 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path, name):
         return
     # The optimiser's state is what makes the rounds depend on each other.
     first, second = (run(make(), None, CLIENTS, num_rounds=n).arrays for n in (1, 2))
-    restarted, grid = make(), LocalGrid(quick_app(), CLIENTS)
-    messages = restarted.configure_train(2, first, ConfigRecord(), grid)
-    arrays, _ = restarted.aggregate_train(2, grid.send_and_receive(messages))
-    assert not same_bits(arrays, second)
+    restarted = make().start(LocalGrid(quick_app(), CLIENTS), first)
+    assert not same_bits(restarted.arrays, second)
 
 
 @pytest.mark.parametrize(

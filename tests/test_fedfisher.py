@@ -15,15 +15,12 @@ from flwr.clientapp.mod import (
     message_size_mod,
 )
 from flwr.serverapp.strategy import (
-    DifferentialPrivacyClientSideFixedClipping,
-    DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
 )
 from tasks import load_task
 from torch import nn
 from virtual import (
     Remembering,
-    close,
     fedfisher_with,
     quick_app,
     same_bits,
@@ -304,20 +301,6 @@ def test_batch_norm_merges_its_parameters_and_averages_its_statistics():
 
 # Flower's differential privacy, which knows nothing of curvature: it may refuse, or
 # leave curvature alone, but must not change it unnoticed.
-
-
-def test_clipping_on_the_server_refuses_uploads_with_curvature():
-    strategy = strategy_of(codec="lossless")
-    private = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 0.5, 3)
-    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
-        private.start(LocalGrid(quick_app(), 3), tiny_arrays(), num_rounds=1)
-
-
-def test_noise_on_the_server_alone_falls_on_the_merged_model_only():
-    private = DifferentialPrivacyClientSideFixedClipping(strategy_of(), 1e-9, 0.5, 3)
-    noisy = private.start(LocalGrid(quick_app(), 3), tiny_arrays(), num_rounds=1)
-    clean = strategy_of().start(LocalGrid(quick_app(), 3), tiny_arrays(), num_rounds=1)
-    assert close(noisy.arrays, clean.arrays, 1e-6)
 
 
 @pytest.mark.parametrize(

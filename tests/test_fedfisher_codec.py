@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import RecordDict
 from virtual import (
     Watched,
     ask,
@@ -179,18 +179,12 @@ def test_what_is_too_large_lossless_says_so_and_costs_no_epoch(monkeypatch, tmp_
             FisherUpload.from_arrays(record, LIKE, smaller)
 
 
-@pytest.mark.parametrize("hooks", [False, True])
-def test_a_budget_that_is_too_small_is_refused_before_any_client_trains(hooks):
+def test_a_budget_that_is_too_small_is_refused_before_any_client_trains():
     app = Watched()
     grid = LocalGrid(app, 3)
     strategy = FedFisherOneShot(codec=Codec(budget=0.05))
-    start = (
-        partial(strategy.configure_train, 1, tiny_arrays(), ConfigRecord(), grid)
-        if hooks
-        else partial(strategy.start, grid, tiny_arrays())
-    )
     with pytest.raises(ConfigurationError, match=r"budget must be >= [\d.]+") as caught:
-        start()
+        strategy.start(grid, tiny_arrays())
     assert not app.trained
     needed = float(str(caught.value).split(">= ")[1].split()[0])
     run(codec=Codec(budget=needed))

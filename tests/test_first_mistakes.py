@@ -509,11 +509,6 @@ class Halving(flowers.FedAvg):
         raise AssertionError
 
 
-class EverySecond(flowers.FedAvg):
-    def configure_evaluate(self, server_round, arrays, config, grid):
-        raise AssertionError
-
-
 def beside(*bases, **hooks):
     strategy = type("Beside", bases, hooks)()
     return strategy.start(LocalGrid(tiny_app(), 2), tiny_arrays())
@@ -538,12 +533,12 @@ MISTAKES = {
             LocalGrid(tiny_app(), 3), ArrayRecord({"w": torch.tensor([torch.nan])})
         ),
         ConfigurationError,
-        "the initial arrays cannot be trained: 'w': holds NaN or infinity. Check",
+        "the initial arrays cannot be trained: 'w': holds NaN or infinity",
     ),
     "an app for a grid": (
         lambda: FedFisherOneShot().start(tiny_app(), tiny_arrays()),
         ConfigurationError,
-        r"grid must be .*\n?.*LocalGrid\(app",
+        "grid must be .*LocalGrid",
     ),
     "a list of arrays": (
         lambda: FedFisherOneShot().start(
@@ -574,15 +569,7 @@ MISTAKES = {
             LocalGrid(tiny_app(), 3), tiny_arrays(), evaluate_fn=lambda *_: (0.1, {})
         ),
         ConfigurationError,
-        r"evaluate_fn must return a MetricRecord or None, got \(0.1",
-    ),
-    "an evaluate_fn of three": (
-        lambda: FedFisherOneShot().start(
-            LocalGrid(tiny_app(), 3), tiny_arrays(), evaluate_fn=lambda n, p, config: 0
-        ),
-        ConfigurationError,
-        r"evaluate_fn is called with the round's number and its ArrayRecord, .*'config'"
-        r".*to_torch_state_dict\(\)",
+        r"evaluate_fn must return a MetricRecord of numbers .*, got \(0.1",
     ),
     "a name for an evaluate_fn": (
         lambda: FedFisherOneShot().start(
@@ -603,14 +590,14 @@ MISTAKES = {
             LocalGrid(tiny_app(), 3), tiny_arrays()
         ),
         ConfigurationError,
-        r"train_metrics_aggr_fn must return a MetricRecord or None, got \[0.5\]",
+        r"train_metrics_aggr_fn must return a MetricRecord of numbers .*, got \[0.5\]",
     ),
     "metrics of the evaluation": (
         lambda: FedFisherOneShot(evaluate_metrics_aggr_fn=lambda *_: {"a": "b"}).start(
             LocalGrid(tiny_app(), 3), tiny_arrays()
         ),
         ConfigurationError,
-        r"evaluate_metrics_aggr_fn must return a MetricRecord or None, got {'a': 'b'}",
+        r"evaluate_metrics_aggr_fn must return a MetricRecord .*, got {'a': 'b'}",
     ),
     "a class of secure sums": (
         lambda: FedFisherOneShot(secure=SecureSums),
@@ -669,16 +656,6 @@ MISTAKES = {
         ConfigurationError,
         "epochs must be an integer, got 1.5",
     ),
-    "a name of an aggregation": (
-        lambda: FedFisherOneShot(evaluate_metrics_aggr_fn="mean"),
-        ConfigurationError,
-        "evaluate_metrics_aggr_fn must be a function, got 'mean'",
-    ),
-    "an aggregation of pairs": (
-        lambda: FedFish(evaluate_metrics_aggr_fn=lambda pairs: {}),
-        ConfigurationError,
-        "evaluate_metrics_aggr_fn is called with a list of RecordDict and the name",
-    ),
     "a strategy in front": (
         lambda: beside(Halving, FedFish),
         ConfigurationError,
@@ -693,11 +670,6 @@ MISTAKES = {
         lambda: beside(FedFish, flowers.FedProx),
         ConfigurationError,
         "does not call FedProx.configure_train",
-    ),
-    "an evaluation behind": (
-        lambda: beside(FedFish, EverySecond),
-        ConfigurationError,
-        "name EverySecond first among the bases of Beside",
     ),
     "no config of a round": (
         lambda: beside(FedFish, round_config=lambda self, number, config: None),

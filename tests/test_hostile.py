@@ -80,7 +80,7 @@ def limited(what):
 
 HUGE, NEGATIVE = "of size .*, which is not possible", "/A': has a negative eigenvalue"
 VARIANCE, BATCHES = "'1.running_var': a variance below 0", "'1.num_batches_tracked': "
-MANY = left(r"must be at most 1e\+15 examples")
+MANY = left(r"a positive number up to 1e\+15")
 INDEFINITE = both(
     edit(r"^\d", lambda a: -a),
     edit("/kfac/.*/A$", arrow),
@@ -207,8 +207,8 @@ def stepping(make):
 
     class Odd(FedFisherOneShot):
         def exchanges(self, server_round):
-            (exchange,) = super().exchanges(server_round)
-            return [replace(exchange, step=partial(make, exchange.step))]
+            exchange, *others = super().exchanges(server_round)
+            return [replace(exchange, step=partial(make, exchange.step)), *others]
 
     return Odd(fraction_evaluate=0.0)
 
@@ -295,8 +295,8 @@ def test_a_double_claim_is_refused_for_both_by_name(caplog):
     said = [
         r.getMessage() for r in caplog.records if "Not asking node" in r.getMessage()
     ]
-    assert len(said) == 2
-    assert all("more than one node claims 'partition-1'" in s for s in said)
+    assert len(said) == 1
+    assert re.search(r"node-\d+, node-\d+: more than one .*'partition-1'", said[0])
 
 
 @pytest.mark.parametrize("claim", [-5, 2**63])

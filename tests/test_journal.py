@@ -24,9 +24,8 @@ from virtual import (
 
 from flwr_fisher.errors import CheckpointError
 from flwr_fisher.server import journal
-from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.cohort import Cohort, Identity
 from flwr_fisher.server.exchange import ServerState
-from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.journal import FolderLock, Journal
 from flwr_fisher.server.run import Run
 from flwr_fisher.testing import LocalGrid
@@ -281,9 +280,7 @@ def test_who_sits_out_is_read_or_named():
 
 def test_what_is_missing_in_a_state_is_named_with_its_group():
     state = ServerState({}, {"counters": {"step": torch.zeros(1)}})
-    with pytest.raises(
-        CheckpointError, match=r"'counters' has no 'steps'.*resume with"
-    ):
+    with pytest.raises(CheckpointError, match=r"'counters' has no 'steps'.*all groups"):
         state.group("counters")["steps"]
 
 

@@ -79,20 +79,20 @@ class Forgetful(SignSGD):
 
 
 WRONG = {
-    "dict": (lambda s: dict(s.params), r"returned \{.*type dict\), .*return Step\("),
-    "none": (lambda s: None, r"returned None .*must return Step\("),
-    "params": (lambda s: Step(dict(s.params)), r"returned a Step of \{.*return Step\("),
+    "dict": (lambda s: dict(s.params), r"returned \{[\s\S]*return Step\("),
+    "none": (lambda s: None, r"returned None.*must return Step\("),
+    "params": (lambda s: Step(dict(s.params)), r"returned Step\([\s\S]*return Step\("),
     "number": (
         lambda s: Step(ServerState(s.params, {"velocity": 0.9})),
-        r"the group 'velocity' as 0\.9 \(of type float\), .*torch\.tensor\(0\.9\)",
+        r"the group 'velocity' as 0\.9, not as a dict",
     ),
     "no-tensor": (
         lambda s: Step(ServerState(s.params, {"velocity": {"w": 0.9}})),
-        r"the group 'velocity' with 'w' as 0\.9 .*, but it must be a tensor",
+        r"the group 'velocity' with 'w' as 0\.9, not as a tensor",
     ),
     "groups": (
         lambda s: Step(ServerState(s.params, [])),
-        r"returned \[\] \(of type list\), but the groups of a state are a dict",
+        r"returned \[\], but the groups of a state are a dict",
     ),
     "metrics": (
         lambda s: Step(s, {"loss": "low"}),
@@ -100,11 +100,11 @@ WRONG = {
     ),
     "half-a-model": (
         lambda s: Step(ServerState({"0.weight": s.params["0.weight"]})),
-        r"returned params without 0\.bias, 1\.bias, .* return all params and buffers",
+        r"returned params without 0\.bias, 1\.bias, .* return all of them",
     ),
     "no-model": (
         lambda s: Step(ServerState({"w": 0.5})),
-        r"the params with 'w' as 0\.5 .*, but it must be a tensor",
+        r"the params with 'w' as 0\.5, not as a tensor",
     ),
 }
 

@@ -137,9 +137,9 @@ def test_a_membership_that_was_not_carried_on_is_named():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"run": "mine"}, "'run' of an Exchange is reserved"),
-        ({"seed": 3}, "'seed' of an Exchange is reserved"),
-        ({"alpha": None}, "'alpha' of an Exchange is None, but a ConfigRecord"),
+        ({"run": "mine"}, "'run' of an Exchange is the library's own"),
+        ({"seed": 3}, "'seed' of an Exchange is the library's own"),
+        ({"alpha": None}, "options of an Exchange must be numbers"),
     ],
 )
 def test_an_option_that_cannot_travel_is_named(option, message):

@@ -100,7 +100,7 @@ def strategies():
 @pytest.mark.parametrize("strategy", strategies(), ids=lambda s: type(s).__name__)
 def test_a_plain_app_is_told_before_it_trains(strategy, caplog):
     app = Plain()
-    text = r"only 0 of 2 required nodes \(.*\) can be asked after 0 s:\n"
+    text = r"only 0 of 2 required nodes \(.*\) can be asked after 0 s\n"
     text += r"node-\d+, node-\d+, node-\d+: "
     text += r"its ClientApp is not flwr-fisher's.*app.query\(\)\(identify\)"
     with pytest.raises(RoundError, match=text):
@@ -112,7 +112,7 @@ def test_a_plain_app_is_told_before_it_trains(strategy, caplog):
 
 def test_a_numpy_client_is_told_before_it_trains():
     app = OlderClientApp(lambda context: Older().to_client())
-    text = r"its ClientApp is that of a NumPyClient.*legacy.client_app\(client_fn, mod"
+    text = r"its ClientApp is that of a NumPyClient.*legacy.client_app\(client_fn"
     for strategy in strategies():
         with pytest.raises(RoundError, match=text):
             strategy.start(LocalGrid(app, 2), tiny_arrays(), num_rounds=3)
@@ -243,7 +243,9 @@ def test_what_would_fail_after_a_training_by_hand_fails_before():
 def test_our_strategy_in_an_older_server_is_told(strategy):
     server = Server(client_manager=SimpleClientManager(), strategy=strategy)
     name = type(strategy).__name__
-    with pytest.raises(ConfigurationError, match=rf"Use as_legacy\({name}, model"):
+    with pytest.raises(
+        ConfigurationError, match=rf"{name} is a strategy of .*as_legacy"
+    ):
         server.fit(1, None)
 
 

@@ -287,7 +287,7 @@ def test_what_is_no_sum_is_refused_before_anybody_trains():
     assert not app.trained
     with pytest.raises(ConfigurationError, match="window"):
         FedAvg(waiting=Waiting(window=10), secure=SecureSums())
-    with pytest.raises(ConfigurationError, match="policy= does not go with secure="):
+    with pytest.raises(ConfigurationError, match="policy= with secure="):
         FedAvg(policy=Policy.strict(), secure=SecureSums())
     FedAvg(policy=Policy(limit_scores=True), secure=SecureSums())
     with pytest.raises(ConfigurationError, match="packed uploads"):

@@ -60,7 +60,6 @@ from flwr_fisher.errors import (
 from flwr_fisher.params import trainable_names
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server import cohort, mailbox, round
-from flwr_fisher.server import identity as identity_module
 from flwr_fisher.server.door import comparable
 from flwr_fisher.strategies import (
     AFL,
@@ -112,15 +111,11 @@ OF_MODELS = {
     "test_one_client_gets_its_model",
     "test_all_bad_replies_at_once_spoil_nothing",
     "test_too_few_usable_replies_end_the_round_with_every_reason",
-    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
 }
 # Where a round asks twice, which Flower's hooks do not know.
 OF_ONE_EXCHANGE = {
     "test_all_bad_replies_at_once_spoil_nothing",
     "test_too_few_usable_replies_end_the_round_with_every_reason",
-    "test_the_hooks_do_by_hand_what_start_does",
-    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
-    "test_flowers_own_loop_gives_the_same",
     HAS_DETAILS,
 }
 GOES_ON = "test_the_model_is_not_the_start_and_each_round_goes_on"  # with no state
@@ -132,16 +127,12 @@ ALONE = "test_one_client_gets_its_model"
 OF_AVERAGES = {
     IDENTICAL,
     ALONE,
-    "test_the_hooks_do_by_hand_what_start_does",
-    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
-    "test_flowers_own_loop_gives_the_same",
 }
 # Where the step counts clients that were asked and did not answer, as FedDyn's does: it
 # is another than in a run without them.
 COUNTS_ABSENT = {
     "test_all_bad_replies_at_once_spoil_nothing",
     "test_a_client_that_never_answers_costs_the_timeout_and_no_more",
-    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
 }
 # What the base class does alone is tried with a few.
 OF_THE_BASE = {
@@ -150,7 +141,6 @@ OF_THE_BASE = {
     "test_the_wait_for_nodes_ends",
     "test_sampling_depends_on_seed_and_round_not_on_node_ids",
     "test_the_minimum_is_a_floor_of_the_sample",
-    "test_start_samples_as_the_hooks_do",
     "test_evaluation_can_be_left_out",
     "test_without_training_the_start_is_evaluated_as_with_fedavg",
     "test_nodes_that_claim_one_partition_are_not_asked",
@@ -162,7 +152,6 @@ OF_THE_BASE = {
     "test_nodes_without_a_partition_go_by_their_id",
     "test_the_callers_records_are_left_as_they_were",
     "test_the_callers_config_cannot_change_what_the_strategy_asks_for",
-    "test_configure_train_leaves_the_callers_records_too",
     "test_records_travel_under_the_keys_that_were_asked_for",
     "test_weights_may_come_from_another_metric",
     "test_a_users_own_keys_reach_the_training_loop_untouched",
@@ -172,7 +161,6 @@ OF_ROUNDS = {
     "test_node_ids_and_the_order_of_replies_do_not_matter",
     "test_the_model_is_not_the_start_and_each_round_goes_on",
     "test_a_stopped_run_goes_on_bit_for_bit",
-    "test_flowers_own_loop_gives_the_same",
 }
 VARIANTS = {
     "fedfisher-ekfac",
@@ -340,7 +328,7 @@ def test_weights_may_come_from_another_metric(row):
 
 
 def test_a_weight_that_no_client_reports_is_told():
-    with pytest.raises(RoundError, match=r"'trust': .* weighted_by_key: return it"):
+    with pytest.raises(RoundError, match=r"'trust': .* weighted_by_key"):
         run(FAGH(weighted_by_key="trust"))
 
 
@@ -480,7 +468,7 @@ def test_too_few_usable_replies_end_the_round_with_every_reason(row):
     for partition, reason in (
         (0, "ValueError: out of cheese"),
         (1, "'3.bias': missing"),
-        (3, "'num-examples': the weight must be a positive number, got nan"),
+        (3, "'num-examples': the weight must be a positive number up to 1e+15, got"),
     ):
         line = f"partition-{partition}: node {node_of(grid, partition)}: "
         assert re.search(f"{line}.*{re.escape(reason)}", text)
@@ -504,7 +492,7 @@ class Silent(LocalGrid):
 @pytest.fixture
 def clock(monkeypatch):
     stopped = Clock()
-    for module in (cohort, identity_module, mailbox, round):
+    for module in (cohort, mailbox, round):
         monkeypatch.setattr(module, "time", stopped)
     return stopped
 
@@ -602,17 +590,6 @@ def test_the_callers_config_cannot_change_what_the_strategy_asks_for(row):
     assert same_bits(result.arrays, plain(row).arrays)
 
 
-def test_configure_train_leaves_the_callers_records_too(row):
-    config, arrays = ConfigRecord({"lr": 0.2}), tiny_arrays()
-    strategy, grid = row(fraction_evaluate=1.0), LocalGrid(quick_app(), 3)
-    messages = list(strategy.configure_train(1, arrays, config, grid))
-    list(strategy.configure_evaluate(1, arrays, config, grid))
-    assert dict(config) == {"lr": 0.2}
-    assert same_bits(arrays, tiny_arrays())
-    assert {m.metadata.dst_node_id for m in messages} == set(grid.nodes)
-    assert {m.metadata.group_id for m in messages} == {"1"}
-
-
 def test_records_travel_under_the_keys_that_were_asked_for(row):
     seen = set()
     app = quick_app()
@@ -630,35 +607,30 @@ def test_records_travel_under_the_keys_that_were_asked_for(row):
 # Sampling
 
 
-def sampled(row, **options):
+def sampled(row, which, **options):
     """Which partitions are asked to train, or to evaluate, in four rounds."""
-    strategy = row(**{"fraction_train": 0.0, **options})
-    grid = LocalGrid(quick_app(), 6)
-    chosen = []
-    for server_round in (1, 2, 3, 4):
-        about = server_round, tiny_arrays(), ConfigRecord(), grid
-        messages = [*strategy.configure_train(*about)]
-        messages += strategy.configure_evaluate(*about)
-        chosen.append([grid.nodes[m.metadata.dst_node_id] for m in messages])
-    return chosen
+    app = Watched()
+    run(row(**{"fraction_train": 0.0, **options}), app, 6, num_rounds=4)
+    asked = app.trained if which == "train" else app.evaluated
+    return [sorted(p for n, p in asked if n == number) for number in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("which", ["train", "evaluate"])
 def test_sampling_depends_on_seed_and_round_not_on_node_ids(row, which):
     half = {f"fraction_{which}": 0.5}
-    first = sampled(row, **half)
-    assert first == sampled(row, **half)
+    first = sampled(row, which, **half)
+    assert first == sampled(row, which, **half)
     assert all(len(set(partitions)) == 3 for partitions in first)
     assert len({tuple(partitions) for partitions in first}) > 1
-    assert first != sampled(row, **half, seed=1)
+    assert first != sampled(row, which, **half, seed=1)
 
 
 @pytest.mark.parametrize("which", ["train", "evaluate"])
 def test_the_minimum_is_a_floor_of_the_sample(row, which):
     few = {f"fraction_{which}": 0.01, f"min_{which}_nodes": 2}
-    assert {len(partitions) for partitions in sampled(row, **few)} == {2}
+    assert {len(partitions) for partitions in sampled(row, which, **few)} == {2}
     everyone = {f"fraction_{which}": 1.0}
-    assert sampled(row, **everyone) == [list(range(6))] * 4
+    assert sampled(row, which, **everyone) == [list(range(6))] * 4
 
 
 @pytest.mark.parametrize(
@@ -676,26 +648,19 @@ def test_arguments_of_start_are_looked_at(options, says):
         FedFish().start(LocalGrid(quick_app(), 2), tiny_arrays(), **options)
 
 
-def test_hooks_of_a_subclass_that_start_does_not_call_are_refused():
+def test_hooks_that_nobody_would_call_are_refused():
     class Own(FedFish):
         def aggregate_train(self, server_round, replies):
-            seen.append(server_round)
-            return super().aggregate_train(server_round, replies)
+            raise AssertionError
 
-    seen, own = [], Own(fraction_evaluate=0.0)
+    grid = LocalGrid(quick_app(), 2)
     with pytest.raises(ConfigurationError, match=r"Own\.aggregate_train: .*callbacks"):
-        own.start(LocalGrid(quick_app(), 2), tiny_arrays())
-    Strategy.start(own, LocalGrid(quick_app(), 2), tiny_arrays(), num_rounds=2)
-    assert seen == [1, 2]
-
-
-def test_start_samples_as_the_hooks_do(row):
-    app = Watched()
-    half = {"fraction_train": 0.5, "fraction_evaluate": 0.5}
-    run(row(**half), app, 6)
-    trained, evaluated = (sampled(row, **{k: v})[0] for k, v in half.items())
-    assert sorted(app.trained) == [(1, partition) for partition in trained]
-    assert sorted(app.evaluated) == [(1, partition) for partition in evaluated]
+        Own().start(grid, tiny_arrays())
+    for strategy in (FedFish(), FedFisherOneShot()):  # in Flower's own loop
+        with pytest.raises(ConfigurationError, match=r"call Fed\w+\.start\(grid"):
+            Strategy.start(strategy, grid, tiny_arrays(), num_rounds=2)
+    with pytest.raises(ConfigurationError, match=r"call FedFish\.start\(grid"):
+        FedFish().aggregate_train(1, [])
 
 
 def test_evaluation_can_be_left_out(row):
@@ -733,10 +698,6 @@ def test_without_training_the_start_is_evaluated_as_with_fedavg(row):
     )
     ours, theirs = (r.evaluate_metrics_clientapp[1] for r in (mine, flowers))
     assert ours["loss"] == pytest.approx(theirs["loss"])
-    looped = Strategy.start(
-        row(fraction_train=0.0), LocalGrid(quick_app(), 3), tiny_arrays(), 1
-    )
-    assert not looped.train_metrics_clientapp
 
 
 class Mute(ClientApp):
@@ -793,9 +754,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(row, asked, tmp_path):
     whole = plain(row, num_rounds=2)
     assert same_bits(resumed.arrays, whole.arrays)
     assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
-    refreshes = row().norm_statistics == "refresh"  # which begins anew
-    requests = 2 * 3 * (len(row().exchanges(1)) + refreshes)
-    assert len(again.trained) == requests - (min(asked, 3) if refreshes else asked)
+    requests = 2 * 3 * len(row().exchanges(1))
+    assert len(again.trained) == requests - asked
 
 
 CHANGED = [
@@ -822,74 +782,7 @@ def test_another_runs_options_are_refused_by_name(
     assert not app.trained
 
 
-# Other loops than `start`
-
-
-def test_the_hooks_do_by_hand_what_start_does(row):
-    strategy, grid = row(), LocalGrid(quick_app(), 3)
-    arrays = tiny_arrays()
-    expected = plain(row, num_rounds=2)
-    for server_round in (1, 2):
-        assert arrays is not None
-        messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
-        replies = grid.send_and_receive(messages)
-        arrays, metrics = strategy.aggregate_train(server_round, replies)
-        assert metrics == expected.train_metrics_clientapp[server_round]
-    assert same_bits(arrays, expected.arrays)
-
-
-def test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum(row):
-    app = Watched(tamper={2: drop_array("3.bias")})
-    for minimum in (2, 3):
-        strategy, grid = row(min_train_nodes=minimum), LocalGrid(app, 3)
-        messages = strategy.configure_train(1, tiny_arrays(), ConfigRecord(), grid)
-        replies = list(grid.send_and_receive(messages))
-        if minimum == 3:
-            with pytest.raises(RoundError, match=r"'3\.bias': missing"):
-                strategy.aggregate_train(1, replies)
-        else:
-            arrays, _ = strategy.aggregate_train(1, replies)
-            assert same_bits(arrays, plain(row, 0, 1).arrays)
-
-
-def test_flowers_own_loop_gives_the_same(row):
-    def evaluate(server_round, arrays):
-        return MetricRecord({"sum": float(arrays["0.weight"].numpy().sum())})
-
-    config = ConfigRecord({"lr": 0.05})
-    ours = run(
-        row(fraction_evaluate=1.0),
-        num_rounds=2,
-        train_config=config,
-        evaluate_fn=evaluate,
-    )
-    strategy = row(fraction_evaluate=1.0)
-    for _ in range(2):
-        theirs = Strategy.start(
-            strategy,
-            LocalGrid(quick_app(), 3),
-            tiny_arrays(),
-            num_rounds=2,
-            train_config=config,
-            evaluate_fn=evaluate,
-        )
-    assert same_bits(ours.arrays, theirs.arrays)
-    assert ours.train_metrics_clientapp == theirs.train_metrics_clientapp
-    assert ours.evaluate_metrics_serverapp == theirs.evaluate_metrics_serverapp
-    assert sorted(ours.evaluate_metrics_serverapp) == [0, 1, 2]
-    assert ours.evaluate_metrics_clientapp == theirs.evaluate_metrics_clientapp
-    assert sorted(ours.evaluate_metrics_clientapp) == [1, 2]
-
-
-@pytest.mark.parametrize("name", ["own-regmean"])
-def test_flowers_hooks_refuse_several_exchanges(name):
-    strategy, grid = STRATEGIES[name](), LocalGrid(quick_app(), 3)
-    for hook in (
-        lambda: strategy.configure_train(1, tiny_arrays(), ConfigRecord(), grid),
-        lambda: strategy.aggregate_train(1, []),
-    ):
-        with pytest.raises(ConfigurationError, match="3 exchanges"):
-            hook()
+# What a round reports
 
 
 def test_metrics_can_be_aggregated_in_the_users_way(row):
@@ -1043,9 +936,9 @@ BAD_EVALUATIONS = {
     "negative weight": ({"num-examples": -192}, "'num-examples': the weight must be"),
     "a list as loss": (
         {"loss": [1.0, 2.0]},
-        "it reports 'loss' as a list of 2, and not as a number",
+        "it has no finite 'loss'",
     ),
-    "NaN": ({"loss": NAN}, "it reports a 'loss' that is NaN or infinite"),
+    "NaN": ({"loss": NAN}, "it has no finite 'loss'"),
     "30 000 metrics": (
         {f"m{i}": 1.0 for i in range(30_000)},
         "'metrics': 30003 metrics, but at most 1000 are allowed",
@@ -1053,12 +946,11 @@ BAD_EVALUATIONS = {
 }
 
 
-def test_what_is_nan_for_most_clients_costs_no_other_metric(caplog):
+def test_what_is_nan_for_most_clients_costs_no_other_metric():
     nan = {i: MetricRecord({"auc": NAN, "acc": 0.5}) for i in range(2)}
     kept, others = comparable({**nan, 2: MetricRecord({"auc": 0.5, "acc": 0.5})})
     assert [dict(own) for own in kept.values()] == 3 * [{"acc": 0.5}]
     assert not others
-    assert "metrics without 'auc', which is NaN" in caplog.text
 
 
 @pytest.mark.parametrize("case", BAD_EVALUATIONS)

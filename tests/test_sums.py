@@ -58,7 +58,7 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot
-from flwr_fisher.server.identity import Identity
+from flwr_fisher.server.cohort import Identity
 from flwr_fisher.strategies import Policy
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import LOSSLESS, Additive, Codec, arrays_to_tensors

@@ -525,12 +525,6 @@ def test_a_tct_model_is_nothing_to_start_from():
         tct().start(grid, result.arrays, num_rounds=5)
 
 
-def test_other_loops_than_start_are_refused():
-    grid = LocalGrid(client_app(), CLIENTS)
-    with pytest.raises(ConfigurationError, match="use this library's `start`"):
-        tct().configure_train(STAGE1 + 1, tiny_arrays(), ConfigRecord(), grid)
-
-
 # The learning rate
 
 

@@ -99,7 +99,7 @@ class Repeatable(Strategy):
     ) -> list[Message]:
         if not made:
             return []
-        sample = self.cohort.sample(
+        nodes, _ = self.cohort.sample(
             grid,
             fraction=0.0,
             minimum=len(made),
@@ -109,7 +109,6 @@ class Repeatable(Strategy):
             timeout=_TIMEOUT,
             waiting=Waiting(),
         )
-        nodes = sample.nodes
         kind, group = made[0].metadata.message_type, str(server_round)
         pairs = zip(made, nodes, strict=True)
         return [Message(m.content, node, kind, group_id=group) for m, node in pairs]

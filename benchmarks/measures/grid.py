@@ -18,7 +18,7 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.flower_internals import NodeInfo, Run, nodes_of
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import seed_of_clients
-from flwr_fisher.server.identity import NodeNames
+from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.mailbox import Mailbox, collect
 from flwr_fisher.wire import ConfigValue, named_options, serialized_bytes
 
@@ -71,7 +71,7 @@ class MeasuredGrid(Grid):
                 f"{held_out}"
             )
         self.grid, self.seed, self.num_held_out = grid, seed, held_out
-        self._names, self._mailbox = NodeNames(), Mailbox(grid)
+        self._names, self._mailbox = Cohort(0), Mailbox(grid)
         self._hidden: frozenset[int] = frozenset()
         self._chosen = not held_out
         self._every = 0

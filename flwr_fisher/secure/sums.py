@@ -55,7 +55,17 @@ class _Stage(Exchange[SecureUpload]):
     """An exchange of a secure sum, with different tensors for each client."""
 
     send_each: _Send | None = None
-    log_name: str = ""
+    log_text: str = ""
+
+    @property
+    def log_name(self) -> str:
+        """The stage's name in the log."""
+        return self.log_text
+
+    @property
+    def quiet(self) -> bool:
+        """Replies are not logged one by one."""
+        return True
 
     def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
         """Return a function from a client's number to its record."""
@@ -90,7 +100,7 @@ def _stage(
     usual: dict[str, Any] = {
         "start": lambda state: {},
         "clients": lambda state: SecureState.of(state).present,
-        "log_name": f"{_PART}, {stage}",
+        "log_text": f"{_PART}, {stage}",
     }
     requested = {**(options or {}), **own}
     read = SecureUpload.from_arrays
@@ -176,7 +186,7 @@ class SecureSums(Options):
         """
         first, sums = exchanges[0], 2 * len(exchanges)
         take_keys = partial(steps.take_keys, self.degree, self.threshold, sums, seed)
-        ask = partial(_stage, weighted_by)
+        ask = partial(_stage, weighted_by, optional=first.optional)
         keys = ask(
             "keys",
             0,
@@ -221,7 +231,7 @@ class SecureSums(Options):
             send=exchange.send,
             start=exchange.start,
             additive=Summation(total=sizes, alone=False),
-            log_name=f"{_PART}, how large contribution {1 + index // 2} is",
+            log_text=f"{_PART}, how large contribution {1 + index // 2} is",
         )
         return [
             exponents,
@@ -238,6 +248,7 @@ class SecureSums(Options):
                 values,
                 partial(steps.open_values, values, self.bits, exchange, last),
                 _sets,
+                name=exchange.name,
             ),
         ]
 

@@ -1,17 +1,18 @@
-"""The cohort of a round: connected nodes, sampled by seed and round.
+"""The cohort of a run: who its clients are, who is connected, and who is asked.
 
-Long: half of it is log texts about nodes that the server waits for.
+Node ids are random in each run, so clients have names that are the same in every run,
+and a round samples them by seed and round.
 """
 
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import (
@@ -20,51 +21,159 @@ from flwr_fisher.errors import (
     check_whole,
     kept_record,
     listed,
+    printable,
 )
+from flwr_fisher.flower_internals import nodes_of
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.server.identity import Key, NodeNames, by_reason
-from flwr_fisher.server.mailbox import Mailbox, NodeReply, query
+from flwr_fisher.server.mailbox import QUERY_LIFETIME, Mailbox, NodeReply, query
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
 from flwr_fisher.wire.answer import Answer, frozen_name, of_products, some
 
+Order = tuple[int, int, str]
+Key = TypeVar("Key")
+Said = TypeVar("Said")
+
 _GONE_WITHIN = 120.0  # seconds until the SuperLink notices that a node is gone
+_ASK_AGAIN = 60.0  # seconds after a node died for which it still counts as connected
+_TRIES = 3  # of a node that answers with an error
 FREEZE_THE_SAME = (
     "load the same pre-trained parameters on every client, and make adapters with "
     "the same seed"
 )
-_QUIET = 30.0  # seconds of waiting until the log says what to do
-_WAITING = "Waiting for nodes to connect: %d connected (minimum required: %d)%s."
+# How to recognise another library's ClientApp by its answer to the query.
+_FOREIGN = {
+    # A client_fn gets no query; older apps do not know this message.
+    "Invalid message type: query": (
+        "its ClientApp is that of a NumPyClient, or of another client_fn: use "
+        'flwr_fisher.legacy.client_app(client_fn, ...) (the page "Change a '
+        'NumPyClient app")'
+    ),
+    "No query function registered": (
+        "its ClientApp is not flwr-fisher's: add app.query()(identify) and "
+        'fisher_arrays to it, or use FisherClient (the page "Change a FedAvg app")'
+    ),
+}
+_NOT_OURS = _FOREIGN["No query function registered"]
 
-Said = TypeVar("Said")
+
+# --- one client
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The nodes that a round asks.
+class Identity:
+    """A client's identity: its registered name, its partition, or its node id.
 
     Parameters
     ----------
-    nodes : list[int]
-        The nodes to ask, in the clients' order.
-    wanted : int
-        How many replies are wanted. With over-selection this is fewer than the nodes.
+    node : int
+        The node's id in this run.
+    registered : str
+        The node's registered name, which the SuperLink has checked; empty if it has
+        none.
+    partition : int, optional
+        The partition that the node claims to hold.
     """
 
-    nodes: list[int]
-    wanted: int
+    node: int
+    registered: str = ""
+    partition: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The client's name, the same in every run if possible."""
+        return self.registered or self.unregistered_name
+
+    @property
+    def unregistered_name(self) -> str:
+        """The name that the client has without a registration."""
+        if self.partition is not None:
+            return f"partition-{self.partition}"
+        return f"node-{self.node}"
+
+    @property
+    def order(self) -> Order:
+        """A sort key that does not depend on node ids, if possible."""
+        if self.registered:
+            return (1, 0, self.registered)
+        if self.partition is not None:
+            return (0, self.partition, "")
+        return (2, self.node, "")
+
+    @property
+    def number(self) -> int:
+        """The client's number: its partition, or its node id."""
+        return self.node if self.partition is None else self.partition
+
+    @property
+    def names(self) -> set[str]:
+        """All names that the client may have had before the run was resumed.
+
+        Examples
+        --------
+        >>> sorted(Identity(7, "a", 3).names)
+        ['a', 'node-7', 'partition-3']
+        """
+        return {self.name, self.unregistered_name, f"node-{self.node}"}
 
 
-class Cohort(NodeNames):
-    """The nodes of a run, named by partition, and sampled by seed and round."""
+# --- all clients
+
+
+class Cohort:
+    """The nodes of a run, named by partition, and sampled by seed and round.
+
+    A node's name is the one with which it was registered (``flwr supernode register``),
+    because the SuperLink checks it. Without such a name it is the partition that the
+    node claims to hold, and without a partition the node's id. If two connected nodes
+    claim the same name or the same partition, the server asks neither, because it
+    cannot know whose it is. The claim of a node that is not registered does not affect
+    a registered node.
+
+    A node that does not answer the query gets no other request until it does. If its
+    app fails at the query again and again, the node's name is its id, because it may
+    still be able to train.
+
+    Parameters
+    ----------
+    seed : int
+        Decides, with the round, which clients are sampled.
+    allow_foreign : bool, default True
+        Whether nodes may take part whose ClientApp is foreign. An app of this library
+        answers the query with its version. An app that has no query, or answers without
+        a version, is foreign.
+
+    Attributes
+    ----------
+    answered : set[int]
+        Nodes that have answered and may get requests.
+    refused : dict[int, str]
+        Connected nodes that must not take part, with the reason.
+    foreign : dict[int, str]
+        Nodes whose ClientApp is foreign, and what to do about it.
+    do_any_job : set[int]
+        Nodes that can do every job, not only a training.
+    connected : int
+        The number of nodes at the last sampling.
+    abstaining : set[int]
+        Nodes without data for evaluation.
+    """
 
     def __init__(self, seed: int, allow_foreign: bool = True) -> None:
-        super().__init__(allow_foreign)
-        self.seed = seed
-        self.connected = 0  # the number of nodes at the last sampling
-        self.abstaining: set[int] = set()  # nodes without data for evaluation
+        self.seed, self.allow_foreign = seed, allow_foreign
+        self.answered: set[int] = set()
+        self.refused: dict[int, str] = {}
+        self.foreign: dict[int, str] = {}
+        self.do_any_job: set[int] = set()
+        self.connected = 0
+        self.abstaining: set[int] = set()
         self._mailbox: Mailbox | None = None
+        self._known: dict[int, Identity] = {}
+        self._registered: dict[int, str] = {}  # names of the asked nodes, or ""
+        self._until: dict[int, float] = {}  # when a query expires
+        self._errors: dict[int, int] = {}  # how often a node answered with one
+        self._warned: set[str] = set()  # warnings that the log has already
         # By name: how many deadlines a node missed in a row, and the round until which
         # it sits out.
         self._missed: dict[str, tuple[int, int]] = {}
@@ -81,6 +190,153 @@ class Cohort(NodeNames):
             self._mailbox = Mailbox(grid)
         return self._mailbox
 
+    def warn_once(self, text: str, key: str = "") -> None:
+        """Log a warning once a run: one for each key, which is the text by default."""
+        if (key or text) not in self._warned:
+            self._warned.add(key or text)
+            logger.warning("%s", text)
+
+    # --- who is who
+
+    def identity(self, node_id: int) -> Identity:
+        """Return a node's identity."""
+        return self._known.get(node_id, Identity(node_id))
+
+    def name(self, node_id: int) -> str:
+        """Return a client's name, the same in every run if possible."""
+        if node_id in self.refused and node_id not in self.foreign:
+            return f"node-{node_id}"
+        return self.identity(node_id).name
+
+    def order(self, node_id: int) -> Order:
+        """Return a sort key that does not depend on node ids, if possible."""
+        return self.identity(node_id).order
+
+    def named(self, numbers: Collection[int]) -> list[str]:
+        """Return the names of the clients with these numbers, connected or not."""
+        known = sorted(self._known.values(), key=lambda client: client.order)
+        return list(dict.fromkeys(c.name for c in known if c.number in numbers))
+
+    def recall(self, client: Identity) -> None:
+        """Restore a client's identity, with its node id before the resume."""
+        self._known.setdefault(client.node, client)
+
+    def present(self, grid: Grid, timeout: float) -> list[int]:
+        """Return the connected nodes that may be asked."""
+        return self.learn(self.mailbox(grid), list(grid.get_node_ids()), timeout)
+
+    def learn(
+        self, mailbox: Mailbox, nodes: Collection[int], timeout: float
+    ) -> list[int]:
+        """Ask new nodes for their partitions.
+
+        The server waits for their answers, at most a minute, only if it knows no node
+        yet. A node that connects later is queried, and takes part when it has answered.
+
+        Returns
+        -------
+        list[int]
+            Those that have answered and are not refused.
+        """
+        now = time.monotonic()
+        again = {n for n, until in self._until.items() if until < now} - self.answered
+        if new := [n for n in nodes if n not in self._registered or n in again]:
+            names = {info.node_id: info.name for info in nodes_of(mailbox.grid)}
+            for node in new:
+                self._registered[node] = names.get(node) or ""
+                if name := self._registered[node]:
+                    self._known[node] = Identity(node, name)
+            self._until |= dict.fromkeys(new, now + QUERY_LIFETIME)
+            wait = 0.0 if self.answered.intersection(nodes) else timeout
+            due = new
+            while due:
+                replies = query(mailbox, due, RecordDict(), wait, self._take)
+                due = [reply.node for reply in replies if self._take(reply)]
+            if any(n in self.answered and self.order(n)[0] == 2 for n in new):
+                logger.info(
+                    "Nodes without a partition-id are known by their node id: another "
+                    "run with the same seed may sample others"
+                )
+        self._refuse(nodes)
+        return [n for n in nodes if n in self.answered and n not in self.refused]
+
+    def _take(self, reply: NodeReply) -> bool:
+        """Store a node's answer, whenever it comes; return whether to ask again."""
+        node, message = reply.node, reply.message
+        if reply.from_superlink or reply.nothing_will_come:
+            self._until[node] = time.monotonic() + _ASK_AGAIN
+            return False
+        answer = Answer.of(message)
+        if reason := _foreign_because(message, answer):
+            self.foreign[node] = reason
+        elif message.has_error() and not self._gives_up(node, message.error.reason):
+            self._until[node] = time.monotonic()
+            return True
+        self.answered.add(node)
+        if answer.any_job:
+            self.do_any_job.add(node)
+        if answer.partition is not None:
+            registered = self._registered.get(node, "")
+            self._known[node] = Identity(node, registered, answer.partition)
+        if answer.problem:
+            logger.warning(
+                "node-%s %s, which is not valid: it is known as %s",
+                node,
+                answer.problem,
+                self.identity(node).name,
+            )
+        return False
+
+    def _gives_up(self, node: int, error: str | None) -> bool:
+        """Note an error; return whether to stop asking the node."""
+        self._errors[node] = self._errors.get(node, 0) + 1
+        if self._errors[node] < _TRIES:
+            return False
+        reason, name = printable(error), self.identity(node).name
+        text = f"node-{node} failed to send its partition-id, and is known as {name}: "
+        self.warn_once(text + reason, f"partition-id: {reason}")
+        return True
+
+    def _refuse(self, nodes: Collection[int]) -> None:
+        """Refuse the connected nodes that must not take part; log new refusals."""
+        before, self.refused = self.refused, {}
+        self._refuse_doubles([self.identity(node) for node in nodes])
+        if not self.allow_foreign:
+            self.refused |= {n: self.foreign[n] for n in nodes if n in self.foreign}
+        new = {n: why for n, why in self.refused.items() if n not in before}
+        for reason, refused in by_reason(new).items():  # often all nodes of the run
+            logger.warning("Not asking %s: %s", self._listed(refused), reason)
+
+    def _refuse_doubles(self, connected: Sequence[Identity]) -> None:
+        """Refuse the nodes that share a name or a number with another node."""
+        claims: dict[str | int, list[Identity]] = {}
+        for client in connected:
+            for claim in (client.name, client.number):
+                claims.setdefault(claim, []).append(client)
+        for client in connected:
+            # A node's id is always its own, even if another node claims it.
+            numbered = [] if client.partition is None else claims[client.number]
+            # A registered node keeps its place, whatever an unregistered one claims.
+            same = {
+                other.node
+                for other in claims[client.name] + numbered
+                if other.registered or not client.registered
+            }
+            if len(same | {client.node}) == 1:
+                continue
+            # Registered nodes have other names, and only the partition in common.
+            shown = client
+            if client.partition is not None:
+                shown = replace(client, registered="")
+            nodes = listed([f"node-{node}" for node in same])
+            self.refused[client.node] = (
+                f"more than one node claims '{printable(shown.name)}' ({nodes}): give "
+                "each node its own partition-id, or register nodes. A restarted node "
+                "is asked again once the SuperLink finds its former one gone"
+            )
+
+    # --- who is asked
+
     def sample(
         self,
         grid: Grid,
@@ -92,8 +348,11 @@ class Cohort(NodeNames):
         purpose: str,
         timeout: float,
         waiting: Waiting,
-    ) -> Sample:
-        """Return the round's nodes, a function of seed, round and connected nodes.
+    ) -> tuple[list[int], int]:
+        """Return the round's nodes, and how many replies are wanted.
+
+        The nodes are a function of seed, round and connected nodes, in the clients'
+        order. With over-selection they are more than the wanted replies.
 
         Raises
         ------
@@ -107,7 +366,89 @@ class Cohort(NodeNames):
         wanted = min(wanted, len(candidates))
         size = min(waiting.to_ask(wanted), len(candidates))
         chosen = random.Random(f"{self.seed}/{server_round}/{purpose}")
-        return Sample(sorted(chosen.sample(candidates, size), key=self.order), wanted)
+        return sorted(chosen.sample(candidates, size), key=self.order), wanted
+
+    def ready(
+        self,
+        grid: Grid,
+        available: int,
+        minimum: int,
+        timeout: float,
+        purpose: str = "train",
+    ) -> list[int]:
+        """Wait for enough nodes that can be asked; return them in order.
+
+        The server waits up to two minutes until ``min_available_nodes`` nodes have
+        answered, because a SuperLink lists a node for that long after it has gone or
+        restarted. Then it begins with fewer.
+
+        Raises
+        ------
+        RoundError
+            As for :meth:`sample`.
+        """
+        needed, mailbox = max(available, minimum), self.mailbox(grid)
+        options = {"min_available_nodes": available, f"min_{purpose}_nodes": minimum}
+        began, line = time.monotonic(), ""
+        while True:
+            connected = list(grid.get_node_ids())
+            waited = time.monotonic() - began
+            silent, over = list[int](), False
+            if len(connected) >= needed:
+                nodes = self.learn(mailbox, connected, timeout - waited)
+                waited = time.monotonic() - began
+                silent = [node for node in connected if node not in self.answered]
+                gone = waited > _GONE_WITHIN
+                there = len(connected) - len(set(silent) - self._given_up)
+                if len(nodes) >= minimum and (there >= needed or gone):
+                    self._give_up(silent)
+                    self.connected = len(nodes)
+                    return sorted(nodes, key=self.order)
+                # A restarted client is refused until its old node is gone.
+                # If all nodes run another app, as is usual then, none will change.
+                foreign = self.refused.keys() & self.foreign.keys()
+                over = not silent and (gone or foreign >= set(connected))
+                count, state = len(nodes), "can be asked"
+            else:
+                count, state = len(connected), "are connected"
+            over |= waited > timeout
+            if over or most_nodes(grid, needed) < needed:
+                few = [f"{name}={n}" for name, n in options.items() if n > count]
+                raise RoundError(
+                    "\n".join(
+                        [
+                            f"only {count} of {needed} required nodes "
+                            f"({', '.join(few)}) {state} after "
+                            f"{min(waited, timeout):.0f} s",
+                            *self._refusals(),
+                            *([f"no answer: {self._listed(silent)}"] if silent else []),
+                        ]
+                    )
+                )
+            last, line = line, _waiting_line(len(connected), needed)
+            if self.refused:
+                line += f", {len(self.refused)} refused"
+            if silent:
+                line += f", no answer yet from {self._listed(silent)}"
+            if line != last:
+                logger.info("%s", line)
+            time.sleep(1)
+            mailbox.pull()
+
+    def _give_up(self, silent: Sequence[int]) -> None:
+        """Log, once, the connected nodes that have not answered."""
+        if new := [node for node in silent if node not in self._given_up]:
+            text = "Not asking nodes that have not answered yet: %s"
+            logger.warning(text, self._listed(new))
+        self._given_up.update(silent)
+
+    def _listed(self, nodes: Iterable[int]) -> str:
+        return listed(map(self.name, nodes))
+
+    def _refusals(self) -> list[str]:
+        """Return a line for each reason, with the names of the refused nodes."""
+        reasons = by_reason(self.refused).items()
+        return [f"{self._listed(nodes)}: {why}" for why, nodes in reasons]
 
     # --- nodes that sit out
 
@@ -160,110 +501,6 @@ class Cohort(NodeNames):
             logger.info(text, self._listed(idle))
         return sorted([*others, *needed], key=self.order)
 
-    # --- connected nodes
-
-    def present(self, grid: Grid, timeout: float) -> list[int]:
-        """Return the connected nodes that may be asked."""
-        return self.learn(self.mailbox(grid), list(grid.get_node_ids()), timeout)
-
-    def ready(
-        self,
-        grid: Grid,
-        available: int,
-        minimum: int,
-        timeout: float,
-        purpose: str = "train",
-    ) -> list[int]:
-        """Wait for enough nodes that can be asked; return them in order.
-
-        The server waits up to two minutes until ``min_available_nodes`` nodes have
-        answered, because a SuperLink lists a node for that long after it has gone or
-        restarted. Then it begins with fewer.
-
-        Raises
-        ------
-        RoundError
-            As for :meth:`sample`.
-        """
-        options = {"min_available_nodes": available, f"min_{purpose}_nodes": minimum}
-        needed, mailbox = max(available, minimum), self.mailbox(grid)
-        began = time.monotonic()
-        deadline, line = began + timeout, ""
-        while True:
-            connected = list(grid.get_node_ids())
-            silent, over = list[int](), False
-            if are_there := len(connected) >= needed:
-                nodes = self.learn(mailbox, connected, deadline - time.monotonic())
-                silent = [node for node in connected if node not in self.answered]
-                gone = time.monotonic() > began + _GONE_WITHIN
-                there = len(connected) - len(set(silent) - self._given_up)
-                if len(nodes) >= minimum and (there >= needed or gone):
-                    self._give_up(silent)
-                    self.connected = len(nodes)
-                    return sorted(nodes, key=self.order)
-                # A restarted client is refused until its old node is gone.
-                # If all nodes run another app, as is usual then, none will change.
-                foreign = self.refused.keys() & self.foreign.keys()
-                over = not silent and (gone or foreign >= set(connected))
-            over |= time.monotonic() > deadline or most_nodes(grid, needed) < needed
-            waited = min(time.monotonic() - began, timeout)
-            if over and are_there:
-                raise RoundError(self._too_few(nodes, silent, options, waited))
-            lower = _lower(options, len(connected))
-            if over:
-                few = _too_few_connected(len(connected), needed, waited, lower)
-                raise RoundError(few)
-            refused = f", {len(self.refused)} refused" if self.refused else ""
-            if silent:
-                refused += f", no answer yet from {self._listed(silent)}"
-            if waited > _QUIET and not are_there:
-                out = _more_nodes(len(connected), lower)
-                refused += f", for {timeout:.0f} s at most. To begin, {out}"
-            before, line = line, _WAITING % (len(connected), needed, refused)
-            if line != before:
-                logger.info("%s", line)
-            time.sleep(1)
-            mailbox.pull()
-
-    def _give_up(self, silent: Sequence[int]) -> None:
-        """Log, once, the connected nodes that have not answered."""
-        if new := [node for node in silent if node not in self._given_up]:
-            text = "Not asking nodes that have not answered yet: %s"
-            logger.warning(text, self._listed(new))
-        self._given_up.update(silent)
-
-    def _listed(self, nodes: Sequence[int]) -> str:
-        return listed(map(self.name, nodes))
-
-    def _refusals(self) -> list[str]:
-        """Return a line for each reason, with the names of the refused nodes."""
-        reasons = by_reason(self.refused).items()
-        return [f"{self._listed(nodes)}: {why}" for why, nodes in reasons]
-
-    def _too_few(
-        self,
-        nodes: Sequence[int],
-        silent: Sequence[int],
-        options: Mapping[str, int],
-        waited: float,
-    ) -> str:
-        """Return why enough nodes are connected, but too few of them can be asked."""
-        count, needed = len(nodes), max(options.values())
-        wanted = [f"{name}={n}" for name, n in options.items() if n > count]
-        lines = [
-            f"only {count} of {needed} required nodes ({', '.join(wanted)}) can be "
-            f"asked after {waited:.0f} s:",
-            *self._refusals(),
-        ]
-        if silent:
-            # An evaluation waits a minute at most.
-            more = "" if "min_evaluate_nodes" in options else " raise start's timeout,"
-            lines.append(
-                f"{self._listed(silent)}: no answer. Check that the ClientApp starts "
-                f"there,{more} or {_lower(options, count)}"
-            )
-        return "\n".join(lines)
-
     # --- trained and frozen parameters
 
     def mismatched(
@@ -285,7 +522,7 @@ class Cohort(NodeNames):
             content = RecordDict({"config": config})
             for reply in query(self.mailbox(grid), new, content, timeout, take):
                 take(reply)
-        trained = {n: own for n in nodes if (own := self._trained[n]) is not None}
+        trained = {n: t for n in nodes if (t := self._trained[n]) is not None}
         if text := of_products(frozenset[str]().union(*trained.values())):
             self.warn_once(text, "products of adapters")
         reasons = unlike_most(trained, _difference)
@@ -323,25 +560,41 @@ def unlike_most(
         return {}
     common, number = counts[0]
     whom = "most" if 2 * number > len(said) else "others"
-    unlike = {k: own for k, own in said.items() if number == 1 or own != common}
     return {
-        key: difference(own, counts[1][0] if own == common else common, whom)
-        for key, own in unlike.items()
+        key: difference(answer, counts[1][0] if answer == common else common, whom)
+        for key, answer in said.items()
+        if number == 1 or answer != common
     }
 
 
-def _other_values(own: frozenset[str], other: frozenset[str], whom: str) -> str:
-    names = {frozen_name(each) for each in own ^ other}
+def _other_values(frozen: frozenset[str], other: frozenset[str], whom: str) -> str:
+    names = {frozen_name(described) for described in frozen ^ other}
     return f"its frozen {some(names)} differ from those of {whom}: {FREEZE_THE_SAME}"
 
 
-def _difference(own: frozenset[str], other: frozenset[str], whom: str) -> str:
+def _difference(trained: frozenset[str], other: frozenset[str], whom: str) -> str:
     parts = []
-    if extra := own - other:
-        parts.append(f"it trains {some(extra)}, which {whom} freeze")
-    if missing := other - own:
+    if added := trained - other:
+        parts.append(f"it trains {some(added)}, which {whom} freeze")
+    if missing := other - trained:
         parts.append(f"it freezes {some(missing)}, which {whom} train")
     return f"{'; '.join(parts)}: freeze the same parameters on every client"
+
+
+def by_reason(reasons: Mapping[Key, str]) -> dict[str, list[Key]]:
+    """Group clients, or nodes, by their reason."""
+    groups: dict[str, list[Key]] = {}
+    for key, reason in reasons.items():
+        groups.setdefault(reason, []).append(key)
+    return groups
+
+
+def _foreign_because(message: Message, answer: Answer) -> str:
+    """Return advice for a node with another library's app, or ""."""
+    if message.has_error():
+        error = str(message.error.reason)
+        return next((why for sign, why in _FOREIGN.items() if sign in error), "")
+    return "" if answer.of_library else _NOT_OURS
 
 
 # --- before a server app begins
@@ -373,33 +626,20 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[in
     while len(nodes := list(grid.get_node_ids())) < minimum:
         waited = time.monotonic() - began
         if waited >= timeout or most_nodes(grid, minimum) < minimum:
-            lower = "lower the minimum, which is min-nodes in the apps"
-            raise RoundError(_too_few_connected(len(nodes), minimum, waited, lower))
+            raise RoundError(
+                f"only {len(nodes)} of {minimum} required nodes are connected after "
+                f"{waited:.0f} s: start more, or lower the minimum (min-nodes in the "
+                "apps)"
+            )
         if len(nodes) != last:
             last = len(nodes)
-            logger.info(_WAITING, last, minimum, "")
+            logger.info("%s", _waiting_line(last, minimum))
         time.sleep(1)
     return nodes
 
 
-def _lower(options: Mapping[str, int], count: int) -> str:
-    """Return which options to lower for so many nodes."""
-    names = [name for name, least in options.items() if least > count]
-    # A resumed run must have the same min_train_nodes.
-    new = " in a new run" if "min_train_nodes" in names else ""
-    return f"lower {' and '.join(names)}{new}"
-
-
-def _too_few_connected(count: int, needed: int, waited: float, lower: str) -> str:
-    text = f"only {count} of {needed} required nodes are connected after {waited:.0f} s"
-    return f"{text}: {_more_nodes(count, lower)}"
-
-
-def _more_nodes(count: int, lower: str) -> str:
-    """Return what to do if only so many nodes are connected."""
-    if not count:  # no lower minimum would do
-        return "start SuperNodes, and check that they reach this SuperLink"
-    return f"start more SuperNodes (in a simulation, raise num-supernodes), or {lower}"
+def _waiting_line(count: int, needed: int) -> str:
+    return f"Waiting for nodes to connect: {count} of {needed} required nodes"
 
 
 def most_nodes(grid: Grid, known: int) -> int:

@@ -1,70 +1,82 @@
 """The door: all checks of a reply. A client that fails one is left out of the round.
 
-Every reply passes the same checks: its sender, its size, its format, the plausibility
-of its numbers, and the policy. The log tells every result in the same form.
-
-Long: one class has all checks.
+Every reply passes the same checks, in this order: who sent it, its bounds, its format,
+the plausibility of its numbers (:meth:`Door.take`); and, when all have come, whether it
+agrees with most others, and the policy (:meth:`Door.uploads`).
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError, listed, printable
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import Params
-from flwr_fisher.server.cohort import FREEZE_THE_SAME, Cohort, unlike_most
-from flwr_fisher.server.exchange import WEIGHT, P, Upload, metrics_from
-from flwr_fisher.server.identity import Identity, Key, by_reason
+from flwr_fisher.server.cohort import (
+    FREEZE_THE_SAME,
+    Cohort,
+    Identity,
+    by_reason,
+    unlike_most,
+)
+from flwr_fisher.server.exchange import (
+    WEIGHT,
+    Exchange,
+    P,
+    ServerState,
+    Upload,
+    metrics_from,
+)
 from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes, remembered
 from flwr_fisher.wire import NUM_EXAMPLES, reply_bytes
 from flwr_fisher.wire.answer import split_frozen
 from flwr_fisher.wire.options import LONGEST_NAME, MOST_METRICS, MOST_NUMBERS
 
+Key = TypeVar("Key", bound=Hashable)
+Aggregate = Callable[[list[RecordDict], str], MetricRecord]
+
 _REASON, _LONG_REASON, _LINES = 500, 800, 20
 _SLIGHT = 0.5  # a smaller cut is not logged
 _HEAVIEST = 1e15  # examples: above it, a weight is not plausible
-# the beginnings of a log line
-TRAIN, NORMS_STAGE = "aggregate_train", "norm statistics"
+TRAIN = "aggregate_train"  # the beginning of a log line
 
 
 # --- bounds
 
 
-def read_metrics(message: Message, weighted_by_key: str) -> MetricRecord:
-    """Return a reply's MetricRecord, which has the client's weight.
+def read_metrics(message: Message) -> MetricRecord:
+    """Return a reply's MetricRecord.
 
     Raises
     ------
     WireError
-        If the client failed, there is not exactly one ``MetricRecord``, the weight is
-        missing, not positive or not finite, or the metrics are larger than metrics can
-        be.
+        If the client failed, there is not exactly one ``MetricRecord``, or the metrics
+        are larger than metrics can be.
     """
     if message.has_error():
         reason = printable(message.error.reason, _REASON)
         raise WireError(f"the client failed: {reason}", field="error")
     records = list(message.content.metric_records.values())
     if len(records) != 1:
-        reason = f"expected one MetricRecord, got {len(records)}"
-        raise WireError(reason, field="content")
+        raise WireError(
+            f"expected one MetricRecord, got {len(records)}", field="content"
+        )
     (metrics,) = records
     numbers = sum(len(v) for v in metrics.values() if isinstance(v, list))
-    reason = ""
-    if len(metrics) > MOST_METRICS:
-        reason = f"{len(metrics)} metrics, but at most {MOST_METRICS} are allowed"
-    elif any(len(name) > LONGEST_NAME for name in metrics):
-        reason = f"a metric's name has more than {LONGEST_NAME} characters"
-    elif numbers > MOST_NUMBERS:
-        reason = f"{numbers} numbers in lists, but at most {MOST_NUMBERS} are allowed"
-    if reason:
-        raise WireError(reason, field="metrics")
-    weight_of(metrics, weighted_by_key)
+    bounds = (
+        ("metrics", len(metrics), MOST_METRICS),
+        ("characters in a name", max(map(len, metrics), default=0), LONGEST_NAME),
+        ("numbers in lists", numbers, MOST_NUMBERS),
+    )
+    for what, count, most in bounds:
+        if count > most:
+            raise WireError(
+                f"{count} {what}, but at most {most} are allowed", field="metrics"
+            )
     return metrics
 
 
@@ -79,18 +91,13 @@ def weight_of(metrics: MetricRecord, key: str) -> float:
     weight = metrics.get(key)
     if isinstance(weight, int | float) and 0 < weight <= _HEAVIEST:
         return weight
-    reason = "the weight must be a positive number"
-    if isinstance(weight, int | float) and weight > _HEAVIEST:
-        reason = f"must be at most {_HEAVIEST:g} examples"
     if weight is None and key != NUM_EXAMPLES:
         raise WireError(
-            "is not among the client's metrics, but is the strategy's weighted_by_key: "
-            "return it from train_fn and evaluate_fn, and let a mod add it to replies "
-            "to requests that call neither",
+            "is not among the client's metrics, but is the strategy's weighted_by_key",
             field=key,
         )
-    reason += f", got {printable(repr(weight))}"
-    raise WireError(reason, field=key)
+    reason = f"the weight must be a positive number up to {_HEAVIEST:g}"
+    raise WireError(f"{reason}, got {printable(repr(weight))}", field=key)
 
 
 def comparable(
@@ -99,67 +106,40 @@ def comparable(
     """Return the metrics that can be averaged, and why some clients' cannot.
 
     Flower refuses all metrics of a round whose clients do not report the same. Here an
-    entry counts if more than half of the clients report it, and no NaN or infinity;
-    other entries are dropped. A client that lacks an entry that counts, or reports NaN
-    or infinity for it, is left out of the metrics. Its upload still counts.
+    entry counts if more than half of the clients report it, and no NaN or infinity. A
+    client that lacks such an entry is left out of the metrics; its upload still counts.
 
     Examples
     --------
-    >>> own = {"a": {"x": 1}, "b": {"x": 2, "y": 3}, "c": {"y": 4}}
-    >>> kept, others = comparable({k: MetricRecord(v) for k, v in own.items()})
-    >>> {k: dict(v) for k, v in kept.items()}, others
-    ({'b': {'x': 2, 'y': 3}}, {'a': "reports no 'y'", 'c': "reports no 'x'"})
+    >>> reported = {"a": {"x": 1}, "b": {"x": 2, "y": 3}, "c": {"y": 4}}
+    >>> good, others = comparable({k: MetricRecord(v) for k, v in reported.items()})
+    >>> {k: dict(v) for k, v in good.items()}, others
+    ({'b': {'x': 2, 'y': 3}}, {'a': "has no finite 'y'", 'c': "has no finite 'x'"})
     """
-    every = [(own, entry) for own in metrics.values() for entry in _entries(own)]
-    reported = Counter(entry for _, entry in every)
-    finite = Counter(entry for own, entry in every if _finite(own[entry[0]]))
-    common = [entry for entry, n in finite.items() if 2 * n > len(metrics)]
-    for (name, size), n in reported.items():
-        if 2 * n > len(metrics) and (name, size) not in common:
-            logger.warning(
-                "metrics without '%s', which is NaN or infinite for so many clients "
-                "that it has no mean",
-                printable(name),
-            )
-    kept: dict[Key, MetricRecord] = {}
-    mismatched: dict[Key, str] = {}
+    entries = {client: _finite_entries(record) for client, record in metrics.items()}
+    counts = Counter(entry for reported in entries.values() for entry in reported)
+    common = [entry for entry, n in counts.items() if 2 * n > len(metrics)]
+    names = {name for name, _ in common}
+    good: dict[Key, MetricRecord] = {}
+    others: dict[Key, str] = {}
     for client, record in metrics.items():
-        there = set(_entries(record))
-        missing = [entry for entry in common if entry not in there]
-        infinite = [name for name, _ in common if not _finite(record.get(name))]
-        if missing:
-            mismatched[client] = _lacks(record, *missing[0])
-        elif infinite:
-            reason = f"reports a '{printable(infinite[0])}' that is NaN or infinite"
-            mismatched[client] = reason
+        if missing := [entry for entry in common if entry not in entries[client]]:
+            name, size = missing[0]
+            form = "" if size is None else f" of {size} numbers"
+            others[client] = f"has no finite '{printable(name)}'{form}"
         else:
-            names = {name for name, _ in common}
-            own = {name: value for name, value in record.items() if name in names}
-            kept[client] = MetricRecord(own)
-    return kept, mismatched
+            good[client] = MetricRecord({k: v for k, v in record.items() if k in names})
+    return good, others
 
 
-def _entries(record: MetricRecord) -> list[tuple[str, int]]:
-    """Return the metrics' names with lengths (-1 for a number)."""
-    sizes = (len(v) if isinstance(v, list) else -1 for v in record.values())
-    return list(zip(record, sizes, strict=True))
-
-
-def _lacks(record: MetricRecord, name: str, size: int) -> str:
-    """Return how a client's metrics lack an entry: another form of it, or none."""
-    if name not in record:
-        return f"reports no '{printable(name)}'"
-    own = record[name]
-    forms = [
-        "a number" if n < 0 else f"a list of {n}"
-        for n in (len(own) if isinstance(own, list) else -1, size)
-    ]
-    return f"reports '{printable(name)}' as {forms[0]}, and not as {forms[1]}"
-
-
-def _finite(value: object) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return all(isinstance(x, int | float) and math.isfinite(x) for x in values)
+def _finite_entries(record: MetricRecord) -> list[tuple[str, int | None]]:
+    """Return the finite metrics' names, with the lengths of those that are lists."""
+    entries: list[tuple[str, int | None]] = []
+    for name, value in record.items():
+        values = value if isinstance(value, list) else [value]
+        if all(isinstance(x, int | float) and math.isfinite(x) for x in values):
+            entries.append((name, len(value) if isinstance(value, list) else None))
+    return entries
 
 
 # --- rejected clients
@@ -214,10 +194,6 @@ class Rejections:
         return lines[:_LINES] + [f"… and {more} more reasons"] * (more > 0)
 
 
-def _parts(limited: Mapping[str, float]) -> list[float]:
-    return [float(part) for name, part in limited.items() if name != WEIGHT]
-
-
 # --- the door
 
 
@@ -225,8 +201,22 @@ class Door(Generic[P]):
     """Checks the replies to one request, and admits, limits or rejects them.
 
     If a reply fails at any step, with any exception, its client is left out, and
-    nothing else happens. `like` has the parameters that were sent out; `fold` and
-    `kept` are the exchange's. If `quiet`, replies are not logged one by one.
+    nothing else happens.
+
+    Parameters
+    ----------
+    cohort : Cohort
+        Who is who.
+    exchange : Exchange
+        How to read the replies, and how they are summed.
+    state : ServerState
+        The state whose parameters were sent out.
+    policy : Policy
+        Limits the uploads, unless they are added up as they arrive.
+    weighted_by : str
+        The metric that is a client's weight.
+    weights : Mapping[int, float]
+        Weights, by client's number, that replace the reported ones.
 
     Attributes
     ----------
@@ -251,30 +241,30 @@ class Door(Generic[P]):
     def __init__(
         self,
         cohort: Cohort,
-        read: Callable[[ArrayRecord, Params], P],
-        like: Params,
-        weighted_by_key: str,
+        exchange: Exchange[P],
+        state: ServerState,
         policy: Policy,
-        *,
-        fold: Callable[[P, float], P] | None = None,
-        kept: str = "",
-        quiet: bool = False,
+        weighted_by: str,
+        weights: Mapping[int, float],
     ) -> None:
-        self.cohort, self.read, self.like = cohort, read, like
-        self.weighted_by_key, self.policy = weighted_by_key, policy
-        self.fold, self.kept, self.quiet, self.expected = fold, kept, quiet, 0
-        self.stage = TRAIN
+        self.cohort, self.exchange, self.like = cohort, exchange, state.params
+        self.weighted_by, self.weights = weighted_by, weights
+        self.fold, self.policy = exchange.fold, policy
+        if self.fold is not None:  # uploads that are added at once cannot be compared
+            self.policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
+        self._check = None if exchange.check is None else exchange.check(state)
+        self.stage = exchange.log_name if exchange.optional else TRAIN
+        self.expected, self.quiet = 0, exchange.quiet
         self.admitted: list[Upload[P]] = []
         self.rejected = Rejections()
         self.withdrawn: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         self.limited: dict[str, Mapping[str, float]] = {}
         self.remembered: dict[str, float] = {}
+        self.way_out = ""  # the end of an error, if there are too few uploads
         self._clients: dict[str, Identity] = {}
         self._sizes: dict[str, Sizes] = {}
-        self._weights: dict[str, float] = {}  # after the policy
         self._digests: dict[str, str] = {}  # of parameters frozen and not sent
-        self.way_out = ""  # the end of an error, if there are too few uploads
 
     # --- one reply
 
@@ -290,7 +280,7 @@ class Door(Generic[P]):
             self.mark_missing([reply.node], printable(reply.message.error.reason))
             return None
         try:
-            metrics = read_metrics(reply.message, self.weighted_by_key)
+            metrics = read_metrics(reply.message)
             arrays = self._arrays(reply.message)
             self.admit(identity, arrays, metrics)
             return arrays, metrics
@@ -317,28 +307,42 @@ class Door(Generic[P]):
             caught.
         """
         self._check_claim(identity)
-        own, digest = split_frozen(arrays)
-        payload = self.read(own, self.like)
-        weight = weight_of(metrics, self.weighted_by_key)
+        # Bounds and format: the reader decides both before it decodes anything.
+        record, digest = split_frozen(arrays)
+        payload = self.exchange.read(record, self.like)
+        if self._check is not None:
+            self._check(payload)
+        # Plausibility: weight and sizes, which the policy compares later.
+        weight = weight_of(metrics, self.weighted_by)
+        weight = self.weights.get(identity.number, weight)
         payload.check_weight(weight)
         sizes = Sizes.of(payload, self.like)
         sizes.check_plausible()
-        size = reply_bytes(arrays, metrics)
+        # With a digest, it waits for the others': a summand cannot be taken out again.
         if self.fold is not None and not digest:
             payload = self.fold(payload, weight)
-        node, name, number = identity.node, identity.name, identity.number
-        self.admitted.append(Upload(node, name, weight, payload, metrics, size, number))
-        self._clients[name], self._sizes[name] = identity, sizes
+        upload = Upload(
+            identity.node,
+            identity.name,
+            weight,
+            payload,
+            metrics,
+            reply_bytes(arrays, metrics),
+            identity.number,
+        )
+        self.admitted.append(upload)
+        self._clients[upload.client], self._sizes[upload.client] = identity, sizes
         if digest:
-            self._digests[name] = digest
-        self.missing.pop(name, None)
+            self._digests[upload.client] = digest
+        self.missing.pop(upload.client, None)
         if not self.quiet:
+            count = len(self.admitted) + len(self.rejected)
             logger.info(
                 "%s: %s of %s replies (%s, %g examples)",
                 self.stage,
-                count := len(self.admitted) + len(self.rejected),
+                count,
                 max(self.expected, count),
-                name,
+                upload.client,
                 weight,
             )
 
@@ -348,23 +352,23 @@ class Door(Generic[P]):
         Two nodes can be here with one partition if the second one connected after the
         first was asked, or if the SuperLink has registered one of them since.
         """
-        if (partition := identity.partition) is None:
+        if identity.partition is None:
             return
         for other in list(self._clients.values()):
-            if other.partition != partition:
+            if other.partition != identity.partition:
                 continue
-            reason = (
-                f"partition {partition} is also {{}}'s, which is registered: give each "
-                "node its own partition-id"
+            if bool(other.registered) == bool(identity.registered):
+                continue  # neither claim is better
+            owner = other if other.registered else identity
+            error = WireError(
+                f"partition {identity.partition} is that of {owner.name}, which is "
+                "registered: give each node its own partition-id",
+                field="partition-id",
             )
-            if other.registered and not identity.registered:
-                raise WireError(reason.format(other.name), field="partition-id")
-            if identity.registered and not other.registered:
-                error = WireError(reason.format(identity.name), field="partition-id")
-                if self.fold is not None:  # a summand cannot be removed from a sum
-                    raise error
-                for upload in [u for u in self.admitted if u.client == other.name]:
-                    self.withdraw(upload, error)
+            if owner is other or self.fold is not None:
+                raise error  # a summand cannot be removed from a sum
+            for upload in [u for u in self.admitted if u.client == other.name]:
+                self.withdraw(upload, error)
 
     def reject(self, node: int, error: Exception, stage: str = "") -> None:
         """Reject a node's client."""
@@ -436,10 +440,11 @@ class Door(Generic[P]):
         self._fold_held()
         self.check_enough(needed)
         sizes = [self._sizes[upload.client] for upload in self.admitted]
-        references = self.policy.references(sizes, before or {}, self.kept)
-        self.remembered = remembered(references, before or {}, self.kept)
+        kept = self.exchange.kept
+        references = self.policy.references(sizes, before or {}, kept)
+        self.remembered = remembered(references, before or {}, kept)
         uploads = [
-            replace(upload, taken=upload.limited.get(self.kept, 1.0))
+            replace(upload, taken=upload.limited.get(kept, 1.0))
             for upload in self.policy.limit(self.admitted, sizes, self.like, references)
         ]
         self.limited = {u.client: u.limited for u in uploads if u.limited}
@@ -448,7 +453,6 @@ class Door(Generic[P]):
                 continue  # the round's metrics have it
             parts = ", ".join(f"{name} x {part:.2g}" for name, part in factors.items())
             logger.warning("%s: limited %s: %s", self.stage, client, parts)
-        self._weights = {upload.client: upload.num_examples for upload in uploads}
         return uploads
 
     def check_enough(self, needed: int, awaited: int = 0) -> None:
@@ -464,9 +468,8 @@ class Door(Generic[P]):
             return
         lines = self.rejected.lines() + self._missing_lines()
         lines += [self.way_out] if self.way_out else []
-        wanted = f"min_train_nodes={needed}"
-        if self.stage != TRAIN:
-            wanted = f"at least {needed} is needed"
+        optional = self.exchange.optional
+        wanted = f"{needed} is needed" if optional else f"min_train_nodes={needed}"
         few = f"{count} usable {'reply' if count == 1 else 'replies'}"
         if awaited:
             few += " is possible" if count == 1 else " are possible"
@@ -474,7 +477,7 @@ class Door(Generic[P]):
         raise RoundError(f"only {few}, but {wanted}:{reasons}")
 
     def _fold_held(self) -> None:
-        """Add up the uploads that were held back until all layouts were known."""
+        """Add up the uploads that were held back until all digests were known."""
         if self.fold is None:
             return
         for i, upload in enumerate(self.admitted):
@@ -484,61 +487,53 @@ class Door(Generic[P]):
 
     def _withdraw_mismatched(self) -> None:
         """Reject the uploads with another layout, or frozen part, than most have."""
-        self._withdraw_other_layouts()
+        layouts = [upload.payload.layout() for upload in self.admitted]
+        common = Counter(layouts).most_common(1)[0][0] if layouts else ()
+        for upload, layout in zip(list(self.admitted), layouts, strict=True):
+            if layout != common:
+                field, reason = upload.payload.disagreement
+                names = sorted(set(layout) ^ set(common))
+                what = names or "the same in another order"
+                self.withdraw(upload, WireError(f"{reason}: {what}", field=field))
         uploads = {u.client: u for u in self.admitted if u.client in self._digests}
         said = {client: self._digests[client] for client in uploads}
         for client, reason in unlike_most(said, _other_digest).items():
             self.withdraw(uploads[client], WireError(reason, field="frozen"))
 
-    def _withdraw_other_layouts(self) -> None:
-        layouts = [upload.payload.layout() for upload in self.admitted]
-        if len(set(layouts)) < 2:
-            return
-        common = Counter(layouts).most_common(1)[0][0]
-        for upload, layout in zip(list(self.admitted), layouts, strict=True):
-            if layout != common:
-                field, reason = upload.payload.disagreement
-                others = sorted(set(layout) ^ set(common))
-                what = others or "the same in another order"
-                self.withdraw(upload, WireError(f"{reason}: {what}", field=field))
-
     def metrics(
-        self, aggregate: Callable[[list[RecordDict], str], MetricRecord]
+        self, aggregate: Aggregate, uploads: Sequence[Upload[P]]
     ) -> MetricRecord:
-        """Return the admitted replies' aggregated metrics, and their number.
+        """Return the uploads' aggregated metrics, and how many replies there were.
 
         An error of the user's function ends the run, unless the replies have no metrics
         or not the one that it reads: not all of a run's requests are trainings.
         """
-        key, weights = self.weighted_by_key, self._weights
-        own = {
-            u.client: MetricRecord({**u.metrics, key: weights[u.client]})
-            for u in self.admitted
+        key = self.weighted_by
+        weighted = {
+            u.client: MetricRecord({**u.metrics, key: u.num_examples}) for u in uploads
         }
-        kept, mismatched = comparable(own)
+        good, mismatched = comparable(weighted)
         for client, reason in mismatched.items():
             logger.warning("%s: metrics without %s: it %s", self.stage, client, reason)
-        averaged = self._aggregated(list(kept.values()), aggregate)
-        counts = {"num-replies": len(self.admitted), "num-rejected": len(self.rejected)}
+        counts = {"num-replies": len(uploads), "num-rejected": len(self.rejected)}
         if self.missing:
             counts["num-missing"] = len(self.missing)
-        limited = {}
+        limits: dict[str, list[float]] = {}
         if self.limited:
             counts["num-limited"] = len(self.limited)
-            factors = [self.limited.get(u.client, {}) for u in self.admitted]
-            limited = {
-                "limited-weights": [float(own.get(WEIGHT, 1)) for own in factors],
-                "limited-parts": [min(_parts(own), default=1.0) for own in factors],
-            }
-        return MetricRecord({**averaged, **counts, **limited})
+            limits["limited-weights"] = [u.limited.get(WEIGHT, 1.0) for u in uploads]
+            limits["limited-parts"] = [
+                min((f for name, f in u.limited.items() if name != WEIGHT), default=1.0)
+                for u in uploads
+            ]
+        averaged: Any = self._aggregated(list(good.values()), aggregate)
+        return MetricRecord({**averaged, **counts, **limits})
 
     def _aggregated(
-        self,
-        records: Sequence[MetricRecord],
-        aggregate: Callable[[list[RecordDict], str], MetricRecord],
+        self, records: Sequence[MetricRecord], aggregate: Aggregate
     ) -> MetricRecord:
         """Return what the user's function makes of the clients' metrics."""
-        returned, key = None, self.weighted_by_key
+        returned, key = None, self.weighted_by
         if records:
             try:
                 returned = aggregate([RecordDict({"metrics": r}) for r in records], key)
@@ -554,14 +549,12 @@ class Door(Generic[P]):
         return metrics_from(returned, "train_metrics_aggr_fn") or MetricRecord()
 
 
-def _other_digest(own: str, other: str, whom: str) -> str:
+def _other_digest(digest: str, other: str, whom: str) -> str:
     """Return the reason for rejecting a client with other frozen values.
 
     It was not asked for them before its training, so the difference shows only now.
     """
     return (
-        f"its frozen parameters, which the server does not send, differ from those of "
-        f"{whom}: {FREEZE_THE_SAME}. Outside of a collection window, this is found "
-        "before the training if the app's query function answers with "
-        "identify(message, context, model)"
+        "its frozen parameters, which the server does not send, differ from those of "
+        f"{whom}: {FREEZE_THE_SAME}"
     )

@@ -1,13 +1,13 @@
 """The types between server and strategy: state, exchange, upload and step.
 
-A strategy returns a round's exchanges, and computes a step from each one's uploads. It
-holds no state of its own, so a run can be resumed from its journal.
-
-Long: half of it is docstrings.
+A round is a list of exchanges, which a strategy returns. The server sends an exchange's
+request to clients, checks their replies, and gives them as uploads to the exchange's
+step, which returns the next state. A strategy holds no state of its own, so a run can
+be resumed from its journal.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -53,10 +53,8 @@ class _Group(dict[str, Tensor]):
     def __missing__(self, key: str) -> Tensor:
         raise CheckpointError(
             f"the state's group '{self.name}' has no '{key}', only {sorted(self)}: "
-            "resume with the version of flwr-fisher that began the run, or begin a "
-            "new run in another checkpoint_dir. In a method of your own, return in "
-            "each Step all groups that the next one reads; if it reads what each "
-            "client sent in the exchange before, use Exchange(clients='previous')"
+            "each Step must return all groups that a later one reads; to resume a run "
+            "of another version, use that version"
         )
 
 
@@ -117,8 +115,7 @@ class ServerState:
             params = arrays_to_tensors(arrays)
         except WireError as error:
             raise ConfigurationError(
-                f"the initial arrays cannot be trained: {error}. Check the model, or "
-                "the run that they come from"
+                f"the initial arrays cannot be trained: {error}"
             ) from error
         for name, value in params.items():
             if name.rpartition(".")[2] == _COUNT and value.is_floating_point():
@@ -144,7 +141,7 @@ class Upload(Generic[P]):
     metrics : MetricRecord
         The client's metrics.
     num_bytes : int
-        The serialised size of the reply.
+        The size of the reply.
     number : int
         The number by which the client knows itself: its partition, or its node's id.
     members : Sequence[int], default ()
@@ -193,34 +190,23 @@ def mean_vector(uploads: Uploads[Any], name: str) -> dict[str, Tensor]:
 
 
 def check_groups(groups: object, who: str) -> None:
-    """Raise an error unless a function returned groups of tensors.
-
-    Raises
-    ------
-    ConfigurationError
-        If they are anything else. It names `who`, the function.
-    """
+    """Raise :class:`ConfigurationError` unless `who` returned groups of tensors."""
     if not isinstance(groups, Mapping):
         raise ConfigurationError(
-            f"{who} returned {_shown(groups)}, but the groups of a state are a dict of "
-            "dicts of tensors, such as {'velocity': {'weight': tensor}}"
+            f"{who} returned {groups!r:.40}, but the groups of a state are a dict of "
+            "dicts of tensors"
         )
     for name, group in groups.items():
         _check_tensors(group, f"{who} returned the group {name!r}")
 
 
 def _check_tensors(tensors: object, what: str) -> None:
-    """Raise :class:`ConfigurationError` unless these are tensors by name."""
     if not isinstance(tensors, Mapping):
-        raise ConfigurationError(
-            f"{what} as {_shown(tensors)}, but it must be a dict of tensors: put a "
-            "number into one, such as {'value': torch.tensor(0.9)}"
-        )
+        raise ConfigurationError(f"{what} as {tensors!r:.40}, not as a dict of tensors")
     for key, value in tensors.items():
         if not isinstance(value, Tensor):
             raise ConfigurationError(
-                f"{what} with {key!r} as {_shown(value)}, but it must be a tensor: use "
-                "torch.tensor(...)"
+                f"{what} with {key!r} as {value!r:.40}, not as a tensor"
             )
 
 
@@ -235,22 +221,18 @@ def metrics_from(returned: object, who: str) -> MetricRecord | None:
     try:
         if returned is None:
             return None
-        every = dict(returned)  # type: ignore[call-overload]
-        return MetricRecord({name: plain(value) for name, value in every.items()})
+        metrics = dict(returned)  # type: ignore[call-overload]
+        return MetricRecord({name: plain(value) for name, value in metrics.items()})
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{who} must return a MetricRecord or None, got {returned!r:.80}: return "
-            f"MetricRecord({{'accuracy': ...}}) with Python's numbers ({error})"
+            f"{who} must return a MetricRecord of numbers or None, got "
+            f"{returned!r:.80} ({error})"
         ) from error
-
-
-def _shown(value: object) -> str:
-    return f"{value!r:.40} (of type {type(value).__name__})"
 
 
 @dataclass(frozen=True)
 class Step:
-    """The result of a strategy's step.
+    """The result of an exchange's step.
 
     Parameters
     ----------
@@ -259,7 +241,8 @@ class Step:
     metrics : Mapping[str, int | float | list[float]]
         Metrics that are added to the round's aggregated train metrics.
     details : Any
-        After the last step, this becomes ``CurvatureResult.details``.
+        After the last exchange that is not optional, this becomes
+        ``CurvatureResult.details``.
     summed : Upload, optional
         The one upload that replaces all clients' uploads, if only their sum is known.
     quiet : bool, default False
@@ -273,30 +256,6 @@ class Step:
     quiet: bool = False
 
 
-def _checked(
-    step: object, function: Callable[..., object], before: ServerState
-) -> Step:
-    """Return a step, or raise an error if a strategy's function returned none."""
-    who = getattr(function, "__qualname__", repr(function))
-    if not isinstance(step, Step) or not isinstance(step.state, ServerState):
-        wrong = _shown(step.state if isinstance(step, Step) else step)
-        place = "a Step of " if isinstance(step, Step) else ""
-        raise ConfigurationError(
-            f"{who} returned {place}{wrong}, but a step must return Step(ServerState("
-            "params, groups), metrics), without groups and metrics if there are none"
-        )
-    _check_tensors(step.state.params, f"{who} returned the params")
-    if missing := [name for name in before.params if name not in step.state.params]:
-        raise ConfigurationError(
-            f"{who} returned params without {listed(missing)}, but a step must return "
-            "all params and buffers, changed or not: ServerState({**state.params, "
-            "**changed}, groups)"
-        )
-    check_groups(step.state.groups, who)
-    own: Any = metrics_from(step.metrics, f"{who} in the metrics of its Step")
-    return replace(step, metrics=own or {})
-
-
 class Total(Protocol):
     """A running sum of uploads."""
 
@@ -304,7 +263,7 @@ class Total(Protocol):
         """Add an upload; return it without its tensors."""
 
     def mean(self, uploads: Sequence[tuple[Any, float]]) -> Payload:
-        """Return the mean of uploads, given them or their remains."""
+        """Return the mean of uploads, from them or from their remains."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +303,7 @@ class Summation(Generic[P]):
         """Return the uploads' mean as one upload, of all their clients."""
         mean = total.mean([(u.payload, self.weight(u.num_examples)) for u in uploads])
         members = uploads[0].members or [upload.number for upload in uploads]
-        weight = math.fsum(upload.num_examples for upload in uploads)
+        weight = math.fsum(weights_of(uploads))
         name, none = f"the mean over {len(members)} clients", MetricRecord()
         return Upload(0, name, weight, mean, none, num_bytes=0, members=members)
 
@@ -361,7 +320,7 @@ class Summation(Generic[P]):
 
 @dataclass(frozen=True)
 class Exchange(Generic[P]):
-    """One request to the sampled clients, and the step from their replies.
+    """One request to clients, and the step from their replies.
 
     Parameters
     ----------
@@ -370,7 +329,7 @@ class Exchange(Generic[P]):
         options. They are added to ``train_config`` in the ``ConfigRecord``, as
         ``fisher.job``, ….
     read : Callable[[ArrayRecord, Params], P]
-        Decodes and checks a reply, given the parameters that were sent out; raises
+        Decodes and checks a reply, from the parameters that were sent out; raises
         ``WireError``.
     step : Callable[[ServerState, Uploads[P]], Step]
         Computes the next state from the uploads, at least one.
@@ -381,8 +340,8 @@ class Exchange(Generic[P]):
     clients : "sampled" | "all" | "previous" | Callable[[ServerState], Collection[int]]
         Which clients receive the request: by default the strategy's fraction of those
         that are connected, the same ones in each exchange of a round; or all that are
-        connected; or those whose uploads the round's previous exchange used, if the
-        step needs both; or those with the returned numbers.
+        connected; or those whose uploads the round's exchange before this one used,
+        with the weights that they had there; or those with the returned numbers.
     require_same_parameters : bool, default False
         Skip, before they train, clients that train other parameters than most, or whose
         frozen parameters have other values.
@@ -397,6 +356,18 @@ class Exchange(Generic[P]):
     check : Callable[[ServerState], Callable[[P], None]], optional
         Called once in an exchange. It returns a function that raises ``WireError`` for
         an upload that cannot be the answer to what was sent.
+    name : str
+        Its name in the log. With a name, ``CurvatureResult.exchange_uploads`` keeps the
+        last round's uploads under it.
+    optional : bool, default False
+        Whether the round is good without it. Only clients that are connected are asked,
+        one usable reply is enough, and who does not answer is skipped. If it fails, the
+        model of the step before remains, and the log says so. Its step does not change
+        the result's `uploads` and `details`. Clients are weighted by their examples.
+    prepare : Callable[[ServerState, ServerState], Exchange | None], optional
+        Called when its turn comes, with the states at the begin of the round and now.
+        It returns the exchange to do in its place, usually ``replace(exchange,
+        options=…)``; or None, to leave it out.
 
     Raises
     ------
@@ -415,65 +386,101 @@ class Exchange(Generic[P]):
     additive: Summation[P] | None = None
     kept: str = ""
     check: Callable[[ServerState], Callable[[P], None]] | None = None
+    name: str = ""
+    optional: bool = False
+    prepare: "Callable[[ServerState, ServerState], Exchange[P] | None] | None" = None
 
     def __post_init__(self) -> None:
         if isinstance(self.clients, str):
             check_known("clients", self.clients, _CLIENTS)
-        for name, value in self.options.items():
-            if name in _RESERVED:
-                raise ConfigurationError(
-                    f"the option {name!r} of an Exchange is reserved, because the "
-                    "library sends it itself: use another name"
-                )
-            try:
-                ConfigRecord({name: value})
-            except TypeError as error:
-                raise ConfigurationError(
-                    f"the option {name!r} of an Exchange is {value!r:.80}, but a "
-                    "ConfigRecord holds only numbers, texts, bytes and lists of "
-                    "these: pass one of them, or leave the option out"
-                ) from error
+        if reserved := sorted(self.options.keys() & set(_RESERVED)):
+            raise ConfigurationError(
+                f"the option {reserved[0]!r} of an Exchange is the library's own: use "
+                "another name"
+            )
+        try:
+            ConfigRecord(dict(self.options))
+        except TypeError as error:
+            raise ConfigurationError(
+                f"the options of an Exchange must be numbers, texts, bytes, or lists "
+                f"of these: {error}"
+            ) from error
 
     @property
     def fold(self) -> Callable[[P, float], P] | None:
         """The function that adds an arriving upload to the sum, if there is one."""
-        own = self.additive
-        return None if own is None or own.total is None or own.keep_all else own.add
+        additive = self.additive
+        if additive is None or additive.total is None or additive.keep_all:
+            return None
+        return additive.add
 
-    def after(self, uploads: Uploads[Any]) -> "Exchange[P]":
-        """Return the exchange with its clients known, after the one of these uploads.
+    @property
+    def stands_alone(self) -> bool:
+        """Whether a secure sum of it has keys of its own."""
+        return self.optional or self.prepare is not None
+
+    @property
+    def log_name(self) -> str:
+        """The exchange's name in the log."""
+        return self.name or str(self.options.get("job", "train"))
+
+    @property
+    def quiet(self) -> bool:
+        """Whether its replies are not logged one by one."""
+        return False
+
+    def take(self, state: ServerState, uploads: Uploads[P]) -> Step:
+        """Take the step, with the uploads or with their mean.
+
+        Raises
+        ------
+        ConfigurationError
+            If the strategy's function returned something else than a step.
+        """
+        additive = self.additive
+        if additive is not None and additive.total is not None and additive.alone:
+            uploads = [additive.mean(additive.total, uploads)]
+        step: object = self.step(state, uploads)
+        who = getattr(self.step, "__qualname__", repr(self.step))
+        if not isinstance(step, Step) or not isinstance(step.state, ServerState):
+            raise ConfigurationError(
+                f"{who} returned {step!r:.80}, but a step must return "
+                "Step(ServerState(params, groups), metrics)"
+            )
+        _check_tensors(step.state.params, f"{who} returned the params")
+        if missing := [name for name in state.params if name not in step.state.params]:
+            raise ConfigurationError(
+                f"{who} returned params without {listed(missing)}: return all of them, "
+                "ServerState({**state.params, **changed}, groups)"
+            )
+        check_groups(step.state.groups, who)
+        metrics: Any = metrics_from(step.metrics, f"{who} in the metrics of its Step")
+        return replace(step, metrics=metrics or {})
+
+    def numbers(
+        self, state: ServerState, previous: Mapping[int, float]
+    ) -> Collection[int] | None:
+        """Return the numbers of the clients to ask, or None if they are sampled.
 
         Raises
         ------
         ConfigurationError
             If it asks the previous exchange's clients, and is the first of the round.
         """
+        if not isinstance(self.clients, str):
+            return self.clients(state)
         if self.clients != "previous":
-            return self
-        if not uploads:
+            return None
+        if not previous:
             raise ConfigurationError(
                 "a round's first Exchange has clients='previous', but there is none "
                 "before it: use 'sampled' or 'all'"
             )
-        numbers = frozenset(upload.number for upload in uploads)
-        return replace(self, clients=lambda state: numbers)
-
-    def take(self, state: ServerState, uploads: Uploads[P]) -> Step:
-        """Take the step, with the uploads or with their mean."""
-        own = self.additive
-        if own is not None and own.total is not None and own.alone:
-            uploads = [own.mean(own.total, uploads)]
-        return _checked(self.step(state, uploads), self.step, state)
+        return previous.keys()
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record with the caller's entries and the options."""
-        own = named_options({"job": "train", **self.options})
-        return ConfigRecord({**base, **own})
-
-    @property
-    def log_name(self) -> str:
-        """The exchange's name in the log, empty for the only one of a round."""
-        return ""
+        return ConfigRecord({**base, **named_options({"job": "train", **self.options})})
 
     def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
         """Return a function from a client's number to the record to send.
@@ -483,18 +490,30 @@ class Exchange(Generic[P]):
         record = self.arrays(state)
         return lambda number: record
 
-    def arrays(self, state: ServerState, own: Groups | None = None) -> ArrayRecord:
-        """Return the record to send: parameters and groups.
-
-        Parameters
-        ----------
-        state : ServerState
-            The run's current state.
-        own : Mapping[str, Mapping[str, Tensor]], optional
-            Groups for a single client.
-        """
-        groups = {**self.send(state), **(own or {})}
+    def arrays(
+        self, state: ServerState, for_client: Groups | None = None
+    ) -> ArrayRecord:
+        """Return the record to send: parameters and groups, perhaps of one client."""
+        groups = {**self.send(state), **(for_client or {})}
         return tensors_to_arrays({**self.start(state), **join_groups(groups)})
+
+
+def sessions(exchanges: Sequence[Exchange[Any]]) -> Iterator[list[Exchange[Any]]]:
+    """Yield the exchanges that succeed or fail together, and share a secure sum's keys.
+
+    An exchange that is optional, or prepared when its turn comes, is one by itself.
+    """
+    together: list[Exchange[Any]] = []
+    for exchange in exchanges:
+        if not exchange.stands_alone:
+            together.append(exchange)
+            continue
+        if together:
+            yield together
+        together = []
+        yield [exchange]
+    if together:
+        yield together
 
 
 @runtime_checkable
@@ -517,4 +536,4 @@ class Secure(Protocol):
     def secured(
         self, exchanges: Sequence[Exchange[Any]], *, seed: str, weighted_by: str
     ) -> Sequence[Exchange[Any]]:
-        """Return the exchanges that replace a round's, and show only sums."""
+        """Return the exchanges that replace these, and show only sums."""

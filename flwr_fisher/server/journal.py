@@ -60,7 +60,7 @@ from flwr_fisher.files import (
     sync_folder,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.server.identity import Identity
+from flwr_fisher.server.cohort import Identity
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 FORMAT = "6"
@@ -91,6 +91,8 @@ class ExchangeRecord:
         How many clients there were.
     opened : float
         When it began, in seconds since 1970.
+    optional : bool
+        Whether the round can do without the exchange.
     closed : list[str] | None
         The clients whose replies the step used; None before the step.
     missing, rejected : dict[str, str]
@@ -104,10 +106,14 @@ class ExchangeRecord:
     wanted: int
     connected: int
     opened: float
+    optional: bool = False
     closed: list[str] | None = None
     missing: dict[str, str] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     absences: dict[str, Any] = field(default_factory=dict)
+
+
+_NONE = ExchangeRecord(None, 0, 0, 0.0)
 
 
 class Journal:
@@ -264,6 +270,7 @@ class Journal:
             case kind:
                 if kind == "opened":  # perhaps again; the round has begun
                     self.finished.pop(event["round"], None)
+                    self._forget_later(event["round"], event["exchange"])
                 self.exchange_journal(event["round"], event["exchange"]).apply(event)
 
     # --- rounds
@@ -380,9 +387,23 @@ class Journal:
             )
 
     def last_exchange(self, server_round: int) -> "ExchangeJournal | None":
-        """Return the last exchange of a round, if there is one."""
-        own = {k: e for k, e in self._exchanges.items() if k[0] == server_round}
-        return own[max(own)] if own else None
+        """Return the last exchange of a round that is not optional, if there is one."""
+        begun = [
+            key
+            for key, exchange in self._exchanges.items()
+            if key[0] == server_round and not (exchange.record or _NONE).optional
+        ]
+        return self._exchanges[max(begun)] if begun else None
+
+    def _forget_later(self, server_round: int, index: int) -> None:
+        """Forget a round's exchanges after one that begins, perhaps again.
+
+        They began from the state after it.
+        """
+        for key in [
+            k for k in self._exchanges if k[0] == server_round and k[1] > index
+        ]:
+            del self._exchanges[key]
 
     # --- files beside the journal
 
@@ -460,10 +481,16 @@ class ExchangeJournal:
         return record
 
     def open(
-        self, clients: list[str] | None, wanted: int, connected: int
+        self,
+        clients: list[str] | None,
+        wanted: int,
+        connected: int,
+        *,
+        optional: bool = False,
     ) -> ExchangeRecord:
         """Record the begin of the exchange, with its clients."""
-        return self.note(ExchangeRecord(clients, wanted, connected, time.time()))
+        now = time.time()
+        return self.note(ExchangeRecord(clients, wanted, connected, now, optional))
 
     def reopen(self, lost: Collection[str]) -> ExchangeRecord:
         """Record that the exchange must be closed again, because uploads are damaged.
@@ -474,7 +501,8 @@ class ExchangeJournal:
             If a later exchange has begun, which depends on the lost uploads.
         """
         assert self.record is not None
-        if self._journal.last_exchange(self.server_round) is not self:
+        last = self._journal.last_exchange(self.server_round)
+        if last is not None and last.index > self.index:
             names = ", ".join(sorted(lost))
             raise CheckpointError(
                 f"{self.folder}: the upload of {names} is damaged, or no longer "

@@ -7,7 +7,6 @@ the SuperLink answers under its own id.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf, isinf
 
 from flwr.app import Error, Message, MessageType, RecordDict
@@ -269,26 +268,3 @@ def query(
     ):
         answered.append(time.monotonic())
         yield reply
-
-
-class Requested:
-    """Finds the node of a reply, if another loop sends the requests.
-
-    Parameters
-    ----------
-    messages : Iterable[Message]
-        The requests; they get their ids when they are sent.
-    """
-
-    def __init__(self, messages: Iterable[Message] = ()) -> None:
-        self._sent = [message.metadata for message in messages]
-
-    @cached_property
-    def _nodes(self) -> dict[str, int]:
-        return {m.message_id: m.dst_node_id for m in self._sent}
-
-    def reply(self, message: Message) -> NodeReply:
-        """Return a reply with the node that was asked."""
-        own = message.metadata
-        node = self._nodes.get(own.reply_to_message_id, own.src_node_id)
-        return NodeReply(node, message)

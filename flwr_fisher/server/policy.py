@@ -1,14 +1,12 @@
-"""The policy of a round: limits on a single client's influence.
-
-Long: half of it is docstrings.
-"""
+"""The policy of a round: limits on a single client's influence."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 
-from flwr_fisher.errors import WireError, check_range, plain_fields
+from flwr_fisher.errors import WireError
+from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import WEIGHT, P, Upload
 from flwr_fisher.wire import Payload
@@ -47,8 +45,7 @@ class Sizes:
                 raise WireError(reason, field=name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Policy:
+class Policy(Options):
     r"""Limits a single client's influence on a round of three clients or more.
 
     What exceeds a limit is cut down to it, so more never counts for less. The defaults
@@ -56,31 +53,6 @@ class Policy:
     whose sizes span three decades is left as it is, bit for bit. But a client that lies
     can have nearly all of the weight. Where clients may lie, use :meth:`strict`.
 
-    Parameters
-    ----------
-    max_weight : float, default 1000
-        How much a client may weigh, in multiples of the clients' median: nobody can
-        check how many examples it has. ``inf`` lifts the limit.
-    max_distance : float, default 1000
-        How far a client's parameters may be from those that it was sent, and how long
-        its gradient or any other vector may be. It is in multiples of a reference: the
-        clients' median, with two exceptions in the notes. Longer ones are shortened.
-        ``inf`` lifts the limit.
-    max_curvature : float, default inf
-        How large a client's curvature of a layer may be, times its weight, in multiples
-        of the clients' median. It also limits products with a curvature, and moments of
-        inputs. No limit by default: honest clients' curvatures differ by any factor.
-    limit_scores : bool, default False
-        Whether `max_weight` holds in evaluations, too. Otherwise they are weighted as
-        clients report, as Flower's are.
-
-    Raises
-    ------
-    ConfigurationError
-        If a number is out of range.
-
-    Notes
-    -----
     Of M clients, one has at most the share :math:`k / (k + \lceil M / 2 \rceil - 1)` of
     the weight, for `max_weight` k, because half of all clients have the median or more.
     With :meth:`strict` this is 20 % for ten clients, and 10 % if all have the same
@@ -100,12 +72,39 @@ class Policy:
     too, and one that never arrives does not get far in a few rounds. All that one
     client adds to what the server keeps is at most ``14 * max_distance`` times its
     share of the sum of all rounds' medians.
+
+    Raises
+    ------
+    ConfigurationError
+        If a number is out of range.
     """
 
-    max_weight: float = 1000.0
-    max_distance: float = 1000.0
-    max_curvature: float = inf
-    limit_scores: bool = False
+    max_weight: float = option(
+        1000.0,
+        "How much a client may weigh, in multiples of the clients' median: nobody can "
+        "check how many examples it has. ``inf`` lifts the limit.",
+        low=1,
+    )
+    max_distance: float = option(
+        1000.0,
+        "How far a client's parameters may be from those that it was sent, and how "
+        "long its gradient or any other vector may be, in multiples of the reference: "
+        "the clients' median, with the two exceptions above. ``inf`` lifts the limit.",
+        low=1,
+    )
+    max_curvature: float = option(
+        inf,
+        "How large a client's curvature of a layer may be, times its weight, in "
+        "multiples of the clients' median. It also limits products with a curvature, "
+        "and moments of inputs. No limit by default: honest clients' curvatures differ "
+        "by any factor.",
+        low=1,
+    )
+    limit_scores: bool = option(
+        False,
+        "Whether `max_weight` holds in evaluations, too. Otherwise they are weighted "
+        "as clients report, as Flower's are.",
+    )
 
     @classmethod
     def strict(cls) -> "Policy":
@@ -121,12 +120,6 @@ class Policy:
         """
         return cls(max_weight=1, max_distance=1, max_curvature=1, limit_scores=True)
 
-    def __post_init__(self) -> None:
-        plain_fields(self)
-        check_range("max_weight", self.max_weight, 1)
-        check_range("max_distance", self.max_distance, 1)
-        check_range("max_curvature", self.max_curvature, 1)
-
     @property
     def limits(self) -> bool:
         """Whether there is any limit."""
@@ -141,8 +134,12 @@ class Policy:
         >>> Policy(max_curvature=9).is_stricter, Policy(limit_scores=True).is_stricter
         (True, False)
         """
-        both = zip(astuple(self), astuple(Policy()), strict=True)
-        return any(own < default for own, default in both)
+        default = Policy()
+        return (
+            self.max_weight < default.max_weight
+            or self.max_distance < default.max_distance
+            or self.max_curvature < default.max_curvature
+        )
 
     def limit(
         self,

@@ -13,7 +13,7 @@ includes rounding needs discrete Gaussians (Kairouz, Liu & Steinke 2021).
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING
 from typing import Any
 
 import numpy as np
@@ -25,33 +25,18 @@ from flwr_fisher.errors import (
     check_positive,
     check_whole,
     extra,
-    plain_fields,
 )
+from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params
 
 _BEYOND = 10.0  # standard deviations at which noise is cut, once in 1e23 draws
 
 
-@dataclass(frozen=True, kw_only=True)
-class Privacy:
+class Privacy(Options):
     r"""The differential privacy of a strategy's sums.
 
     Every client counts once, whatever its number of examples. All of its data are
     protected together.
-
-    Parameters
-    ----------
-    noise_multiplier : float
-        z, the standard deviation of a sum's noise in multiples of `clipping_norm`.
-    clipping_norm : float
-        C, the largest Euclidean norm that a client's change of the model may have; a
-        longer change is shortened.
-    honest : float, default 0.5
-        h, the share of the clients whose noise counts: they are still connected at the
-        end, and do not work together with the server. With secure sums, each of M
-        clients adds noise of variance :math:`z^2 C^2 / (h M)`. If all are honest, a sum
-        has :math:`1/h` times the variance that it needs. A round that ends with fewer
-        clients fails, and no one sees its sum.
 
     Raises
     ------
@@ -67,15 +52,27 @@ class Privacy:
     4.7
     """
 
-    noise_multiplier: float
-    clipping_norm: float
-    honest: float = 0.5
-
-    def __post_init__(self) -> None:
-        plain_fields(self)
-        check_positive("noise_multiplier", self.noise_multiplier)
-        check_positive("clipping_norm", self.clipping_norm)
-        check_positive("honest", self.honest, most=1)
+    noise_multiplier: float = option(
+        MISSING,
+        "z, the standard deviation of a sum's noise in multiples of `clipping_norm`.",
+        above=0,
+    )
+    clipping_norm: float = option(
+        MISSING,
+        "C, the largest Euclidean norm that a client's change of the model may have; a "
+        "longer change is shortened.",
+        above=0,
+    )
+    honest: float = option(
+        0.5,
+        "h, the share of the clients whose noise counts: they are still connected at "
+        "the end, and do not work together with the server. With secure sums, each of "
+        "M clients adds noise of variance :math:`z^2 C^2 / (h M)`. If all are honest, "
+        "a sum has :math:`1/h` times the variance that it needs. A round that ends "
+        "with fewer clients fails, and no one sees its sum.",
+        above=0,
+        high=1,
+    )
 
     def fewest(self, clients: int) -> int:
         """Return how many of the sampled clients a sum must have at least."""
@@ -129,7 +126,7 @@ def noised(mean: Params, privacy: Privacy, clients: int) -> dict[str, Tensor]:
     return with_noise(mean, privacy.noise_multiplier / clients)
 
 
-def check_privacy(privacy: object, norm_statistics: str) -> Privacy | None:
+def check_privacy(privacy: Privacy | None, norm_statistics: str) -> Privacy | None:
     """Return the option after checks; statistics without noise are an error.
 
     Raises
@@ -137,22 +134,20 @@ def check_privacy(privacy: object, norm_statistics: str) -> Privacy | None:
     ConfigurationError
         If there are such statistics.
     """
-    if not isinstance(privacy, Privacy | None):
-        raise ConfigurationError(f"privacy must be Privacy(...), got {privacy!r}")
-    if privacy is not None and norm_statistics == "refresh":
+    if privacy is None:
+        return None
+    if norm_statistics == "refresh":
         raise ConfigurationError(
-            "norm_statistics='refresh' does not go with privacy=, because clients "
-            "would send statistics of batch norms without noise: leave "
-            "norm_statistics out"
+            "norm_statistics='refresh' with privacy=: clients would send statistics "
+            "without noise; leave norm_statistics out"
         )
-    return privacy
+    return Privacy.of("privacy", privacy)
 
 
 def settings_of(privacy: Privacy | None) -> dict[str, Any]:
     """Return a strategy's settings of this name."""
-    if privacy is None:
-        return {}
-    return {f"privacy.{name}": value for name, value in asdict(privacy).items()}
+    settings = {} if privacy is None else privacy.settings()
+    return {f"privacy.{name}": value for name, value in settings.items()}
 
 
 def _gaussian(count: int) -> Tensor:

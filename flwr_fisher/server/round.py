@@ -1,14 +1,14 @@
-"""One exchange of a round: ask clients, wait, admit replies, take the step.
+"""One exchange of a round: ask clients, wait, admit their replies, take the step.
 
-Most strategies have one exchange a round; FedFisher's sums and TCT have several.
-Long: one object has the whole exchange, because its phases share their state.
+Read :class:`ExchangeRun` downwards: ``gather`` restores what an interrupted run has on
+disk, asks clients and receives their replies; ``step`` computes the next state from
+what the door admitted; ``close`` records whose uploads it used.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from flwr.app import (
@@ -23,17 +23,14 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.errors import (
     CheckpointError,
-    ConfigurationError,
     ParamsError,
     RoundError,
     StructureError,
-    listed,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import Params
 from flwr_fisher.randomness import seed_of_clients
-from flwr_fisher.server.cohort import Cohort, Sample
-from flwr_fisher.server.door import NORMS_STAGE, TRAIN, Door
+from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.door import Door
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,
@@ -47,11 +44,11 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.journal import ExchangeJournal, ExchangeRecord
 from flwr_fisher.server.mailbox import Receive, collect
 from flwr_fisher.server.policy import Policy
-from flwr_fisher.server.waiting import Asked, Waiting
+from flwr_fisher.server.waiting import NodeRequests, Waiting
 from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
 _POLICY = "policy"  # the policy's group of the state's tensors
-_AT_ONCE = 4  # uploads held back, if they are added up as they arrive
+_AT_ONCE = 4  # replies that are held at most, if uploads are added up as they arrive
 # The errors of a step that cannot use its uploads.
 _STEP_ERRORS = (
     ParamsError,
@@ -80,7 +77,6 @@ class Strategy(Protocol):
     arrayrecord_key: str
     configrecord_key: str
     train_metrics_aggr_fn: MetricsAggregator
-    moves_norms: ClassVar[bool]
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return the exchanges of a round, in their order."""
@@ -93,9 +89,6 @@ class Strategy(Protocol):
 
     def may_skip(self, server_round: int) -> bool:
         """Return whether the run can continue after a failed round."""
-
-    def norms_to_refresh(self, before: Params, after: Params) -> Sequence[str]:
-        """Return the norms that the round's clients must measure."""
 
     def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
         """Return the caller's config for clients that train."""
@@ -136,73 +129,30 @@ def requests(
     return messages
 
 
-def with_secure_sums(
-    strategy: Strategy,
-    exchanges: Sequence[Exchange[Any]],
-    label: str,
-    weighted_by: str | None = None,
-) -> Sequence[Exchange[Any]]:
-    """Return exchanges, as secure sums if the strategy has `secure=`.
-
-    `label` makes their seed another than that of a run's other exchanges. `weighted_by`
-    is the metric that weights clients, by default the strategy's.
-
-    Raises
-    ------
-    ConfigurationError
-        If the strategy returned something else than a list of exchanges.
-    """
-    every: object = exchanges
-    if not isinstance(every, list | tuple) or not all(
-        isinstance(one, Exchange) for one in every
-    ):
-        raise ConfigurationError(
-            f"exchanges() must return a list of Exchange, got {every!r:.80}: return "
-            "[Exchange(options, read, step)]"
-        )
-    if strategy.secure is None:
-        return exchanges
-    seed, weight = f"{strategy.seed}/{label}", weighted_by or strategy.weighted_by_key
-    return strategy.secure.secured(exchanges, seed=seed, weighted_by=weight)
-
-
 def door_of(
     strategy: Strategy,
     exchange: Exchange[P],
     state: ServerState,
-    weighted_by: str | None = None,
+    weights: Mapping[int, float],
 ) -> Door[P]:
-    """Return the door for an exchange's replies; `weighted_by` is as above."""
-    policy = strategy.policy
-    if exchange.fold is not None:  # uploads that are added at once cannot be compared
-        policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
-
-    check = None if exchange.check is None else exchange.check(state)
-
-    def read(arrays: ArrayRecord, like: Params) -> P:
-        payload = exchange.read(arrays, like)
-        if check is not None:
-            check(payload)
-        return payload
-
-    return Door(
-        strategy.cohort,
-        read,
-        state.params,
-        weighted_by or strategy.weighted_by_key,
-        policy,
-        fold=exchange.fold,
-        kept=exchange.kept,
-        quiet=bool(exchange.log_name),
-    )
+    """Return the door for an exchange's replies."""
+    # Only trainings need have the strategy's own weight among their metrics.
+    weighted_by = NUM_EXAMPLES if exchange.optional else strategy.weighted_by_key
+    cohort, policy = strategy.cohort, strategy.policy
+    return Door(cohort, exchange, state, policy, weighted_by, weights)
 
 
 class ExchangeRun(Generic[P]):
-    """A running exchange of a round: open, gather, step and close.
+    """A running exchange: gather uploads, take the step, close.
 
-    Its `journal` has what happened before a restart. If the exchange is `optional`, the
-    round can go on without it: all of its clients that are connected now are asked, and
-    one reply is enough.
+    Parameters
+    ----------
+    strategy, exchange, state, config, grid
+        Who asks, for what, from which state, with which config of the user's.
+    journal : ExchangeJournal
+        What happened in this exchange before a restart, and where its events go.
+    previous : Mapping[int, float]
+        The weights of the clients whose uploads the exchange before used, by number.
     """
 
     def __init__(
@@ -213,33 +163,29 @@ class ExchangeRun(Generic[P]):
         config: ConfigRecord,
         grid: Grid,
         journal: ExchangeJournal,
-        *,
-        optional: bool = False,
+        previous: Mapping[int, float],
     ) -> None:
         self.strategy, self.exchange, self.state = strategy, exchange, state
         self.config = exchange.configure(config)
-        self.server_round = journal.server_round
-        self.grid, self.journal, self.timeout = grid, journal, strategy.timeout
-        self.cohort, self.waiting = strategy.cohort, strategy.waiting
-        self.needed, self.optional = strategy.min_train_nodes, optional
-        weighted_by = strategy.weighted_by_key
-        if optional:
-            self.needed, self.waiting = 1, replace(self.waiting, window=None)
-            weighted_by = NUM_EXAMPLES  # a metric of some trainings
-        elif self.waiting.window is not None and exchange.require_same_parameters:
+        self.grid, self.journal, self.cohort = grid, journal, strategy.cohort
+        self.needed = 1 if exchange.optional else strategy.min_train_nodes
+        self._numbers = exchange.numbers(state, previous)
+        # A collection window asks whoever connects, so it has no sample.
+        window = strategy.waiting.window if self._numbers is None else None
+        if window is not None and exchange.require_same_parameters:
             # Only the last upload shows what most clients train and freeze.
-            own = named_options({"tell-frozen": True})
-            self.config = ConfigRecord({**self.config, **own})
-        self.door = door_of(strategy, exchange, state, weighted_by)
-        if optional:
-            self.door.stage = NORMS_STAGE  # nobody trains
+            told = named_options({"tell-frozen": True})
+            self.config = ConfigRecord({**self.config, **told})
+        weights = previous if exchange.clients == "previous" else {}
+        self.door = door_of(strategy, exchange, state, weights)
+        self._window = window
         self._sampled: set[str] | None = None  # names, or None for all that connect
-        self._asked: dict[int, Asked] = {}
+        self._requests: dict[int, NodeRequests] = {}  # by node that was asked
         self._due: set[int] = set()  # nodes without a reply
 
     # --- ask
 
-    def open(self) -> tuple[ExchangeRecord, list[Message]]:
+    def _open(self) -> tuple[ExchangeRecord, list[Message]]:
         """Sample clients, record them, and return the requests.
 
         Raises
@@ -248,57 +194,62 @@ class ExchangeRun(Generic[P]):
             If too few nodes are connected when the time is up, or too few of them train
             the same parameters.
         """
-        sample = self.sample()
-        names = [self.cohort.name(node) for node in sample.nodes]
-        record = self.journal.open(names, sample.wanted, self.cohort.connected)
+        if self._window is not None:
+            return self.journal.open(None, 0, 0), []
+        sampled, wanted = self._sample()
+        names = [self.cohort.name(node) for node in sampled]
+        # The record is written before the first request leaves, so that a resumed run
+        # asks the same clients.
+        record = self.journal.open(
+            names, wanted, self.cohort.connected, optional=self.exchange.optional
+        )
         self.door.expected = len(names)
-        new = self.door.without_done(sample.nodes)  # clients with an upload on disk
-        nodes = self._without_mismatched(new)
+        nodes = self._without_mismatched(self.door.without_done(sampled))
         self.door.check_enough(self.needed, len(nodes))
         return record, self._ask(nodes)
 
-    def sample(self) -> Sample:
-        """Return the nodes to ask."""
-        strategy, cohort = self.strategy, self.cohort
-        if not isinstance(self.exchange.clients, str):
-            numbers = self.exchange.clients(self.state)
-            minimum = min(self.needed, len(numbers))
-            if self.optional:
-                ready = cohort.present(self.grid, self.timeout)
-                ready = sorted(ready, key=cohort.order)
-            else:
-                ready = cohort.ready(self.grid, 0, minimum, self.timeout)
-            nodes = [node for node in ready if cohort.identity(node).number in numbers]
-            there = {cohort.identity(node).number for node in nodes}
-            gone = cohort.named(set(numbers) - there)
-            self.door.missing |= dict.fromkeys(gone, "it is no longer connected")
-            name = self.exchange.log_name
-            if not self.optional:
-                name = name or str(self.exchange.options.get("job", ""))
-            part = name and f"{name}: "
-            begin = NORMS_STAGE if self.optional else "configure_train"
-            if part or not self.optional:  # else the driver has logged it
-                logger.info("%s: %sasking %s nodes", begin, part, len(nodes))
-            return Sample(nodes, len(nodes))
-        sample = cohort.sample(
-            self.grid,
-            fraction=1.0 if self.exchange.clients == "all" else strategy.fraction_train,
-            minimum=strategy.min_train_nodes,
-            available=strategy.min_available_nodes,
-            server_round=self.server_round,
-            purpose="train",
-            timeout=self.timeout,
-            waiting=strategy.waiting,
-        )
-        logger.info("configure_train: Sampled %s nodes", len(sample.nodes))
-        return sample
+    def _sample(self) -> tuple[list[int], int]:
+        """Return the nodes to ask, and how many replies are wanted."""
+        strategy, cohort, exchange = self.strategy, self.cohort, self.exchange
+        if self._numbers is None:
+            nodes, wanted = cohort.sample(
+                self.grid,
+                fraction=1.0 if exchange.clients == "all" else strategy.fraction_train,
+                minimum=self.needed,
+                available=self.needed
+                if exchange.optional
+                else strategy.min_available_nodes,
+                server_round=self.journal.server_round,
+                purpose="train",
+                timeout=strategy.timeout,
+                waiting=strategy.waiting,
+            )
+            logger.info("configure_train: Sampled %s nodes", len(nodes))
+            return nodes, wanted
+        if exchange.optional:  # nobody is waited for, and only trainings are universal
+            ready = cohort.present(self.grid, strategy.timeout)
+            nodes = sorted(cohort.do_any_job.intersection(ready), key=cohort.order)
+        else:
+            least = min(self.needed, len(self._numbers))
+            nodes = cohort.ready(self.grid, 0, least, strategy.timeout)
+        nodes = [n for n in nodes if cohort.identity(n).number in self._numbers]
+        there = {cohort.identity(node).number for node in nodes}
+        reason = "it is no longer connected"
+        if exchange.optional:
+            reason += ", or its ClientApp can only train"
+        gone = cohort.named(set(self._numbers) - there)
+        self.door.missing |= dict.fromkeys(gone, reason)
+        logger.info("%s: asking %s nodes", exchange.log_name, len(nodes))
+        return nodes, len(nodes)
 
     def _without_mismatched(self, nodes: list[int]) -> list[int]:
         """Reject the nodes with parameters that cannot be merged; return the rest."""
         if not self.exchange.require_same_parameters or not nodes:
             return nodes
-        everyone, like = [*self._asked, *nodes], self.state.params
-        mismatched = self.cohort.mismatched(self.grid, everyone, like, self.timeout)
+        everyone, timeout = [*self._requests, *nodes], self.strategy.timeout
+        mismatched = self.cohort.mismatched(
+            self.grid, everyone, self.state.params, timeout
+        )
         for node in mismatched.keys() & set(nodes):
             self.door.reject(node, mismatched[node], "configure_train")
         return [node for node in nodes if node not in mismatched]
@@ -306,15 +257,16 @@ class ExchangeRun(Generic[P]):
     def _ask(self, nodes: list[int]) -> list[Message]:
         """Return the requests to nodes, and note that they are asked."""
         for node in nodes:
-            times = self._asked[node].times if node in self._asked else 0
-            self._asked[node] = Asked(times + 1, time.monotonic())
+            before = self._requests.get(node)
+            times = before.times + 1 if before else 1
+            self._requests[node] = NodeRequests(times, time.monotonic())
         self._due |= set(nodes)
         if not nodes:
             return []
         by_number, identity = self.exchange.records(self.state), self.cohort.identity
         return requests(
             self.strategy,
-            self.server_round,
+            self.journal.server_round,
             lambda node: by_number(identity(node).number),
             self.config,
             nodes,
@@ -339,32 +291,39 @@ class ExchangeRun(Generic[P]):
         self._restore(record)
         if record is not None and record.closed is not None:
             lost = set(record.closed) - {u.client for u in self.door.admitted}
-            if not lost:
+            if not lost:  # all that the step used is here: it is taken again
                 self.cohort.recall_absences(record.absences)
                 return
             record = self.journal.reopen(lost)
-        if record is not None:
-            self._log_newcomers(record)
-        elif self.waiting.window is not None and isinstance(self.exchange.clients, str):
-            record = self.journal.open(None, 0, 0)
-        else:
-            record, messages = self.open()
+        if record is None:
+            record, messages = self._open()
+        waiting, timeout = self.strategy.waiting, self.strategy.timeout
         if record.clients is None:
-            timeout = self._window() - max(0.0, time.time() - record.opened)
-            left = max(timeout, 0.0)
-            logger.info("configure_train: the window closes in %.0f s", left)
-            self.door.way_out = (
-                "the window has closed: resume=True and reopen=True open it again"
-                if self.journal.on_disk
-                else "the window has closed: a longer one waits for more clients"
-            )
-            enough = self.waiting.enough_in_window
+            timeout = self._window_left(record)
+            enough = waiting.enough_in_window
         else:
-            self._sampled, timeout = set(record.clients), self.timeout
-            enough = self.waiting.enough(record.wanted)
+            self._sampled = set(record.clients)
+            enough = waiting.enough(record.wanted)
+        if not messages and self.exchange.optional:  # resumed: only who is here now
+            messages = self._newcomers() or []
         if timeout > 0:
             self._receive(messages, timeout, max(enough, self.needed), late)
         self._mark_absent()
+
+    def _window_left(self, record: ExchangeRecord) -> float:
+        """Return how long the collection window is still open."""
+        if self._window is None:
+            raise CheckpointError(
+                f"round {self.journal.server_round} began with a collection window: "
+                "resume it with Waiting(window=...)"
+            )
+        # Time in which no server ran counts, too.
+        left = self._window - max(0.0, time.time() - record.opened)
+        logger.info("configure_train: the window closes in %.0f s", max(left, 0.0))
+        self.door.way_out = "the window has closed: a longer one waits for more clients"
+        if self.journal.on_disk:
+            self.door.way_out += "; resume=True and reopen=True open it again"
+        return left
 
     def _restore(self, record: ExchangeRecord | None) -> None:
         """Admit the uploads of an interrupted run, even of disconnected clients.
@@ -380,7 +339,7 @@ class ExchangeRun(Generic[P]):
                 rejected = {**record.rejected, **rejected}
                 door.missing |= record.missing
         for name, reason in rejected.items():
-            door.rejected.add(name, reason, stage=TRAIN)
+            door.rejected.add(name, reason, stage=door.stage)
         for identity, arrays, metrics in self.journal.uploads():
             name = identity.name
             if closed is not None and name not in closed:
@@ -389,23 +348,15 @@ class ExchangeRun(Generic[P]):
             try:
                 door.admit(identity, arrays, metrics)
             except Exception as error:  # admitted before, perhaps by another version
-                door.rejected.add(name, error, stage=TRAIN, node=identity.node)
+                door.rejected.add(name, error, stage=door.stage, node=identity.node)
                 self.journal.set_aside(name, door.rejected.reasons[name])
-
-    def _window(self) -> float:
-        """Return how long the collection window is still open."""
-        if self.waiting.window is None:
-            raise CheckpointError(
-                f"round {self.server_round} began with a collection window: resume it "
-                "with Waiting(window=...)"
-            )
-        return self.waiting.window
 
     def _receive(
         self, messages: list[Message], timeout: float, enough: float, late: Receive
     ) -> None:
         """Receive replies, and save each admitted one."""
         door, cohort, silent = self.door, self.cohort, list[int]()
+        server_round = self.journal.server_round
         deadline = time.monotonic() + timeout
 
         def are_enough() -> bool:
@@ -432,22 +383,27 @@ class ExchangeRun(Generic[P]):
                 self.journal.save(identity, *records)
         if are_enough():
             door.mark_missing(self._due, "not waited for, since enough have replied")
-            cohort.passed_over(self._due, self.server_round)
+            cohort.passed_over(self._due, server_round)
         else:
             silent += self._due
             if time.monotonic() > deadline:
                 door.mark_missing(silent, f"none within {timeout:.0f} s")
-            cohort.missed(silent, self.server_round)
+            cohort.missed(silent, server_round)
         door.log_missing()
 
     # --- nodes that connect or are absent
 
     def _newcomers(self) -> list[Message] | None:
-        """Return the messages to nodes that have connected and were not asked yet."""
+        """Return the messages to nodes that have connected and were not asked yet.
+
+        It is None if no other node is expected.
+        """
         unasked, identity = self._unasked(), self.cohort.identity
         if self._sampled is not None and not unasked:
             return None
-        nodes = self.cohort.present(self.grid, self.timeout)
+        if self.exchange.optional and self._requests:
+            return None
+        nodes = self.cohort.present(self.grid, self.strategy.timeout)
         if self._sampled is not None:
             new = [node for node in nodes if identity(node).names & unasked]
             new = self._without_mismatched(sorted(new, key=self.cohort.order))
@@ -456,50 +412,29 @@ class ExchangeRun(Generic[P]):
             nodes = self.door.without_done(nodes)
             new = [node for node in nodes if self._may_be_asked(node)]
             new.sort(key=self.cohort.order)
-            self.door.expected += len(new) - len(self._asked.keys() & new)
+            self.door.expected += len(new) - len(self._requests.keys() & new)
         return self._ask(new)
 
     def _may_be_asked(self, node: int) -> bool:
         """Return whether to ask a node in a window, for the first time or again."""
-        if (asked := self._asked.get(node)) is None:
+        if (requests := self._requests.get(node)) is None:
             return True
         due, kept = node in self._due, self.journal.on_disk
-        return asked.again(time.monotonic(), due=due, kept=kept)
+        return requests.again(time.monotonic(), due=due, kept=kept)
 
     def _unasked(self) -> set[str]:
         """Return the names of sampled clients that have not been asked yet."""
         if not self._sampled:
             return set()
-        names = {name for n in self._asked for name in self.cohort.identity(n).names}
-        return self._sampled - names - self.door.done()
-
-    def _log_newcomers(self, record: ExchangeRecord) -> None:
-        """Log the nodes that connected too late for this round."""
-        if record.clients is None or record.connected > len(record.clients):
-            return
-        known = {*record.clients, *self.door.done()}
-        nodes = self.cohort.present(self.grid, self.timeout)
-        if new := [n for n in nodes if not self.cohort.identity(n).names & known]:
-            logger.warning(
-                "configure_train: round %s began before these nodes connected, so they "
-                "are not asked: %s%s",
-                self.server_round,
-                listed(map(self.cohort.name, new)),
-                ". With Waiting(window=...), a round asks all nodes that connect"
-                if self.strategy.secure is None
-                else "",
-            )
+        asked = {
+            name for node in self._requests for name in self.cohort.identity(node).names
+        }
+        return self._sampled - asked - self.door.done()
 
     def _mark_absent(self) -> None:
         """Note the sampled clients that could not be asked."""
         for name in sorted(self._unasked()):
-            reason = "it did not connect, or could not be asked"
-            if name.startswith("node-"):
-                reason += (
-                    " under this id; give nodes a partition-id, or register them, to "
-                    "know them again"
-                )
-            self.door.missing[name] = reason
+            self.door.missing[name] = "it did not connect, or could not be asked"
 
     # --- step
 
@@ -532,14 +467,14 @@ class ExchangeRun(Generic[P]):
             for client, reason in self.door.withdrawn.items():
                 self.journal.set_aside(client, reason)
         metrics = MetricRecord()
-        if not self.optional:  # or else it reports nothing
-            metrics = self.door.metrics(self.strategy.train_metrics_aggr_fn)
+        if not self.exchange.optional:  # or else it reports its step's metrics alone
+            aggregate = self.strategy.train_metrics_aggr_fn
+            metrics = self.door.metrics(aggregate, uploads)
         return self._with_remembered(step), uploads, metrics
 
     def _with_remembered(self, step: Step) -> Step:
         """Return the step with the policy's knowledge for the next round."""
-        known = self.door.remembered
-        if not known:
+        if not (known := self.door.remembered):
             return step
         tensors = {n: torch.tensor(v, dtype=torch.float64) for n, v in known.items()}
         groups = {**step.state.groups, _POLICY: tensors}
@@ -571,7 +506,11 @@ class ExchangeRun(Generic[P]):
         return bool(culprits)
 
     def close(self, uploads: Uploads[P]) -> None:
-        """Record the clients whose uploads the step used, for a resumed run."""
+        """Record the clients whose uploads the step used, for a resumed run.
+
+        With none, an optional exchange has failed, and a resumed run does not repeat
+        it.
+        """
         self.journal.close(
             [upload.client for upload in uploads],
             self.door.missing,

@@ -15,7 +15,14 @@ from flwr_fisher.callbacks import Callback, call, history_of
 from flwr_fisher.errors import CheckpointError, ConfigurationError, kept_record
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload, Uploads
+from flwr_fisher.server.exchange import (
+    Exchange,
+    Groups,
+    ServerState,
+    Step,
+    Upload,
+    Uploads,
+)
 from flwr_fisher.server.journal import ExchangeJournal, Journal, as_kept
 from flwr_fisher.wire import tensors_to_arrays
 
@@ -33,16 +40,19 @@ class CurvatureResult(Result):
     Attributes
     ----------
     uploads : list[Upload]
-        The uploads of the last round's last exchange, in the clients' order; empty if
-        a resumed run had nothing left to do.
+        The uploads of the last round's last exchange that is not optional, in the
+        clients' order; empty if a resumed run had nothing left to do.
+    exchange_uploads : dict[str, list[Upload]]
+        The uploads of the last round's exchanges that have a name, by it.
     details : Any
-        The strategy's report of its last step; see each strategy.
+        The report of the step of these `uploads`; see each strategy.
     upload_bytes : float
         The mean number of bytes that a client uploaded in the last round, in all
         exchanges.
     """
 
     uploads: list[Upload[Any]] = field(default_factory=list)
+    exchange_uploads: dict[str, list[Upload[Any]]] = field(default_factory=dict)
     details: Any = None
     upload_bytes: float = 0.0
 
@@ -156,35 +166,35 @@ class Run:
     def take_step(
         self,
         server_round: int,
+        exchange: Exchange[Any],
         step: Step,
         uploads: Uploads[Any],
         metrics: MetricRecord,
     ) -> None:
         """Set the state to a step's outcome, and add the exchange's metrics."""
         self.state = step.state
-        known = list(uploads) if step.summed is None else [step.summed]
-        self._result.uploads, self._result.details = known, step.details
-        history = self._result.train_metrics_clientapp
-        earlier = dict(history.get(server_round, {}))
-        first = "num-replies" not in earlier  # it may have late replies already
-        before = 0 if first else self._result.upload_bytes
-        self._result.upload_bytes = before + _bytes_of_each(uploads)
-        joined = {**earlier, **metrics, **step.metrics}
-        for name in {"num-rejected", "num-missing"} & joined.keys():
-            counts = [record.get(name, 0) for record in (earlier, metrics)]
-            joined[name] = sum(n for n in counts if isinstance(n, int))
-        history[server_round] = MetricRecord(joined)
-        if step.quiet:
-            return
-        logger.info("\t└──> Aggregated MetricRecord: %s", shown(history[server_round]))
-
-    def refresh(self, server_round: int, step: Step, uploads: Uploads[Any]) -> None:
-        """Set the model's new statistics, without changing the result's uploads."""
-        self.state = step.state
-        self._result.upload_bytes += _bytes_of_each(uploads)
-        known = self._result.train_metrics_clientapp[server_round]
-        new = {name: n for name, n in step.metrics.items() if name not in known}
-        self._add_metrics(server_round, new)
+        used = list(uploads) if step.summed is None else [step.summed]
+        result = self._result
+        known = dict(result.train_metrics_clientapp.get(server_round, {}))
+        first = "num-replies" not in known  # it may have late replies already
+        if first:
+            result.upload_bytes, result.exchange_uploads = 0.0, {}
+        sizes = [upload.num_bytes for upload in uploads]
+        result.upload_bytes += sum(sizes) / max(len(sizes), 1)
+        if exchange.name:
+            result.exchange_uploads[exchange.name] = used
+        added = {**metrics, **step.metrics}
+        if exchange.optional:  # what it reports stands beside the training's
+            added = {name: n for name, n in added.items() if name not in known}
+        else:
+            result.uploads, result.details = used, step.details
+            for name in {"num-rejected", "num-missing"} & (known.keys() | added.keys()):
+                counts = [record.get(name, 0) for record in (known, added)]
+                added[name] = sum(n for n in counts if isinstance(n, int))
+        self._add_metrics(server_round, added)
+        if not step.quiet and not exchange.optional:
+            shown_metrics = shown(result.train_metrics_clientapp[server_round])
+            logger.info("\t└──> Aggregated MetricRecord: %s", shown_metrics)
 
     def forget_uploads(self) -> None:
         """Free the last step's uploads, so that two rounds' are never in memory."""
@@ -194,6 +204,7 @@ class Run:
         """Return to the state before a round that failed, perhaps between exchanges."""
         self.state = before
         self._result.uploads, self._result.details = [], None
+        self._result.exchange_uploads = {}
 
     def skip_round(self, server_round: int, reason: object) -> None:
         """Note that the run goes on without a round that failed."""
@@ -265,11 +276,6 @@ class Run:
         """Return the result, with the current parameters."""
         self._result.arrays = self.arrays()
         return self._result
-
-
-def _bytes_of_each(uploads: Uploads[Any]) -> float:
-    """Return the mean size of the clients' replies."""
-    return sum(upload.num_bytes for upload in uploads) / max(len(uploads), 1)
 
 
 def _check_options(journal: Journal, options: Mapping[str, Any]) -> None:

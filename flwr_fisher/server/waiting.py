@@ -1,54 +1,21 @@
 """The end of a round's wait: its deadline, its window, or enough replies."""
 
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, inf, isfinite
 
-from flwr_fisher.errors import (
-    ConfigurationError,
-    check_known,
-    check_positive,
-    check_whole,
-    plain_fields,
-)
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.options import Options, option
 
-_ON_FAILED_ROUND = ("raise", "skip")
 _AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0  # seconds, at first
 
 
-@dataclass(frozen=True, kw_only=True)
-class Waiting:
+class Waiting(Options):
     """When a round ends, in addition to its deadline (`timeout` of ``start``).
 
     A client sits out the next round if it misses a deadline, or if twice in a row a
     request ends without its reply. Then it sits out two rounds, four, …, until it
     replies. If too few other clients are connected, it is asked nonetheless. Options
     that are not for training or for a collection window also apply to evaluation.
-
-    Parameters
-    ----------
-    enough_fraction : float, default 1
-        A request ends when this share of the wanted replies has arrived and is usable.
-        In (0, 1]. Below 1 the result depends on which clients are fast.
-    enough_replies : int, optional
-        A request also ends when this many replies are usable, but not with fewer than
-        ``min_train_nodes``. In a collection window only this limit applies, not
-        `enough_fraction`.
-    over_selection : float, default 0
-        How many additional clients are asked to train, as a share of the wanted ones,
-        so that the server need not wait for slow clients (Bonawitz et al. 2019 ask 30 %
-        more).
-    window : float, optional
-        Seconds of a collection window, which replaces the deadline of a request to
-        train. While it is open, clients are asked when they connect. If a client's node
-        dies, or its ClientApp is killed, the client is asked again after one minute, if
-        it is connected, then after two, four, …. With a ``checkpoint_dir``, a silent
-        client is asked again after an hour, two, four, …, because a node that was
-        restarted has forgotten the request. With a ``checkpoint_dir``, the window has
-        this length in total, even if the server is restarted.
-    on_failed_round : "raise" | "skip", default "raise"
-        What happens after a round with too few usable replies. ``raise``: the run ends
-        with a ``RoundError``, and can be resumed there. ``skip``: the round changes
-        nothing, and the run goes on, as with Flower's own strategies.
 
     Raises
     ------
@@ -63,29 +30,58 @@ class Waiting:
     8
     """
 
-    enough_fraction: float = 1.0
-    enough_replies: int | None = None
-    over_selection: float = 0.0
-    window: float | None = None
-    on_failed_round: str = "raise"
+    enough_fraction: float = option(
+        1.0,
+        "A request ends when this share of the wanted replies has arrived and is "
+        "usable. Below 1 the result depends on which clients are fast.",
+        above=0,
+        high=1,
+    )
+    enough_replies: int | None = option(
+        None,
+        "A request also ends when this many replies are usable, but not with fewer "
+        "than ``min_train_nodes``. In a collection window only this limit applies, not "
+        "`enough_fraction`.",
+        low=1,
+    )
+    over_selection: float = option(
+        0.0,
+        "How many additional clients are asked to train, as a share of the wanted "
+        "ones, so that the server need not wait for slow clients (Bonawitz et al. 2019 "
+        "ask 30 % more).",
+        low=0,
+    )
+    window: float | None = option(
+        None,
+        "Seconds of a collection window, which replaces the deadline of a request to "
+        "train. While it is open, clients are asked when they connect. If a client's "
+        "node dies, or its ClientApp is killed, the client is asked again after one "
+        "minute, if it is connected, then after two, four, …. With a "
+        "``checkpoint_dir``, a silent client is asked again after an hour, two, four, "
+        "…, because a node that was restarted has forgotten the request; and the "
+        "window has this length in total, even if the server is restarted.",
+        above=0,
+    )
+    on_failed_round: str = option(
+        "raise",
+        "What happens after a round with too few usable replies. ``raise``: the run "
+        "ends with a ``RoundError``, and can be resumed there. ``skip``: the round "
+        "changes nothing, and the run goes on, as with Flower's own strategies.",
+        choices=("raise", "skip"),
+    )
 
     def __post_init__(self) -> None:
-        plain_fields(self)
-        check_positive("enough_fraction", self.enough_fraction, most=1)
-        if self.enough_replies is not None:
-            check_whole("enough_replies", self.enough_replies, 1)
-        check_positive("over_selection", self.over_selection, or_zero=True)
-        check_known("on_failed_round", self.on_failed_round, _ON_FAILED_ROUND)
-        if self.window is None:
-            return
-        check_positive("window", self.window)
-        for name, default in (("enough_fraction", 1), ("over_selection", 0)):
-            if getattr(self, name) != default:
-                raise ConfigurationError(
-                    f"{name} is a part of the sampled clients, but a window asks all "
-                    "that connect: leave it out. To close the window early, pass "
-                    "enough_replies"
-                )
+        super().__post_init__()
+        if not isfinite(self.over_selection):
+            raise ConfigurationError("over_selection must be finite")
+        if self.window is not None and (self.enough_fraction, self.over_selection) != (
+            1.0,
+            0.0,
+        ):
+            raise ConfigurationError(
+                "enough_fraction and over_selection do not go with a window, which "
+                "asks all that connect: pass enough_replies"
+            )
 
     def to_ask(self, wanted: int) -> int:
         """Return how many clients to ask for a number of replies."""
@@ -103,8 +99,8 @@ class Waiting:
 
 
 @dataclass
-class Asked:
-    """A node that was asked: how often, when last, and since when it is gone."""
+class NodeRequests:
+    """The requests to a node: how many, when the last, and since when it is gone."""
 
     times: int
     since: float

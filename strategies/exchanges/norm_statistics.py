@@ -1,0 +1,111 @@
+"""The exchange that measures a merged model's batch-norm statistics, and sets them.
+
+The clients' own statistics do not fit the merged model, so clients measure it.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, Protocol
+
+from flwr.app import ArrayRecord
+
+from flwr_fisher.errors import ParamsError, WireError
+from flwr_fisher.merge.batch_norms import (
+    check_shifts,
+    moved_norms,
+    norms_of,
+    with_shifts,
+    zero_shifts,
+)
+from flwr_fisher.params import Params, double, weighted_mean
+from flwr_fisher.server.exchange import (
+    Exchange,
+    ServerState,
+    Step,
+    Summation,
+    Uploads,
+    weights_of,
+)
+from flwr_fisher.wire import Additive
+from flwr_fisher.wire.additive import NORMS
+from flwr_fisher.wire.arrays import check_same_keys
+
+NAME = "norm statistics"
+_READ = Additive.reader(NORMS)
+
+
+class _Strategy(Protocol):
+    norm_statistics: str
+    moves_norms: ClassVar[bool]
+
+
+def norm_exchanges(strategy: _Strategy) -> Sequence[Exchange[Additive]]:
+    """Return the exchange that refreshes norms' statistics, or none.
+
+    A strategy lists it behind its last step that changes the model's weights. It asks
+    the clients of the exchange before. There is none with
+    ``norm_statistics="average"``; and when its turn comes, it is left out if no norm's
+    statistics have moved in the round.
+
+    Parameters
+    ----------
+    strategy : CurvatureStrategy
+        Its `norm_statistics` and `moves_norms` count.
+
+    Examples
+    --------
+    ::
+
+        def exchanges(self, server_round):
+            return [Exchange({}, read, self.step), *norm_exchanges(self)]
+    """
+    if strategy.norm_statistics == "average":
+        return []
+    exchange = Exchange(
+        {"job": "norm-statistics"},
+        _READ,
+        _step,
+        clients="previous",
+        additive=Summation(),
+        name=NAME,
+        optional=True,
+    )
+    prepare = partial(_prepared, exchange, strategy.moves_norms)
+    return [replace(exchange, prepare=prepare)]
+
+
+def _prepared(
+    exchange: Exchange[Additive], trained: bool, before: ServerState, now: ServerState
+) -> Exchange[Additive] | None:
+    """Return the exchange for the norms that the round has moved.
+
+    If no training moves statistics (`trained` is false), a norm is measured if its own
+    parameters have changed, also one that clients do not train.
+    """
+    prefixes = moved_norms(before.params, now.params, in_eval=not trained)
+    if not prefixes:
+        return None
+    options = {**exchange.options, "norms": prefixes, "frozen": trained}
+    return replace(exchange, options=options, read=partial(_read, frozenset(prefixes)))
+
+
+def _read(prefixes: Set[str], record: ArrayRecord, like: Params) -> Additive:
+    upload = _READ(record, like)
+    shifts = upload.part(NORMS)
+    check_same_keys(shifts.keys(), zero_shifts(like, prefixes).keys(), f"{NORMS}/")
+    try:
+        check_shifts(shifts)
+    except ParamsError as error:
+        raise WireError(str(error), field=NORMS) from error
+    return upload
+
+
+def _step(state: ServerState, uploads: Uploads[Additive]) -> Step:
+    """Set the norms to the statistics of all clients' inputs."""
+    shifts = weighted_mean(
+        [double(upload.payload.part(NORMS)) for upload in uploads], weights_of(uploads)
+    )
+    params = with_shifts(state.params, shifts)
+    metrics = {"num-norms-refreshed": len(norms_of(shifts))}
+    return Step(ServerState(params, state.groups), metrics)
