@@ -11,7 +11,7 @@ from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.server.run import CurvatureResult
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.baselines import AFL, FedAvg, Scaffold
+from flwr_fisher.strategies.baselines import AFL, FedAvg, Scaffold, head_exchange
 from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
 from flwr_fisher.strategies.exchanges.tct_regression import Regression
 from flwr_fisher.strategies.fagh import FAGH
@@ -43,6 +43,7 @@ __all__ = [
     "Summation",
     "Upload",
     "Waiting",
+    "head_exchange",
     "lost_states",
     "norm_exchanges",
     "shared_state",

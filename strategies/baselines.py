@@ -1,6 +1,7 @@
 """The methods with which the four algorithms are compared: FedAvg, SCAFFOLD, AFL."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from flwr_fisher.errors import ConfigurationError, check_range
@@ -275,31 +276,47 @@ class AFL(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[HeadUpload]]:
         """Return one exchange, which asks for sums over every client's data."""
-        options = {"job": "afl", "head": self.head or ""}
-        summed = Summation[HeadUpload](weighted=False)
-        read = HeadUpload.read
-        return [
-            Exchange(
-                options,
-                read,
-                self._step,
-                require_same_parameters=True,
-                additive=summed,
-            )
-        ]
-
-    def _step(self, state: ServerState, uploads: Uploads[HeadUpload]) -> Step:
-        """Solve for the head."""
-        first = uploads[0].payload
-        sums = HeadSums.total([upload.payload.sums for upload in uploads])
-        biased = first.bias is not None
-        solution = closed_form_head(sums, bias=biased, ridge=self.ridge)
-        params = dict(state.params)
-        for name, value in zip((first.weight, first.bias), solution, strict=False):
-            assert name is not None
-            params[name] = value.to(params[name].dtype)
-        return Step(ServerState(params), {}, sums)
+        return [head_exchange(ridge=self.ridge, head=self.head)]
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
         return {"ridge": self.ridge, "head": self.head}
+
+
+def head_exchange(
+    *, ridge: float = 1e-3, head: str | None = None, **more: Any
+) -> Exchange[HeadUpload]:
+    """Return AFL's exchange, which sets a linear layer by ridge regression.
+
+    A strategy of another kind can list it as its last one, to fit the head anew to the
+    features of the merged model: see "One exchange more" in
+    :doc:`/adding-a-method`.
+
+    Parameters
+    ----------
+    ridge, head
+        As for :class:`AFL`.
+    **more
+        Other arguments of the :class:`Exchange`, such as ``clients="previous"``.
+    """
+    return Exchange(
+        {"job": "afl", "head": head or ""},
+        HeadUpload.read,
+        partial(_set_head, ridge),
+        require_same_parameters=True,
+        additive=Summation(weighted=False),
+        **more,
+    )
+
+
+def _set_head(ridge: float, state: ServerState, uploads: Uploads[HeadUpload]) -> Step:
+    """Solve for the head."""
+    first = uploads[0].payload
+    sums = HeadSums.total([upload.payload.sums for upload in uploads])
+    biased = first.bias is not None
+    solution = closed_form_head(sums, bias=biased, ridge=ridge)
+    params = dict(state.params)
+    for name, value in zip((first.weight, first.bias), solution, strict=False):
+        assert name is not None
+        params[name] = value.to(params[name].dtype)
+    return Step(ServerState(params, state.groups), {}, sums)

@@ -1,0 +1,232 @@
+"""Exchanges without which a round is good: a head that is fitted anew after a merge."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from test_secure_sums import secure_app
+from virtual import (
+    Watched,
+    fail,
+    killing_app,
+    same_bits,
+    tiny_app,
+    tiny_arrays,
+    tiny_data,
+    tiny_model,
+)
+
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.params import shared_state
+from flwr_fisher.secure import SecureSums
+from flwr_fisher.strategies import FedFisherOneShot, ServerState, Step, head_exchange
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors
+
+CLIENTS = 3
+SUMS = {"structure": "diagonal", "aggregate": "sums"}
+
+
+class WithHead(FedFisherOneShot):
+    """As the page on one's own methods shows it."""
+
+    def exchanges(self, server_round):
+        head = head_exchange(clients="previous", name="head", optional=True)
+        return [*super().exchanges(server_round), head]
+
+
+def run(make, app=None, clients=CLIENTS, *, options=None, **start):
+    strategy = make(fraction_evaluate=0.0, **(options or {}))
+    grid = LocalGrid(tiny_app() if app is None else app, clients)
+    return strategy.start(grid, tiny_arrays(), **start)
+
+
+def with_best_head(arrays):
+    """A model with the ridge regression of all clients' labels on its features."""
+    model = tiny_model().double()
+    model.load_state_dict(arrays_to_tensors(arrays))
+    model.eval()
+    x, y = zip(*(tiny_data(client).tensors for client in range(CLIENTS)), strict=True)
+    with torch.no_grad():
+        features = model[:3](torch.cat(x).double())
+    inputs = torch.cat([features, torch.ones(len(features), 1)], dim=1)
+    targets = torch.nn.functional.one_hot(torch.cat(y), 3).double()
+    gram = inputs.mT @ inputs
+    penalty = 1e-3 * gram.diagonal()[:-1].mean() * torch.eye(len(gram))
+    penalty[-1, -1] = 0  # of the bias
+    solution = torch.linalg.solve(gram + penalty, inputs.mT @ targets)
+    state = shared_state(model)
+    return {**state, "3.weight": solution[:-1].mT, "3.bias": solution[-1]}
+
+
+def assert_head_of(merged, refitted, tolerance=1e-4):
+    expected = with_best_head(merged.arrays)
+    for name, value in arrays_to_tensors(refitted.arrays).items():
+        wanted = expected[name].to(value.dtype)
+        torch.testing.assert_close(value, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_a_head_is_fitted_to_features_with_fresh_statistics():
+    app = Watched()
+    merged, refitted = run(FedFisherOneShot), run(WithHead, app)
+    assert_head_of(merged, refitted)
+    jobs = [config.get("job") for config in app.configs]
+    assert jobs == ["train"] * 3 + ["norm-statistics"] * 3 + ["afl"] * 3
+    # The result reports the merge.
+    assert type(refitted.details) is type(merged.details)
+    assert [type(u.payload) for u in refitted.uploads] == [
+        type(u.payload) for u in merged.uploads
+    ]
+    assert sorted(refitted.exchange_uploads) == ["head", "norm statistics"]
+    assert len(refitted.exchange_uploads["head"]) == 3
+    metrics = [r.train_metrics_clientapp[1] for r in (merged, refitted)]
+    assert dict(metrics[0]) == dict(metrics[1])
+
+
+def test_a_head_is_fitted_from_a_secure_sum(tmp_path):
+    options = {**SUMS, "secure": SecureSums(bits=64)}
+    merged = run(FedFisherOneShot, secure_app(tmp_path / "a"), options=options)
+    refitted = run(WithHead, secure_app(tmp_path / "b"), options=options)
+    assert_head_of(merged, refitted)
+    (summed,) = refitted.exchange_uploads["head"]
+    assert sorted(summed.members) == [0, 1, 2]
+
+
+class Leaves(LocalGrid):
+    """All clients leave when the merged model has been measured."""
+
+    gone = False
+
+    def get_node_ids(self):
+        return [] if self.gone else super().get_node_ids()
+
+
+def test_where_all_have_left_the_model_of_the_step_before_remains(caplog):
+    grid = Leaves(tiny_app(), CLIENTS)
+
+    class Left(WithHead):
+        def exchanges(self, server_round):
+            training, norms, head = super().exchanges(server_round)
+
+            def leave(exchange, before, now):
+                grid.gone = True
+                return replace(exchange, prepare=None)
+
+            return [training, norms, replace(head, prepare=partial(leave, head))]
+
+    result = Left(fraction_evaluate=0.0).start(grid, tiny_arrays())
+    assert same_bits(result.arrays, run(FedFisherOneShot).arrays)
+    assert "head: the model stays that of the step before" in caplog.text
+    assert "no reply from partition-0, partition-1, partition-2" in caplog.text
+
+
+def test_one_client_that_fails_is_skipped_and_named(caplog):
+    with caplog.at_level(logging.WARNING, "flwr"):
+        result = run(WithHead, Watched(tamper={1: at_request(3, fail)}))
+    assert len(result.exchange_uploads["head"]) == 2
+    assert "head: left out partition-1" in caplog.text
+    assert len(result.uploads) == 3
+
+
+def at_request(number, tamper):
+    """Spoil the reply to a client's request of this number, from 1."""
+    count = iter(range(1, 100))
+    return lambda content: tamper(content) if next(count) == number else None
+
+
+@pytest.mark.parametrize("asked", [1, 3, 4, 5, 6, 7, 8])
+def test_a_run_that_stops_in_any_exchange_ends_in_the_same_bits(asked, tmp_path):
+    whole = run(WithHead)
+    with pytest.raises(KeyboardInterrupt):
+        run(WithHead, killing_app(asked, CLIENTS), checkpoint_dir=tmp_path)
+    again = Watched()
+    resumed = run(WithHead, again, checkpoint_dir=tmp_path, resume=True)
+    assert same_bits(resumed.arrays, whole.arrays)
+    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
+    assert len(again.trained) == 3 * CLIENTS - asked  # nobody does anything twice
+
+
+def test_an_exchange_that_failed_is_not_tried_again_after_a_crash(tmp_path):
+    """Which of the clients are there is another matter in another life."""
+
+    class Dies(WithHead):
+        def exchanges(self, server_round):
+            training, norms, head = super().exchanges(server_round)
+
+            def die(before, now):
+                raise KeyboardInterrupt
+
+            return [training, norms, replace(head, prepare=die)]
+
+    Dies.__name__ = WithHead.__name__  # the same strategy
+    failing = Watched(tamper={p: at_request(2, fail) for p in range(CLIENTS)})
+    with pytest.raises(KeyboardInterrupt):
+        run(Dies, failing, checkpoint_dir=tmp_path)
+    again = Watched()
+    resumed = run(WithHead, again, checkpoint_dir=tmp_path, resume=True)
+    assert "num-norms-refreshed" not in resumed.train_metrics_clientapp[1]
+    assert [config.get("job") for config in again.configs] == ["afl"] * CLIENTS
+
+
+def test_reopening_a_round_opens_its_merge(tmp_path):
+    """What came after it is done again, for the new model."""
+    app = Watched(tamper={2: at_request(1, fail)})
+    first = run(WithHead, app, checkpoint_dir=tmp_path)
+    assert len(first.uploads) == 2
+    again = run(WithHead, Watched(), checkpoint_dir=tmp_path, resume=True, reopen=True)
+    assert len(again.uploads) == 3
+    assert same_bits(again.arrays, run(WithHead).arrays)
+
+
+def test_what_is_asked_may_depend_on_the_step_before():
+    seen = []
+
+    class Late(FedFisherOneShot):
+        def exchanges(self, server_round):
+            (training,) = super().exchanges(server_round)[:1]
+            head = head_exchange(clients="previous", name="head")
+
+            def prepare(before, now):
+                seen.append(
+                    [torch.equal(s.params["0.weight"], START) for s in (before, now)]
+                )
+                return None if len(seen) == 1 else head
+
+            return [training, replace(head, prepare=prepare)]
+
+    result = run(Late, num_rounds=2)
+    assert seen[0] == [True, False]
+    assert seen[1][1] is False
+    assert list(result.exchange_uploads) == ["head"]  # of the second round
+
+
+START = arrays_to_tensors(tiny_arrays())["0.weight"]
+
+
+def test_an_error_of_a_users_own_step_is_no_failure_of_the_round():
+    class Odd(WithHead):
+        def exchanges(self, server_round):
+            *others, head = super().exchanges(server_round)
+            return [*others, replace(head, step=lambda state, uploads: None)]
+
+    with pytest.raises(ConfigurationError, match="a step must return"):
+        run(Odd)
+
+
+def test_a_step_that_cannot_be_taken_leaves_the_merge(caplog):
+    def overflow(state, uploads):
+        params = {
+            k: v * torch.inf if v.is_floating_point() else v
+            for k, v in state.params.items()
+        }
+        return Step(ServerState(params))
+
+    class Odd(WithHead):
+        def exchanges(self, server_round):
+            *others, head = super().exchanges(server_round)
+            return [*others, replace(head, step=overflow)]
+
+    assert same_bits(run(Odd).arrays, run(FedFisherOneShot).arrays)
+    assert "head: the model stays that of the step before" in caplog.text
