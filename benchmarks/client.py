@@ -129,7 +129,7 @@ def packing(model: nn.Module, loader: DataLoader[Any]) -> Callable[[], object]:
     options = FisherOptions(examples=64).for_client(None)
     params = shared_state(model)
     upload = FisherUpload(params, fisher(model, loader, **options))
-    codec = resolve(Codec.of("auto"), params)
+    codec = resolve(Codec("auto"), params)
     return lambda: upload.to_arrays(codec)
 
 

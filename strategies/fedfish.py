@@ -148,7 +148,7 @@ class FedFish(CurvatureStrategy):
             )
         check_range("power", power, 0, 1)
         check_range("balance", balance, 0, 1)
-        self.codec = Codec.of(codec)
+        self.codec = Codec.of("codec", codec)
         if self.secure is not None and self.codec.name not in ("auto", "lossless"):
             raise ConfigurationError(
                 f"codec={codec!r} does not go with secure=, because packed uploads "

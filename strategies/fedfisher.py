@@ -85,7 +85,7 @@ class FedFisherOneShot(CurvatureStrategy):
 
     Parameters
     ----------
-    structure : "kfac" | "diagonal" | "ekfac" | "block" | "dense", default "kfac"
+    structure : "kfac" | "diagonal", default "kfac"
         What clients upload beside their parameters.
     solver : "pcg" | "cg" | "closed-form" | "adam" | "gd", default "pcg"
         See :func:`flwr_fisher.merge.fedfisher`.
@@ -102,7 +102,7 @@ class FedFisherOneShot(CurvatureStrategy):
         not start from one model. The network's layers must follow one another, and
         `structure` must be ``kfac``, ``ekfac`` or ``diagonal``. It needs SciPy:
         ``pip install "flwr-fisher[matching]"``.
-    codec : "auto" | "fedavg" | "small" | "lossless" | Codec, default "auto"
+    codec : "auto" | "fedavg" | "lossless" | Codec, default "auto"
         How uploads are packed: at FedAvg's size (``fedavg``), half of it (``small``),
         or not at all (``lossless``). ``auto`` is ``fedavg``, and ``lossless`` for a
         model so small that headers outweigh it. ``Codec("fedavg", budget=0.75)`` packs
@@ -192,7 +192,7 @@ class FedFisherOneShot(CurvatureStrategy):
         fisher = given("fisher", fisher, FisherOptions)
         merge = given("merge", merge, MergeOptions)
         self.structure, self.fisher = structure, fisher.for_structure(structure)
-        self.codec, self.score = Codec.of(codec), score
+        self.codec, self.score = Codec.of("codec", codec), score
         self.aggregate = aggregate
         self.privacy = check_privacy(privacy, norm_statistics)
         if aggregate == "parts":

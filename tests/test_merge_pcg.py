@@ -20,9 +20,9 @@ from oracles import (
 
 from flwr_fisher.curvature import BlockDiagonal, Dense, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.factors import LowRankFactor
+from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.merge import MergeResult, fedavg, fedfisher, merge_settings
 from flwr_fisher.merge.linear_system import LinearSystem
-from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.params import unflatten
 from flwr_fisher.strategies.fedfisher import step_of
 

@@ -26,7 +26,6 @@ from uploads import (
     upload_of,
 )
 
-from flwr_fisher.curvature import EigenKronecker
 from flwr_fisher.errors import ConfigurationError, WireError
 from flwr_fisher.wire import (
     LOSSLESS,
@@ -37,16 +36,11 @@ from flwr_fisher.wire import (
     resolve,
 )
 from flwr_fisher.wire.budget import _greedy, _Matrix, _pack_matrices, byte_limit
-from flwr_fisher.wire.quantise import HEAD, Form, encode_param
+from flwr_fisher.wire.quantise import HEAD, Packing, encode_param
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=60)
-SMALL = ("mlp", "linear", "cnn", "odd")  # a dense matrix of the others is too large
-CASES = [
-    (name, structure)
-    for name in LAYOUTS
-    for structure in STRUCTURES
-    if name in SMALL or structure not in ("dense", "block")
-]
+SMALL = ("mlp", "linear", "cnn", "odd")
+CASES = [(name, structure) for name in LAYOUTS for structure in STRUCTURES]
 FORMAT = "curvature/format"
 NAN, INF = float("nan"), float("inf")
 
@@ -85,9 +79,9 @@ def assert_sound(got, like):
         assert value.isfinite().all(), key
     for key, value in curvature_to_tensors(got.curvature).items():
         assert value.isfinite().all(), key
-        if "/diagonal/" in key or key.endswith("/S"):
+        if "/diagonal/" in key:
             assert (value >= 0).all(), key
-        elif "/ekfac/" not in key:
+        else:
             assert torch.equal(value, value.mT), key
             assert (value.diagonal(dim1=-2, dim2=-1) >= 0).all(), key
 
@@ -95,17 +89,17 @@ def assert_sound(got, like):
 # --- round trips ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["fedavg", "small"])
+@pytest.mark.parametrize("budget", [1.0, 0.75])
 @pytest.mark.parametrize(("name", "structure"), CASES)
-def test_an_upload_comes_back_much_as_it_was(name, structure, preset):
+def test_an_upload_comes_back_much_as_it_was(name, structure, budget):
     sent = upload_of(name, structure)
-    got = sent_and_read(sent, enough(Codec(preset), sent.params), structure)
+    got = sent_and_read(sent, enough(Codec(budget=budget), sent.params), structure)
     assert_sound(got, sent.params)
     blocks = [(type(b), set(b.shapes)) for b in sent.curvature.blocks()]
     for block in got.curvature.blocks():
         assert (type(block), set(block.shapes)) in blocks
     assert len(got.curvature.blocks()) == len(blocks)
-    near = 2**-11 if preset == "fedavg" and needed_for(sent.params) < 1 else 0.2
+    near = 2**-11 if budget == 1 and needed_for(sent.params) < 1 else 0.2
     for key in LAYOUTS[name].trained:
         assert relative(got.params[key], sent.params[key]) < near, key
     for key in LAYOUTS[name].buffers:
@@ -123,9 +117,7 @@ def test_an_upload_comes_back_much_as_it_was(name, structure, preset):
 )
 def test_with_a_large_budget_hardly_anything_is_lost(name, structure, dtype):
     sent = upload_of(name, structure, dtype, "flat")
-    budget = {"block": 400.0, "dense": 400.0}.get(structure, 4.0)
-    if name == "linear":  # whose 40 inputs make larger factors than that
-        budget *= 2
+    budget = 8.0 if name == "linear" else 4.0  # whose 40 inputs make large factors
     got = sent_and_read(sent, Codec(budget=budget), structure)
     assert_sound(got, sent.params)
     near = max(1e-3, 4 * torch.finfo(dtype).eps)
@@ -137,8 +129,7 @@ def test_with_a_large_budget_hardly_anything_is_lost(name, structure, dtype):
     for (key, part), block in zip(
         sorted(parts.items()), sorted(want.items()), strict=True
     ):
-        if "/ekfac/" not in key:  # whose columns come in another order
-            assert relative(part, block[1]) < near, key
+        assert relative(part, block[1]) < near, key
     if dtype == torch.float32 and name in SMALL:
         assert relative(got.curvature.to_dense(), ordered_dense(sent, got)) < 1e-3
 
@@ -165,23 +156,9 @@ def test_no_curvature_is_too_odd(budget, structure):
             assert_sound(got, sent.params)
             if spectrum == "zero":
                 for key, part in curvature_to_tensors(got.curvature).items():
-                    assert "/ekfac/" in key or not part.any(), key
+                    assert not part.any(), key
         for again in (LOSSLESS, codec):
             assert_sound(sent_and_read(got, again, structure), sent.params)
-
-
-def test_e_kfac_keeps_the_columns_that_carry_most():
-    sent = upload_of("wide", "ekfac")
-    got = sent_and_read(sent, Codec(budget=0.8))
-    (mine,) = [b for b in sent.curvature.blocks() if b.shapes.keys() >= {"0.weight"}]
-    (theirs,) = [b for b in got.curvature.blocks() if b.shapes.keys() >= {"0.weight"}]
-    assert isinstance(mine, EigenKronecker)
-    assert isinstance(theirs, EigenKronecker)
-    kept = int(theirs.basis_A.any(-2).sum())
-    assert 0 < kept < theirs.basis_A.shape[-1]
-    order = mine.moments.sum(-2).argsort(-1, descending=True)[0, :kept]
-    away = theirs.basis_A[0, :, :kept] - mine.basis_A[0][:, order]
-    assert away.norm(dim=0).max() < 150**0.5 / 127 + 0.05
 
 
 def test_the_order_of_blocks_is_not_that_of_arrival():
@@ -210,7 +187,7 @@ def test_the_order_of_blocks_is_not_that_of_arrival():
 @pytest.mark.parametrize(("name", "structure"), CASES)
 def test_a_reply_weighs_at_most_the_budget(name, structure):
     sents = [upload_of(name, structure, spectrum=s) for s in ("steep", "flat")]
-    for budget, sent in zip((0.3, 0.75, 1.0, 2.5), sents * 2, strict=True):
+    for budget, sent in zip((0.6, 0.75, 1.0, 2.5), sents * 2, strict=True):
         codec = Codec(budget=budget)
         if needed_for(sent.params) > budget:
             with pytest.raises(ConfigurationError, match="budget must be >="):
@@ -223,7 +200,7 @@ def test_a_reply_weighs_at_most_the_budget(name, structure):
 def test_a_large_upload_that_flower_cuts_into_pieces_is_within_the_budget():
     layout = Layout({"0.weight": (900, 700), "1.weight": (900, 900)})
     sent = FisherUpload(params_of(layout), curvature_of(layout, "kfac"))
-    for budget in (0.3, 1.0):
+    for budget in (0.6, 1.0):
         record = sent.to_arrays(Codec(budget=budget))
         used = reply_bytes(record) / fedavg_reply_bytes(sent.params)
         assert 0.9 * min(budget, 0.75) < used <= budget
@@ -274,8 +251,8 @@ def layouts(draw):
 @SETTINGS
 @given(
     layout=layouts(),
-    structure=st.sampled_from(["kfac", "diagonal", "ekfac"]),
-    budget=st.floats(0.3, 4.0),
+    structure=st.sampled_from(STRUCTURES),
+    budget=st.floats(0.5, 4.0),
 )
 def test_any_model_fits_or_is_refused(layout, structure, budget):
     params = params_of(layout)
@@ -290,7 +267,7 @@ def test_any_model_fits_or_is_refused(layout, structure, budget):
 def test_more_budget_is_used():
     sent = upload_of("wide", "kfac")
     errors = []
-    for budget in (0.35, 0.5, 0.7, 1.0, 2.0):
+    for budget in (0.55, 0.6, 0.7, 1.0, 2.0):
         got = sent_and_read(sent, Codec(budget=budget))
         read = curvature_to_tensors(got.curvature)
         parts = curvature_to_tensors(sent.curvature)
@@ -318,7 +295,7 @@ def twin(columns, left):
 
 def offered(matrix):
     """Each column's share of its matrix's trace a byte, and its bytes."""
-    values, totals = matrix.spectrum(matrix.n)[0].double(), matrix.total
+    values, totals = matrix.spectrum(matrix.n)[0].double(), matrix.trace
     cost = matrix.groups * (matrix.n + 4)
     shares = []
     for column in range(matrix.n):
@@ -345,7 +322,7 @@ def offered(matrix):
 )
 def test_columns_are_bought_as_the_slow_twin_buys_them(sizes, left):
     matrices = [
-        _Matrix(str(i), psd(i, groups, n, spectrum), None, torch.float32)
+        _Matrix(str(i), psd(i, groups, n, spectrum), torch.float32)
         for i, (groups, n, spectrum) in enumerate(sizes)
     ]
     spectra = {m.key: m.spectrum(m.n) for m in matrices}
@@ -358,7 +335,7 @@ def test_columns_are_bought_as_the_slow_twin_buys_them(sizes, left):
         for key, entry in _pack_matrices(matrices, left)
     }
     assert entries.keys() == {m.key for m in matrices}
-    cut = [m for m in matrices if entries[m.key][0] == Form.COLUMNS]
+    cut = [m for m in matrices if entries[m.key][0] == Packing.COLUMNS]
     freed = left - sum(m.whole(8) for m in matrices if m not in cut)
     if cut:
         counts, _ = twin([offered(m) for m in cut], freed)
@@ -380,21 +357,21 @@ def forms_of(sent, codec):
 
 def test_a_matrix_is_sent_whole_where_that_is_smaller():
     sent = upload_of("wide", "kfac", spectrum="flat")
-    assert forms_of(sent, Codec(budget=4.0)) == {(Form.WHOLE, 16)}
-    assert forms_of(sent, Codec(budget=1.0)) == {(Form.WHOLE, 8)}
-    assert forms_of(sent, Codec(budget=0.5)) == {(Form.WHOLE, 8), (Form.COLUMNS, 8)}
+    assert forms_of(sent, Codec(budget=4.0)) == {(Packing.WHOLE, 16)}
+    assert forms_of(sent, Codec(budget=1.0)) == {(Packing.WHOLE, 8)}
+    assert forms_of(sent, Codec(budget=0.6)) == {(Packing.WHOLE, 8), (Packing.COLUMNS, 8)}
 
 
 def test_a_diagonal_has_the_bytes_that_are_left():
     sent = upload_of("wide", "diagonal")
-    for budget, bits, least, most in (
-        (0.33, 8, 0.1, 0.9),
-        (0.49, 8, 0.6, 0.99),
-        (2, 16, 1, 1),
+    for budget, least, most in (
+        (0.58, 0.1, 0.9),
+        (0.7, 0.6, 0.99),
+        (2, 1, 1),
     ):
         entries = entries_of(sent.to_arrays(Codec(budget=budget)))
         entry = entries["curvature/diagonal/0.weight"]
-        assert entry[1] == bits
+        assert entry[1] == 16
         (fine,) = struct.unpack("<I", bytes(entry[HEAD + 4 : HEAD + 8].tolist()))
         assert least <= fine / 9000 <= most
 
@@ -406,9 +383,9 @@ def test_a_diagonal_has_the_bytes_that_are_left():
     ("make", "culprit"),
     [
         *((partial(Codec, budget=b), "budget") for b in (0, -1, 1e-4, 1e4, NAN, INF)),
-        (partial(Codec, "lossless", 0.5), "takes no budget"),
-        (partial(Codec.of, "zip"), "unknown codec 'zip'"),
-        (partial(Codec.of, "packed"), "unknown codec 'packed'"),
+        (partial(Codec, "lossless", budget=0.5), "takes no budget"),
+        (partial(Codec.of, "codec", "zip"), "unknown name 'zip'"),
+        (partial(Codec.of, "codec", 3), "codec must be Codec"),
     ],
 )
 def test_what_is_no_codec_is_refused(make, culprit):
@@ -417,7 +394,7 @@ def test_what_is_no_codec_is_refused(make, culprit):
 
 
 @pytest.mark.parametrize(
-    "codec", [*map(Codec, ("auto", "lossless", "fedavg", "small")), Codec(budget=1 / 3)]
+    "codec", [*map(Codec, ("auto", "lossless", "fedavg")), Codec(budget=1 / 3)]
 )
 def test_a_codec_comes_back_from_a_config(codec):
     assert Codec.from_options(codec.to_options()) == codec
@@ -436,8 +413,8 @@ def test_which_codec_a_name_or_a_budget_means():
     auto = Codec("auto")
     assert resolve(auto, params_of(LAYOUTS["wide"])) == Codec("fedavg")
     assert resolve(auto, {"w": torch.zeros(2)}) == LOSSLESS
-    assert Codec(budget=0.7) == Codec("fedavg", 0.7)
-    assert (Codec("fedavg").budget, Codec("small").budget) == (1.0, 0.5)
+    assert Codec(budget=0.7) == Codec("fedavg", budget=0.7)
+    assert Codec("fedavg").budget == 1.0
 
 
 def test_the_limit_is_the_budget_less_the_metrics_below_one():
@@ -473,10 +450,7 @@ def packed_entries(structure, codec):
 
 
 def changed(key, change, codec):
-    structure = next((s for s in STRUCTURES if f"/{s}/" in key), "kfac")
-    structure = "kfac" if structure == "diagonal" else structure
-    structure = "block" if structure == "dense" and "," in key else structure
-    entries = dict(packed_entries(structure, codec))
+    entries = dict(packed_entries("kfac", codec))
     new = change(entries[key].clone()) if callable(change) else change
     if new is None:
         del entries[key]
@@ -520,7 +494,7 @@ def columns_of(groups, n, rank):
         codes = b"\1" * (groups * n * rank)
         norms = struct.pack("<f", 1) * (groups * (rank + 1))
         return raw(
-            struct.pack("<BBIII", Form.COLUMNS, 8, groups, n, rank) + norms + codes
+            struct.pack("<BBIII", Packing.COLUMNS, 8, groups, n, rank) + norms + codes
         )
 
     return change
@@ -529,19 +503,17 @@ def columns_of(groups, n, rank):
 W, WC = "0.weight", "3.weight"
 A, G = f"curvature/kfac/{W}/A", f"curvature/kfac/{W}/G"
 GROUPED = f"curvature/kfac/{WC}/A"
-EA, ES = f"curvature/ekfac/{W}/A", f"curvature/ekfac/{W}/S"
 D = "curvature/diagonal/1.weight"
-DENSE = f"curvature/dense/{W},0.bias"
 COUNTER, MEAN = "1.num_batches_tracked", "1.running_mean"
 FINE = Codec("fedavg", budget=1.0)
-WIDE = Codec("fedavg", budget=20.0)  # all of a dense block fits
+WIDE = Codec("fedavg", budget=20.0)
 
 HUGE = 2**32 - 1
 HOSTILE = {
     "no format": (FORMAT, None, "missing"),
     "format that is no JSON": (FORMAT, raw(b"{nope"), "not JSON"),
     "format that nests": (FORMAT, raw(b"[" * 250), "not JSON"),
-    "format too long": (FORMAT, raw(b" " * 300), "too long"),
+    "format too long": (FORMAT, raw(b" " * 2000), "too long"),
     "format of another kind": (FORMAT, raw(b"[1]"), "name its format"),
     "format without a version": (FORMAT, text(budget=1.0), "name its format"),
     "older version": (FORMAT, text(version=1), "format version 1, .* reads 2"),
@@ -557,7 +529,7 @@ HOSTILE = {
     "unknown weight": ("curvature/kfac/no/A", raw(b"\0" * 20), "no such parameter"),
     "curvature of a counter": (
         f"curvature/diagonal/{COUNTER}",
-        raw(struct.pack("<BBIII", 1, 8, 0, 0, 0) + b"\0" * 9),
+        raw(struct.pack("<BBIII", 1, 16, 0, 0, 0) + b"\0" * 9),
         "dtype torch.int64",
     ),
     "empty parameter": (W, raw(b""), "0 bytes"),
@@ -565,7 +537,7 @@ HOSTILE = {
     "coded counter": (COUNTER, with_head(form=1, bits=16), "form FLOAT for a param"),
     "1 bit": (W, with_byte(1, 1), "codes of 1 bits"),
     "17 bits": (W, with_byte(1, 17), "codes of 17 bits"),
-    "floats of 8 bits for a parameter": (W, with_byte(1, 8), "form FLOAT for a param"),
+    "floats of 8 bits for a parameter": (W, with_byte(1, 8), "codes of 8 bits in form FLOAT"),
     "other form of a parameter": (W, with_head(form=2, bits=8), "bytes, expected"),
     "NaN scale of a parameter": (W, with_float(HEAD, NAN), "scale"),
     "infinite scale": (W, with_float(HEAD, INF), "scale"),
@@ -586,12 +558,12 @@ HOSTILE = {
     "form of a diagonal for a factor": (A, with_head(form=1), "form FLOAT for this"),
     "form of a factor for a diagonal": (D, with_head(form=3), "form WHOLE for this"),
     "rows for a diagonal": (D, with_head(form=2, bits=8), "form ROWS for this part"),
-    "basis for a factor": (A, with_head(form=5), "form BASIS for this part"),
+    "raw bytes for a factor": (A, with_head(form=0, bits=0), "form RAW for this part"),
     "factor of 0 bits": (A, with_head(bits=0), "codes of 0 bits"),
-    "factor of other bits": (A, with_head(bits=4), "expected"),
-    "no groups": (A, with_head(a=0), "factors of a weight"),
-    "groups that do not divide": (A, with_head(a=3), "factors of a weight"),
-    "too many groups": (A, with_head(a=HUGE), "factors of a weight"),
+    "factor of other bits": (A, with_head(bits=8), "expected"),
+    "no groups": (A, with_head(a=0), "matrices of a weight"),
+    "groups that do not divide": (A, with_head(a=3), "matrices of a weight"),
+    "too many groups": (A, with_head(a=HUGE), "matrices of a weight"),
     "huge n": (A, with_head(b=HUGE), "at most 16384 rows"),
     "n of a layer without a bias": (A, with_head(b=18), "bytes"),
     "rank above n": (A, with_head(form=4, c=20), "rank 20 of a matrix with 19 rows"),
@@ -608,15 +580,6 @@ HOSTILE = {
     "code for nothing": (D, with_byte(-1, 0x7C), "stands for no value"),
     "negative code": (D, with_byte(-1, 0xBC), "must not be negative"),
     "too many fine values": (D, with_byte(HEAD + 4, 9), "9 values .*of 8"),
-    "missing moments": (ES, None, "missing"),
-    "missing basis": (EA, None, "missing"),
-    "huge moments": (ES, with_head(a=1, b=HUGE, c=HUGE), "at most 16384 rows"),
-    "factor for a basis": (EA, with_head(form=4), "form COLUMNS for this part"),
-    "rank of a basis above n": (EA, with_head(c=20), "rank 20"),
-    "more than one dense matrix": (DENSE, with_head(a=2), "2 matrices, expected one"),
-    "huge dense matrix": (DENSE, with_head(b=2**31), "expected"),
-    "dense matrix of other rank": (DENSE, with_head(form=4, c=2**20), "rank"),
-    "negative norm of a dense matrix": (DENSE, with_float(HEAD, -1), "scale"),
 }
 
 
@@ -624,9 +587,8 @@ HOSTILE = {
 def test_what_arrives_wrong_is_refused_by_name(case):
     key, change, reason = HOSTILE[case]
     like = params_of(LAYOUTS["cnn"])
-    codec = WIDE if key == DENSE else FINE
     with pytest.raises(WireError, match=reason) as caught:
-        FisherUpload.from_arrays(changed(key, change, codec), like, codec)
+        FisherUpload.from_arrays(changed(key, change, FINE), like, FINE)
     field = caught.value.field
     assert field == key or field == key[:-1] + "A", field
     assert f"'{field}'" in str(caught.value)
@@ -693,9 +655,6 @@ def test_a_record_beyond_the_budget_is_refused_unread():
     with pytest.raises(WireError, match=f"at most {limit} are allowed") as caught:
         FisherUpload.from_arrays(record, like, FINE)
     assert caught.value.field == "packed"
-    more = upload_of("cnn", "block").to_arrays(Codec("fedavg", budget=4.0))
-    with pytest.raises(WireError, match="at most"):
-        FisherUpload.from_arrays(more, like, FINE)
 
 
 def test_a_header_of_too_many_entries_is_refused_unread():
@@ -709,46 +668,24 @@ def test_a_header_of_too_many_entries_is_refused_unread():
 def test_few_bytes_do_not_become_a_large_matrix():
     """An entry of rank 0 takes few bytes, whatever size it announces."""
     like = {"weight": torch.zeros(2000, 1000), "conv": torch.zeros(512, 512, 5, 5)}
-    big = {"a": torch.zeros(200_000), "b": torch.zeros(200_000)}
     for params, key, sizes in (
         (like, "curvature/kfac/weight/A", (2000, 1000)),
         (like, "curvature/kfac/conv/A", (512, 512 * 25)),
-        (big, "curvature/dense/a,b", (1, 400_000)),
     ):
         entry = columns_of(*sizes, 0)(torch.empty(0))
-        entries = {k: encode_param(v, 4) for k, v in params.items()}
+        entries = {k: encode_param(v, 8) for k, v in params.items()}
         entries |= {FORMAT: text(**FINE.describe()), key: entry}
         with pytest.raises(WireError) as caught:
             FisherUpload.from_arrays(container(entries), params, FINE)
         assert caught.value.field == key
 
 
-def test_dense_matrices_over_the_same_parameters_are_refused_unread():
-    like = {"a": torch.zeros(50), "b": torch.zeros(50), "c": torch.zeros(2000)}
-    entry = columns_of(1, 100, 0)(torch.empty(0))
-    entries = {f"curvature/dense/{names}": entry.clone() for names in ("a,b", "b,a")}
-    entries |= {k: encode_param(v, 4) for k, v in like.items()}
-    entries[FORMAT] = text(**FINE.describe())
-    with pytest.raises(WireError, match="more than one block"):
-        FisherUpload.from_arrays(container(entries), like, FINE)
-
-
 @pytest.mark.parametrize("codec", [LOSSLESS, WIDE])
-@pytest.mark.parametrize(
-    ("structure", "others"),
-    [
-        ("kfac", ("diagonal", "ekfac")),
-        ("ekfac", ("diagonal", "kfac")),
-        ("diagonal", ("dense",)),
-        ("block", ("diagonal",)),
-    ],
-)
-def test_another_structure_than_was_asked_for_is_refused(structure, others, codec):
-    sent = upload_of("cnn", structure)
+def test_another_structure_than_was_asked_for_is_refused(codec):
+    sent = upload_of("cnn", "kfac")
     record = sent.to_arrays(codec)
-    for other in others:
-        with pytest.raises(WireError, match=f"requested structure '{other}'"):
-            FisherUpload.from_arrays(record, sent.params, codec, structure=other)
+    with pytest.raises(WireError, match="requested structure 'diagonal'"):
+        FisherUpload.from_arrays(record, sent.params, codec, structure="diagonal")
 
 
 def test_nothing_of_what_is_sent_is_changed():

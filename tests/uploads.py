@@ -6,13 +6,7 @@ import torch
 from flwr.app import MetricRecord, RecordDict
 from torch import Tensor
 
-from flwr_fisher.curvature import (
-    BlockDiagonal,
-    Dense,
-    Diagonal,
-    EigenKronecker,
-    Kronecker,
-)
+from flwr_fisher.curvature import BlockDiagonal, Diagonal, Kronecker
 from flwr_fisher.wire import FisherUpload, serialized_bytes, tensors_to_arrays
 
 Named = dict[str, Tensor]
@@ -82,7 +76,7 @@ LAYOUTS = {
     ),
     "wide": Layout({"0.weight": (60, 150), "0.bias": (60,), "1.weight": (2, 60)}),
 }
-STRUCTURES = ("kfac", "diagonal", "ekfac", "block", "dense")
+STRUCTURES = ("kfac", "diagonal")
 SPECTRA = ("flat", "steep", "low-rank", "zero", "huge")
 
 
@@ -135,15 +129,12 @@ def curvature_of(layout, structure, dtype=torch.float32, spectrum="steep", seed=
                 for i, (name, shape) in enumerate(shapes.items())
             }
         )
-    if structure == "dense":
-        size = sum(shape.numel() for shape in shapes.values())
-        return Dense(shapes, psd(seed, 1, size, spectrum)[0].to(dtype))
     parts = []
     for i, (name, shape) in enumerate(shapes.items(), start=seed):
         if name.endswith("weight") and len(shape) > 1:
             bias = name.removesuffix("weight") + "bias"
             bias = bias if bias in shapes else None
-            parts.append(_layer(structure, layout, name, bias, dtype, spectrum, i))
+            parts.append(_layer(layout, name, bias, dtype, spectrum, i))
     covered = {name for part in parts for name in part.shapes}
     rest = {
         name: positive(i, shape, spectrum).to(dtype)
@@ -153,20 +144,12 @@ def curvature_of(layout, structure, dtype=torch.float32, spectrum="steep", seed=
     return BlockDiagonal([*parts, Diagonal(rest)] if rest else parts)
 
 
-def _layer(structure, layout, name, bias, dtype, spectrum, seed):
+def _layer(layout, name, bias, dtype, spectrum, seed):
     shape = torch.Size(layout.trained[name])
-    names = {name: shape} | ({bias: shape[:1]} if bias else {})
-    if structure == "block":
-        size = sum(s.numel() for s in names.values())
-        return Dense(names, psd(seed, 1, size, spectrum)[0].to(dtype))
     groups = layout.groups.get(name, 1)
     inputs, outputs = shape[1:].numel() + (bias is not None), shape[0] // groups
     A, G = psd(seed, groups, inputs, spectrum), psd(seed + 1, groups, outputs, spectrum)
-    if structure == "kfac":
-        return Kronecker(name, shape, A.to(dtype), G.to(dtype), bias)
-    bases = [torch.linalg.eigh(factor)[1].to(dtype) for factor in (A, G)]
-    moments = positive(seed, (groups, outputs, inputs), spectrum).to(dtype)
-    return EigenKronecker(name, shape, *bases, moments, bias)
+    return Kronecker(name, shape, A.to(dtype), G.to(dtype), bias)
 
 
 def upload_of(name, structure, dtype=torch.float32, spectrum="steep", seed=0):

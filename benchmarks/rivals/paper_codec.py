@@ -17,22 +17,18 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
+from flwr_fisher.curvature.structures import Form
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.files import to_bytes
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params
 from flwr_fisher.wire import curvature_to_tensors
-from flwr_fisher.wire.container import (
-    container_bytes,
-    from_container,
-    to_container,
-)
+from flwr_fisher.wire.codec import container_bytes, from_container, to_container
 from flwr_fisher.wire.layout import (
-    Part,
+    Key,
     block_of,
     join_blocks,
     keys_by_block,
-    parse_key,
 )
 from flwr_fisher.wire.quantise import levels, pack, packed_size, unpack
 from flwr_fisher.wire.size import fedavg_bytes
@@ -48,14 +44,11 @@ def pack_as_paper(client: LocalPosterior) -> ArrayRecord:
     Raises
     ------
     ConfigurationError
-        If the curvature is of another structure, or not even rank 0 fits.
+        If not even rank 0 fits.
     """
     params, parts = client.params, curvature_to_tensors(client.curvature)
-    kinds = {key: parse_key(key, params)[0] for key in parts}
-    for key, kind in kinds.items():
-        if kind not in (Part.DIAGONAL, Part.FACTOR):
-            raise ConfigurationError(f"the paper's codec has no form for '{key}'")
-    factors = {k: v for k, v in parts.items() if kinds[k] == Part.FACTOR}
+    forms = {key: Key.parse(key, params).form for key in parts}
+    factors = {k: v for k, v in parts.items() if forms[k] == Form.MATRIX}
     entries = {
         key: _quantised(value, _PARAMS)
         if value.is_floating_point()
@@ -115,13 +108,13 @@ def _unpacked_param(entry: Tensor, like: Tensor) -> Tensor:
 
 
 def _unpacked_part(key: str, entry: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-    part, names = parse_key(key, params)
-    if part == Part.DIAGONAL:
-        return _unpacked_param(entry, params[names[0]])
+    parsed = Key.parse(key, params)
+    if parsed.form == Form.VECTOR:
+        return _unpacked_param(entry, params[parsed.name])
     groups, n, rank = _HEAD.unpack(entry[: _HEAD.size].numpy().tobytes())
     sides = [(groups, n, rank), (groups, 1, rank), (groups, rank, n)]
     U, S, Vh = _dequantised(entry[_HEAD.size :], sides, _FACTORS)
-    return _nearest_psd(U * S @ Vh).to(params[names[0]].dtype)
+    return _nearest_psd(U * S @ Vh).to(params[parsed.name].dtype)
 
 
 def _nearest_psd(matrices: Tensor) -> Tensor:
@@ -148,7 +141,7 @@ def _dequantised(
         count = math.prod(shape)
         end = _SCALE + packed_size(count, bits)
         scale = data[:_SCALE].clone().view(torch.float32)
-        codes = unpack(data[_SCALE:end], bits, count)
+        codes = unpack(data[_SCALE:end], bits)
         tensors.append((codes / levels(bits) * scale).view(tuple(shape)))
         data = data[end:]
     return tensors

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord
+from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
 from flwr_fisher.client.jobs.train import (
@@ -27,7 +27,7 @@ from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU, has_float64
 from flwr_fisher.params import Params, trainable_names
 from flwr_fisher.randomness import seeded
-from flwr_fisher.wire import NUM_EXAMPLES, fedavg_bytes, reply_bytes
+from flwr_fisher.wire import NUM_EXAMPLES, arrays_bytes, fedavg_bytes
 from flwr_fisher.wire.answer import of_products
 
 
@@ -119,7 +119,7 @@ def fisher_arrays(
         arrays = job.packed(problem, request, curvature, num_examples)
         if curvature is None:  # the request may come from a strategy of Flower
             return arrays
-        size, plain = reply_bytes(arrays, MetricRecord()), fedavg_bytes(request.params)
+        size, plain = arrays_bytes(arrays), fedavg_bytes(request.params)
         words = f"upload {amount(size, plain)}"
         log_once(upload_summary(model, curvature, job.structure, words))
     finally:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature.operators.rescaled import power_of_two
 from flwr_fisher.curvature.operators.solvers import Solution, conjugate_gradient
+from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.devices import Read, Reads, one_ahead
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.linear_system import (
@@ -21,7 +22,6 @@ from flwr_fisher.merge.linear_system import (
 )
 from flwr_fisher.merge.options import MergeSettings, Report, Score
 from flwr_fisher.merge.paper_solvers import adam, gradient_descent
-from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.params import Params, add, dot, is_finite, norm, select, shares_of
 
 _FLOOR = 1e-6  # relative to the largest curvature, as in FisherMerge's code

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.solvers import Matvec
+from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.merge.options import MergeSettings
-from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.merge.solve import MergeResult, relative_norms
 from flwr_fisher.params import Params, add, dot, double, is_finite, norm, scale, select
 

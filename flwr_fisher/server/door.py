@@ -32,7 +32,7 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes, remembered
-from flwr_fisher.wire import NUM_EXAMPLES, reply_bytes
+from flwr_fisher.wire import NUM_EXAMPLES, arrays_bytes
 from flwr_fisher.wire.answer import split_frozen
 from flwr_fisher.wire.options import LONGEST_NAME, MOST_METRICS, MOST_NUMBERS
 
@@ -327,7 +327,7 @@ class Door(Generic[P]):
             weight,
             payload,
             metrics,
-            reply_bytes(arrays, metrics),
+            arrays_bytes(arrays),
             identity.number,
         )
         self.admitted.append(upload)

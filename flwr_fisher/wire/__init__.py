@@ -24,7 +24,7 @@ from flwr_fisher.wire.options import (
 )
 from flwr_fisher.wire.roster import Roster
 from flwr_fisher.wire.schema import Payload
-from flwr_fisher.wire.size import fedavg_bytes, reply_bytes, serialized_bytes
+from flwr_fisher.wire.size import arrays_bytes, fedavg_bytes, serialized_bytes
 
 __all__ = [
     "LIBRARY",
@@ -41,12 +41,12 @@ __all__ = [
     "Payload",
     "Roster",
     "RunningMean",
+    "arrays_bytes",
     "arrays_to_tensors",
     "curvature_to_tensors",
     "fedavg_bytes",
     "join_groups",
     "named_options",
-    "reply_bytes",
     "resolve",
     "serialized_bytes",
     "split_config",

@@ -1,31 +1,31 @@
 """Packing an upload within its budget of bytes.
 
-The budget goes first to the parameters, then to the entries of diagonals, then to
-matrices. A matrix that does not fit whole is sent by columns: eigenvectors of a
-Kronecker factor or a dense matrix, or vectors of E-KFAC's bases. Columns of all layers
-are sent in the order of their share of their matrix's trace per byte. If a large matrix
-lacks only a few bytes, smaller ones are cut instead.
+The bytes are spent in this order:
 
-Long: one calculation distributes the bytes, from the limit to the last column.
+1. parameters, in 16 bits if the budget is FedAvg's size or more, otherwise in 8;
+2. the entries of diagonals, in 8 bits, and in 16 as far as bytes are left over when all
+   matrices are whole;
+3. matrices. If all fit whole, in 16 bits or in 8, they are sent whole. Otherwise some
+   are sent by columns, which are leading eigenvectors. Columns of all layers compete:
+   those come first that have the largest share of their matrix's trace per byte.
 """
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, FlwrFisherError, printable
+from flwr_fisher.curvature.structures import STRUCTURES, Form, Structure
+from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import Params
 from flwr_fisher.progress import advance
 from flwr_fisher.wire import matrices, quantise
-from flwr_fisher.wire.codec import LOSSLESS, Codec
-from flwr_fisher.wire.container import container_bytes
-from flwr_fisher.wire.layout import PREFIX, Part, parse_key
-from flwr_fisher.wire.quantise import HEAD, SCALE, Form
+from flwr_fisher.wire.codec import LOSSLESS, Codec, container_bytes
+from flwr_fisher.wire.layout import Key, diagonal_key
+from flwr_fisher.wire.quantise import HEAD, SCALE, Packing
 from flwr_fisher.wire.size import (
     Layout,
     chunk_bytes,
@@ -35,30 +35,18 @@ from flwr_fisher.wire.size import (
 )
 
 _METRICS = 512  # bytes of a reply that are not arrays
-_PARAM_BITS = ((1.0, 16), (0.35, 8), (0.0, 4))  # the smallest budget, and its bits
-_WHOLE_BITS, _CUT_BITS = (16, 8), 8
-_OWN = 64  # more bits than any dtype has: the tensor's own bytes are sent
+_PARAM_BITS = ((1.0, 16), (0.0, 8))  # the smallest budget, and its bits
+_WHOLE_BITS, _FEWEST_BITS, _CUT_BITS = (16, 8), 8, 8
+_UNPACKED = 64  # more bits than any dtype has: the tensor's own bytes are sent
 _ROUNDING = 5  # bytes of an entry, and digits of its size in the header
 _GIVES = 0.25  # share of its bytes that a smaller matrix gives to a larger one
 _MORE = 1.25  # how many more leading columns are computed than there is room for
 
-
-class PackingError(FlwrFisherError, RuntimeError):
-    """A tensor cannot be packed, for example because eigh does not converge."""
-
-
-@contextmanager
-def _packing(key: str) -> Iterator[None]:
-    """Name the tensor that is being packed in any error of the ``with`` block."""
-    try:
-        yield
-    except Exception as error:
-        reason = printable(f"{type(error).__name__}: {error}", 200)
-        raise PackingError(f"'{key}' cannot be packed: {reason}") from error
+# By matrix: the largest eigenvalues, descending, and their eigenvectors.
+Spectra = dict[str, tuple[Tensor, Tensor]]
 
 
-# By matrix: the columns' largest shares of the trace, descending, and these columns.
-Spectra = Mapping[str, tuple[Tensor, Tensor]]
+# --- the budget
 
 
 def byte_limit(params: Params, codec: Codec) -> int:
@@ -111,36 +99,40 @@ def _too_small(needed: float, codec: Codec) -> ConfigurationError:
 def _smallest_budget(layout: Layout) -> float:
     """Return the smallest budget for any structure's curvature, to three decimals.
 
-    It holds parameters and diagonals at the fewest bits, and of each factor its trace.
+    It holds parameters and diagonals at the fewest bits, and of each matrix its trace.
     """
     params = without_values(layout)
-    size, plain = container_bytes(_least_sizes(params)), fedavg_bytes(params)
+    every = (container_bytes(_least_sizes(params, s)) for s in STRUCTURES.values())
+    size, plain = max(every), fedavg_bytes(params)
     metrics = _METRICS if size < plain else 0
     return math.ceil(1e3 * (size + metrics) / (plain + metrics)) / 1e3
 
 
-def _least_sizes(params: Params) -> dict[str, int]:
-    """Return sizes by key that are enough for any structure's curvature.
+def _least_sizes(params: Params, structure: Structure) -> dict[str, int]:
+    """Return sizes by key that are enough for a structure's curvature.
 
-    Buffers are sent as they are, but which tensors are buffers is not known here:
-    tensors of at most one dimension may be, larger ones count as trained.
+    Which layers have matrices is not known here, so diagonals count as well. Nor is it
+    known which tensors are buffers, which are sent as they are: tensors of at most one
+    dimension may be, larger ones count as trained.
     """
-    _, bits = _PARAM_BITS[-1]
-    sizes = {key: quantise.size_of_param(v, bits) for key, v in params.items()}
-    for key, tensor in params.items():
+    sizes = {k: quantise.size_of_param(v, _FEWEST_BITS) for k, v in params.items()}
+    for name, tensor in params.items():
         if not tensor.is_floating_point():
             continue
-        own = quantise.size_of_param(tensor, _OWN)
-        buffer = own - sizes[key] if tensor.dim() < 2 else 0
-        # Only convolutions have groups: at most one per output, each with its trace.
-        groups = tensor.shape[0] if tensor.dim() > 2 else 3
-        count = tensor.numel() + (tensor.shape[0] if tensor.dim() > 1 else 0)
-        diagonal = quantise.size_of_diagonal(count, 8, 0)
-        sizes[f"{PREFIX}diagonal/{key}/S"] = max(diagonal, buffer)  # the longest key
+        unpacked = quantise.size_of_param(tensor, _UNPACKED) - sizes[name]
+        entries = quantise.size_of_diagonal(tensor.numel(), 0)
+        least = max(entries, unpacked) if tensor.dim() < 2 else entries
+        sizes[diagonal_key(name)] = least
         if tensor.dim() > 1:
-            for letter in "AG":
-                sizes[f"{PREFIX}ekfac/{key}/{letter}"] = HEAD + SCALE * groups
+            # Only convolutions have groups, at most one per output; each has a trace.
+            groups = tensor.shape[0] if tensor.dim() > 2 else 3
+            for letter, form in structure.tensors.items():
+                if form == Form.MATRIX:
+                    sizes[str(Key(structure, name, letter))] = HEAD + SCALE * groups
     return sizes
+
+
+# --- packing
 
 
 def pack_upload(
@@ -169,178 +161,137 @@ def pack_upload(
     ------
     ConfigurationError
         If not even the fewest bits and columns fit.
-    PackingError
-        If packing fails. It names the tensor.
     """
-    parts = _sort_columns(parts)
-    kinds = {key: parse_key(key, params) for key in parts}
-    diagonals = {
-        key: v
-        for key, v in parts.items()
-        if kinds[key][0] in (Part.DIAGONAL, Part.MOMENTS)
-    }
+    keys = {key: Key.parse(key, params) for key in parts}
+    vectors = {k: v for k, v in parts.items() if keys[k].form == Form.VECTOR}
     to_send = [
-        _Matrix(
-            key,
-            v,
-            parts[f"{key[:-1]}S"] if kinds[key][0] == Part.BASIS else None,
-            params[kinds[key][1][0]].dtype,
-        )
-        for key, v in parts.items()
-        if key not in diagonals
+        _Matrix(key, value, params[keys[key].name].dtype)
+        for key, value in parts.items()
+        if key not in vectors
     ]
-    of_param, bits, share, left = _bits(params, diagonals, to_send, codec, trained)
-    entries = {}
-    for key, value in params.items():
-        with _packing(key):
-            own = of_param if key in trained else _OWN
-            entries[key] = quantise.encode_param(value, own)
-    for key, value in diagonals.items():
-        with _packing(key):
-            wide = int(share * value.numel())
-            entries[key] = quantise.encode_diagonal(value, bits, wide)
+    bits, share, left = _shared_out(params, vectors, to_send, codec, trained)
+    entries = {
+        key: quantise.encode_param(value, bits if key in trained else _UNPACKED)
+        for key, value in params.items()
+    }
+    for key, value in vectors.items():
+        entries[key] = quantise.encode_diagonal(value, int(share * value.numel()))
     return entries | dict(_pack_matrices(to_send, left))
 
 
-def _bits(
+def _shared_out(
     params: Params,
-    diagonals: Params,
+    vectors: Params,
     to_send: "list[_Matrix]",
     codec: Codec,
     trained: Collection[str],
-) -> tuple[int, int, float, int]:
-    """Return the parameters' bits, and the result of :func:`_diagonal_bits`."""
+) -> tuple[int, float, int]:
+    """Share the bytes out between parameters, diagonals and matrices.
+
+    Returns
+    -------
+    tuple[int, float, int]
+        The parameters' bits; the share of the diagonals' entries that have 16 bits in
+        place of 8; and the bytes that are left for matrices.
+    """
     assert codec.budget is not None
-    limit = byte_limit(params, codec)
-    for budget, of_param in _PARAM_BITS:
+    limit, left = byte_limit(params, codec), 0
+    for budget, bits in _PARAM_BITS:
         if budget > codec.budget:
             continue
+        # What everything takes at least: diagonals in 8 bits, and no column.
         sizes = {m.key: m.least for m in to_send}
         for key, value in params.items():
-            bits = of_param if key in trained else _OWN
-            sizes[key] = quantise.size_of_param(value, bits)
-        for key, value in diagonals.items():
-            sizes[key] = quantise.size_of_diagonal(value.numel(), 8, 0)
-        if (left := limit - container_bytes(sizes)) >= 0:
-            left -= chunk_bytes(left)
-            matrices = sum(m.whole(_WHOLE_BITS[-1]) for m in to_send)
-            return of_param, *_diagonal_bits(diagonals, left, matrices)
+            kept = bits if key in trained else _UNPACKED
+            sizes[key] = quantise.size_of_param(value, kept)
+        for key, value in vectors.items():
+            sizes[key] = quantise.size_of_diagonal(value.numel(), 0)
+        if (left := limit - container_bytes(sizes)) < 0:
+            continue
+        left = max(0, left - chunk_bytes(left) - _ROUNDING * len(vectors))
+        # Diagonals get a second byte for an entry only if matrices need no more.
+        count = sum(v.numel() for v in vectors.values())
+        whole = sum(m.whole(_FEWEST_BITS) for m in to_send)
+        share = min(1.0, max(0, left - whole) / count) if count else 0.0
+        return bits, share, left - math.ceil(share * count)
     needed = codec.budget - left / fedavg_bytes(params) + 1e-3
     raise _too_small(round(needed, 3), codec)
 
 
-def _diagonal_bits(
-    diagonals: Params, left: int, matrices: int
-) -> tuple[int, float, int]:
-    """Return the diagonals' bits, the share of values with them, and the bytes left.
-
-    The other values have half as many bits. First, values get 8 bits in place of 4. If
-    more bytes are left than `matrices` take, values then get 16 in place of 8.
-    """
-    count = sum(v.numel() for v in diagonals.values())
-    left -= _ROUNDING * len(diagonals)
-    if not count or left < count / 2:
-        share = max(0.0, 2 * left / count) if count else 0.0
-        return 8, share, 0 if count else left
-    left -= -(-count // 2)
-    share = min(1.0, max(0, left - matrices) / count)
-    return 16, share, left - math.ceil(share * count)
-
-
 class _Matrix:
-    """A matrix to send (a factor, a dense one, or a basis), and its sizes in bytes.
+    """Matrices to send under one key, one for each group, and their sizes in bytes.
 
-    `least` is what its entry takes without a column.
+    `least` is what their entry takes without a column.
     """
 
-    def __init__(
-        self, key: str, value: Tensor, moments: Tensor | None, dtype: torch.dtype
-    ) -> None:
-        self.key, self.form = key, Form.COLUMNS
-        self.value = value if value.dim() == 3 else value.unsqueeze(0)
+    def __init__(self, key: str, value: Tensor, dtype: torch.dtype) -> None:
+        self.key, self.value = key, matrices.within_range(value, dtype)
         self.groups, self.n = self.value.shape[:2]
-        if moments is None:
-            self.value = matrices.within_range(self.value, dtype)
-            self.total = self.value.diagonal(dim1=-2, dim2=-1).double().sum(-1)
-            self.total.clamp_(min=0)
-        else:
-            self.form = Form.BASIS
-            self.energies = moments.sum(-2 if key.endswith("A") else -1)
-            self.total = self.energies.double().sum(-1)
-        self.least = HEAD + self._cut(0, _CUT_BITS) + 1  # for rounding
-
-    def _cut(self, rank: int, bits: int) -> int:
-        sizes = (self.groups, self.n, rank)
-        return matrices.size_of_matrices(self.form, sizes, bits)
+        self.trace = self.value.diagonal(dim1=-2, dim2=-1).double().sum(-1)
+        self.trace.clamp_(min=0)
+        sizes = (self.groups, self.n, 0)
+        least = matrices.size_of_matrices(Packing.COLUMNS, sizes, _CUT_BITS)
+        self.least = HEAD + least + 1  # for rounding
 
     def is_large(self) -> bool:
         """Return whether its columns take long to compute."""
-        return self.form != Form.BASIS and self.n > matrices.WHOLE
+        return self.n > matrices.WHOLE
 
     def column(self) -> float:
         """Return the bytes of one more column."""
-        norm = 0 if self.form == Form.BASIS else SCALE
-        return self.groups * (self.n * _CUT_BITS / 8 + norm)
+        return self.groups * (self.n * _CUT_BITS / 8 + SCALE)
 
     def whole(self, bits: int) -> int:
         """Return the bytes of the whole matrix, beyond `least`."""
-        form = Form.BASIS if self.form == Form.BASIS else Form.WHOLE
         sizes = (self.groups, self.n, self.n)
-        size = matrices.size_of_matrices(form, sizes, bits)
+        size = matrices.size_of_matrices(Packing.WHOLE, sizes, bits)
         return max(0, HEAD + size - self.least)
 
     def spectrum(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return each column's share of the trace, descending, and the columns.
+        """Return the largest eigenvalues, descending, and their eigenvectors.
 
-        There are at least `count` columns, or all if that is as quick.
+        There are at least `count`, or all if that is as quick.
         """
         advance()
-        with _packing(self.key):
-            if self.form == Form.BASIS:
-                return self.energies, self.value
-            return matrices.leading_vectors(self.value, count)
+        return matrices.leading_vectors(self.value, count)
 
     def pack_whole(self, bits: int) -> Tensor:
         """Return the entry of the whole matrix."""
         advance()
-        with _packing(self.key):
-            if self.form == Form.BASIS:
-                return matrices.encode_basis(self.value, self.n, bits)
-            return matrices.encode_whole(self.value, bits)
+        return matrices.encode_whole(self.value, bits)
 
     def pack_cut(self, spectrum: tuple[Tensor, Tensor], rank: int) -> Tensor:
         """Return the entry of the first `rank` columns."""
         advance()
-        with _packing(self.key):
-            if self.form == Form.BASIS:
-                return matrices.encode_basis(self.value, rank, _CUT_BITS)
-            return matrices.encode_columns(*spectrum, self.total, rank, _CUT_BITS)
+        return matrices.encode_columns(*spectrum, self.trace, rank, _CUT_BITS)
 
 
 def _pack_matrices(to_send: list[_Matrix], left: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices' entries, within the bytes left beyond their `least`.
-
-    Sending a matrix whole frees bytes for the other matrices' columns, so that another
-    one may then be sent whole, too.
-    """
+    """Yield the matrices' entries, within the bytes left beyond their `least`."""
+    # The plain cases: all of them fit whole.
     for bits in _WHOLE_BITS:
         if sum(m.whole(bits) for m in to_send) <= left:
             yield from ((m.key, m.pack_whole(bits)) for m in to_send)
             return
-    whole = _WHOLE_BITS[-1]
+    # Large matrices stay whole if small ones can free the bytes that they lack.
     cut = _to_cut(to_send, left)
     as_whole = [m for m in to_send if m not in cut]
-    left -= sum(m.whole(whole) for m in as_whole)
-    yield from ((m.key, m.pack_whole(whole)) for m in as_whole)
+    left -= sum(m.whole(_FEWEST_BITS) for m in as_whole)
+    yield from ((m.key, m.pack_whole(_FEWEST_BITS)) for m in as_whole)
+    # All others compete by columns. A matrix whose columns would take more bytes than
+    # all of it is sent whole. That frees bytes for the other matrices' columns, so that
+    # another one may then be sent whole, too: share out again until nothing changes.
     room = int(_MORE * _even_rank(cut, left)) + 1
     spectra, to_send = {m.key: m.spectrum(room) for m in cut}, cut
     while to_send:
         ranks = _ranks(to_send, spectra, left)
-        as_whole = [m for m in to_send if ranks[m.key] * m.column() >= m.whole(whole)]
+        as_whole = [
+            m for m in to_send if ranks[m.key] * m.column() >= m.whole(_FEWEST_BITS)
+        ]
         if not as_whole:
             break
-        left -= sum(m.whole(whole) for m in as_whole)
-        yield from ((m.key, m.pack_whole(whole)) for m in as_whole)
+        left -= sum(m.whole(_FEWEST_BITS) for m in as_whole)
+        yield from ((m.key, m.pack_whole(_FEWEST_BITS)) for m in as_whole)
         to_send = [m for m in to_send if m not in as_whole]
     yield from ((m.key, m.pack_cut(spectra[m.key], ranks[m.key])) for m in to_send)
 
@@ -353,11 +304,10 @@ def _to_cut(to_send: list[_Matrix], left: int) -> list[_Matrix]:
     """
     if not any(m.is_large() for m in to_send):
         return to_send
-    missing = sum(m.whole(_WHOLE_BITS[-1]) for m in to_send) - left
+    missing = sum(m.whole(_FEWEST_BITS) for m in to_send) - left
     smallest = _by_size(to_send)
-    sizes = (_GIVES * m.whole(_WHOLE_BITS[-1]) for m in smallest)
-    given = list(accumulate(sizes))
-    return smallest[: 1 + sum(size < missing for size in given)]
+    freed = accumulate(_GIVES * m.whole(_FEWEST_BITS) for m in smallest)
+    return smallest[: 1 + sum(size < missing for size in freed)]
 
 
 def _by_size(to_send: list[_Matrix]) -> list[_Matrix]:
@@ -367,20 +317,18 @@ def _by_size(to_send: list[_Matrix]) -> list[_Matrix]:
 def _even_rank(to_send: list[_Matrix], left: float) -> float:
     """Return how many columns each matrix has if all have as many or are whole.
 
-    How fast their spectra fall is not known yet.
+    This is a first guess: how fast their spectra fall is not known yet.
     """
     smallest = _by_size(to_send)
     for i, matrix in enumerate(smallest):
         rank = left / max(1, sum(m.column() for m in smallest[i:]))
-        if rank * matrix.column() < matrix.whole(_WHOLE_BITS[-1]):
+        if rank * matrix.column() < matrix.whole(_FEWEST_BITS):
             return rank
-        left -= matrix.whole(_WHOLE_BITS[-1])
+        left -= matrix.whole(_FEWEST_BITS)
     return max((m.n for m in to_send), default=0)
 
 
-def _ranks(
-    to_send: list[_Matrix], spectra: dict[str, tuple[Tensor, Tensor]], left: float
-) -> dict[str, int]:
+def _ranks(to_send: list[_Matrix], spectra: Spectra, left: float) -> dict[str, int]:
     """Return how many columns of each matrix to send; compute more if needed.
 
     If all known columns of a matrix are to be sent, and not so many that the matrix is
@@ -391,7 +339,7 @@ def _ranks(
         short = []
         for matrix in to_send:
             rank, known = ranks[matrix.key], spectra[matrix.key][0].shape[-1]
-            enough = rank * matrix.column() >= matrix.whole(_WHOLE_BITS[-1])
+            enough = rank * matrix.column() >= matrix.whole(_FEWEST_BITS)
             if rank == known < matrix.n and not enough:
                 short.append(matrix)
         if not short:
@@ -401,41 +349,26 @@ def _ranks(
             spectra[matrix.key] = matrix.spectrum(2 * known)
 
 
-def _greedy(to_send: list[_Matrix], spectra: Spectra, left: float) -> dict[str, int]:
+def _greedy(
+    to_send: list[_Matrix], spectra: Mapping[str, tuple[Tensor, Tensor]], left: float
+) -> dict[str, int]:
     """Return how many of the known columns of each matrix to send."""
+    # A column's gain is its share of its matrix's trace (of several groups, the mean
+    # share), divided by its bytes.
     shares = []
     for matrix in to_send:
-        total = matrix.total.unsqueeze(-1)
+        trace = matrix.trace.unsqueeze(-1)
         values = spectra[matrix.key][0].double()
-        shares.append(torch.where(total > 0, values / total, 0).mean(0).cpu())
+        shares.append(torch.where(trace > 0, values / trace, 0).mean(0).cpu())
     columns = torch.tensor([m.column() for m in to_send], dtype=torch.float64)
     lengths = torch.tensor([len(share) for share in shares])
     owner = torch.arange(len(to_send)).repeat_interleave(lengths)
     cost = columns[owner]
     gain = torch.cat(shares) / cost
+    # The largest gains first. Within a matrix the shares fall, so its columns are taken
+    # from the first one on.
     order = torch.argsort(gain, descending=True, stable=True)
     order = order[gain[order] > 0]
     bought = order[cost[order].cumsum(0) <= left]
     counts = torch.bincount(owner[bought], minlength=len(to_send))
     return {m.key: int(n) for m, n in zip(to_send, counts, strict=True)}
-
-
-def _sort_columns(parts: Params) -> dict[str, Tensor]:
-    """Return a curvature's parts with E-KFAC's columns by descending moments."""
-    ordered = dict(parts)
-    for key, moments in parts.items():
-        if not key.endswith("/S"):
-            continue
-        layer = key.removesuffix("S")
-        columns = moments.sum(-2).argsort(-1, descending=True)
-        rows = moments.sum(-1).argsort(-1, descending=True)
-        ordered[f"{layer}A"] = _permute(parts[f"{layer}A"], columns)
-        ordered[f"{layer}G"] = _permute(parts[f"{layer}G"], rows)
-        ordered[key] = _permute(_permute(moments, columns).mT, rows).mT
-    return ordered
-
-
-def _permute(columns: Tensor, order: Tensor) -> Tensor:
-    """Return ``[groups, m, n]`` with each group's columns in another order."""
-    index = order.unsqueeze(-2).expand(columns.shape)
-    return columns.gather(-1, index)

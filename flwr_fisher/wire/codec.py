@@ -1,39 +1,46 @@
-"""Codecs of uploads: a server requests one, and an upload says which it has."""
+"""Codecs of uploads, and the container in which packed tensors travel.
 
+A server requests a codec, and an upload says which it has. In Flower, each array of a
+record takes about 450 bytes of overhead; in a safetensors file, each entry takes 80. So
+a packed upload is one array: such a file. Its entry ``curvature/format`` names, in
+JSON, the version and the codec of the others.
+"""
+
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from safetensors.torch import load, save
 from torch import Tensor
 
-from flwr_fisher.errors import (
-    ConfigurationError,
-    WireError,
-    check_known,
-    check_range,
-    plain_fields,
-    printable,
+from flwr_fisher.errors import ConfigurationError, WireError, printable
+from flwr_fisher.options import Options, option
+from flwr_fisher.params import Params
+from flwr_fisher.wire.arrays import (
+    FORMAT_VERSION,
+    arrays_to_tensors,
+    check_count,
+    read_description,
 )
-from flwr_fisher.wire.arrays import FORMAT_VERSION, read_description
+from flwr_fisher.wire.layout import FORMAT
+from flwr_fisher.wire.size import bytes_in_one_array
 
-_BUDGETS = {"fedavg": 1.0, "small": 0.5}
-_NAMES = ("auto", "lossless", *_BUDGETS)
+_NAMES = ("auto", "fedavg", "lossless")
+PACKED = "packed"
+_ENTRY = 64  # bytes of JSON around an entry's name and three numbers
+_DESCRIPTION = 256
+_FRAME = 16  # the header's length, and padding
+_LENGTH = 8  # bytes of the number that gives the header's length
+_PARTS = 4  # entries per parameter, at most: its own, and a block's
+_HEADER = 4096  # bytes per parameter: its own entry and a curvature's, with long names
 
 
-@dataclass(frozen=True)
-class Codec:
+class Codec(Options):
     """A codec: how a client packs its upload.
-
-    Parameters
-    ----------
-    name : "auto" | "fedavg" | "small" | "lossless", default "auto"
-        ``fedavg`` packs an upload into FedAvg's bytes, ``small`` into half of them;
-        ``lossless`` sends plain arrays. ``auto`` is ``fedavg``, or ``lossless`` for a
-        model so small that the headers alone exceed the budget.
-    budget : float, optional
-        The size of a packed upload in multiples of FedAvg's upload, which is the same
-        parameters in float32. Keys, scales and headers count. Default: the budget that
-        belongs to the name. ``auto`` with a budget is ``fedavg`` with this budget.
 
     Raises
     ------
@@ -42,32 +49,42 @@ class Codec:
 
     Examples
     --------
-    >>> Codec("small"), Codec("fedavg", budget=0.75)
-    (Codec(name='small', budget=0.5), Codec(name='fedavg', budget=0.75))
+    >>> Codec(), Codec("fedavg", budget=0.75)
+    (Codec(name='auto', budget=None), Codec(name='fedavg', budget=0.75))
     """
 
-    name: str = "auto"
-    budget: float | None = None
+    name: str = option(
+        "auto",
+        "``fedavg`` packs an upload into FedAvg's bytes; ``lossless`` sends plain "
+        "arrays. ``auto`` is ``fedavg``, or ``lossless`` for a model so small that the "
+        "headers alone exceed the budget.",
+        choices=_NAMES,
+        kw_only=False,
+    )
+    budget: float | None = option(
+        None,
+        "The size of a packed upload in multiples of FedAvg's upload, which is the "
+        "same parameters in float32. Keys, scales and headers count. None: 1. ``auto`` "
+        "with a budget is ``fedavg`` with this budget.",
+        low=1e-3,
+        high=1e3,
+    )
 
     def __post_init__(self) -> None:
-        plain_fields(self)
-        check_known("codec", self.name, _NAMES)
-        if self.budget is None:
-            object.__setattr__(self, "budget", _BUDGETS.get(self.name))
-            return
-        check_range("budget", self.budget, 1e-3, 1e3)
-        if self.name == "lossless":
+        super().__post_init__()
+        if self.name == "lossless" and self.budget is not None:
             raise ConfigurationError(
-                "codec 'lossless' takes no budget: leave budget out, or use codec "
-                "'fedavg' or 'small'"
+                "codec 'lossless' takes no budget: leave budget out, or use 'fedavg'"
             )
-        if self.name == "auto":
+        if self.name == "auto" and self.budget is not None:
             object.__setattr__(self, "name", "fedavg")
+        if self.name == "fedavg" and self.budget is None:
+            object.__setattr__(self, "budget", 1.0)
 
     @classmethod
-    def of(cls, codec: "str | Codec") -> "Codec":
-        """Return a codec unchanged, or the codec of a name."""
-        return codec if isinstance(codec, Codec) else cls(codec)
+    def of(cls, name: str, value: "str | Codec | None") -> "Codec":
+        """Return the codec that an argument gives: an object, or a codec's name."""
+        return cls(value) if isinstance(value, str) else super().of(name, value)
 
     def to_options(self) -> dict[str, str | int | float]:
         """Return the config that requests this codec."""
@@ -78,7 +95,7 @@ class Codec:
         return config | ({"codec-budget": float(self.budget)} if self.budget else {})
 
     @classmethod
-    def from_options(cls, config: Mapping[str, Any]) -> "Codec":
+    def from_options(cls, options: Mapping[str, Any]) -> "Codec":
         """Return the codec that a server requests, by default ``lossless``.
 
         Raises
@@ -87,33 +104,85 @@ class Codec:
             If the server requests a format that this version does not write, or a
             number is out of range.
         """
-        if "codec" not in config:
+        if "codec" not in options:
             return LOSSLESS
-        if (version := config.get("codec-version")) != FORMAT_VERSION:
+        if (version := options.get("codec-version")) != FORMAT_VERSION:
             raise ConfigurationError(
                 f"the server asks for version {printable(version)} of the upload "
                 f"format, but this client writes version {FORMAT_VERSION}: install "
                 "the same version of flwr-fisher on both"
             )
-        return cls(str(config["codec"]), config.get("codec-budget"))
+        return cls(str(options["codec"]), budget=options.get("codec-budget"))
 
-    def describe(self, *, packed: bool = True) -> dict[str, Any]:
-        """Return the description of the codec that an upload carries.
+    def describe(self) -> dict[str, Any]:
+        """Return the description of the codec that an upload carries."""
+        return {"version": FORMAT_VERSION, **asdict(self)}  # type: ignore[call-overload]
 
-        If packing failed and the client sends its upload lossless, the description says
-        so.
-        """
-        unpacked = {} if packed else {"packed": False}
-        return {"version": FORMAT_VERSION, **asdict(self), **unpacked}
-
-    def check_description(
-        self, text: Tensor | None, *, field: str, packed: bool = True
-    ) -> None:
+    def check_description(self, text: Tensor | None, *, field: str) -> None:
         """Raise :class:`WireError` unless an upload's description names this codec."""
         received = read_description(text, field)
-        if received != (requested := self.describe(packed=packed)):
+        if received != (requested := self.describe()):
             other = {k: v for k, v in requested.items() if received.get(k) != v}
             raise WireError(f"the server requested another codec: {other}", field=field)
 
 
 LOSSLESS = Codec("lossless")
+
+
+# --- the container
+
+
+def container_bytes(sizes: Mapping[str, int]) -> int:
+    """Return an upper bound of a container's size, from its entries' sizes by key."""
+    total = sum(sizes.values())
+    digits = 3 * len(str(total + 1000))
+    head = sum(_ENTRY + len(json.dumps(key)) + digits for key in sizes)
+    size = _FRAME + _ENTRY + len(FORMAT) + digits + _DESCRIPTION + head + total
+    return bytes_in_one_array(PACKED, size)
+
+
+def to_container(entries: Params) -> ArrayRecord:
+    """Return a record with one array that holds all entries.
+
+    Parameters
+    ----------
+    entries : Mapping[str, Tensor]
+        One-dimensional tensors of uint8. The entry ``curvature/format`` describes the
+        others.
+    """
+    tensors = {k: v.cpu() for k, v in entries.items()}
+    return ArrayRecord({PACKED: Array(np.frombuffer(save(tensors), np.uint8))})
+
+
+def from_container(record: ArrayRecord, *, limit: int, count: int) -> dict[str, Tensor]:
+    """Return the entries of an untrusted record.
+
+    Raises
+    ------
+    WireError
+        If it has more than `limit` bytes, is not a container, has other entries than
+        bytes, or has a header that is too long for a model of `count` parameters.
+    """
+    if list(record) != [PACKED]:
+        keys = ", ".join(map(repr, list(record)[:3]))[:120]
+        reason = f"expected this key alone, got {keys}"
+        if PACKED not in record:
+            reason += ": the server wants a packed Fisher, as fisher_arrays(...) makes"
+        raise WireError(reason, field=PACKED)
+    data = arrays_to_tensors(record, limit=limit)[PACKED]
+    if data.dtype != torch.uint8 or data.dim() != 1:
+        reason = f"{data.dtype} of shape {tuple(data.shape)}, expected bytes"
+        raise WireError(reason, field=PACKED)
+    # A parsed header takes far more memory than its bytes.
+    length = int.from_bytes(data[:_LENGTH].numpy().tobytes(), "little")
+    if length > _HEADER * (count + 1):
+        raise WireError(f"a header of {length} bytes", field=PACKED)
+    try:
+        entries: dict[str, Tensor] = load(data.numpy().tobytes())
+    except Exception as error:  # untrusted bytes can raise anything
+        raise WireError(f"not a container: {error}"[:200], field=PACKED) from error
+    check_count(entries, _PARTS * count + 1, PACKED)
+    for key, entry in entries.items():
+        if entry.dtype != torch.uint8 or entry.dim() != 1:
+            raise WireError("not an array of bytes", field=key)
+    return entries

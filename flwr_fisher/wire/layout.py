@@ -1,73 +1,97 @@
 """The layout of a curvature as named tensors: their keys and shapes.
 
-``curvature/diagonal/<parameter>``
-    the entries, in the parameter's shape;
-``curvature/kfac/<weight>/A`` and ``…/G``
-    a layer's two factors, ``[groups, n, n]``; they include the bias if ``A`` has one
-    more row than the weight has inputs;
-``curvature/ekfac/<weight>/A``, ``…/G`` and ``…/S``
-    the two bases, of the factors' shapes, and the moments ``[groups, m, n]``;
-``curvature/dense/<parameter>,<parameter>…``
-    a dense matrix over these parameters, flattened one after the other, ``[d, d]``; a
-    comma in a name is ``%2C``, as in a URL.
-
-Long: the writer of this layout, and the reader with all its checks.
+A block's tensor has the key ``curvature/<structure>/<parameter>``, and ``/<letter>`` at
+the end if the structure's blocks have several tensors. So a diagonal is sent as
+``curvature/diagonal/<parameter>``, in the parameter's shape, and K-FAC's factors as
+``curvature/kfac/<weight>/A`` and ``…/G``, each ``[groups, n, n]``. A matrix includes a
+layer's bias if it has one more row than the weight has inputs. This file knows no
+structure by name: :data:`~flwr_fisher.curvature.structures.STRUCTURES` says which
+tensors a block has.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
-from urllib.parse import quote, unquote
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature import (
-    BlockDiagonal,
-    Curvature,
-    Dense,
-    Diagonal,
-    EigenKronecker,
-    Kronecker,
-)
+from flwr_fisher.curvature import BlockDiagonal, Curvature, Diagonal
 from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
+from flwr_fisher.curvature.structures import (
+    STRUCTURES,
+    Form,
+    Structure,
+    structure_of,
+)
 from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
 from flwr_fisher.params import Params, bias_of
 from flwr_fisher.wire.arrays import check_second_moment
 
 PREFIX = "curvature/"
-_DIAGONAL, _DENSE = f"{PREFIX}diagonal/", f"{PREFIX}dense/"
-_KFAC, _EKFAC = f"{PREFIX}kfac/", f"{PREFIX}ekfac/"
-_SEPARATOR = ","  # between the parameters of a dense matrix
+FORMAT = f"{PREFIX}format"  # the description of the others; no curvature
 # A few bytes can announce large factors of many groups, and the server does not know
 # how many groups a layer has. So all groups' factors together may have at most `_MOST`
 # times the entries that they would have with one group, or `_SMALL` entries.
 _MOST, _SMALL = 16, 1 << 20
-_LARGEST = 2**31  # bytes of all dense matrices; `fisher` makes no more
+
+# Matrices may arrive packed; all else is tensors to check.
+Parts = Mapping[str, Tensor | SymmetricFactor]
 
 
-class Part(Enum):
-    """The part of a curvature that a tensor is."""
+@dataclass(frozen=True)
+class Key:
+    """What a curvature's key says: the structure, the parameter and the letter."""
 
-    DIAGONAL = 1
-    DENSE = 2
-    FACTOR = 3  # of K-FAC
-    BASIS = 4  # of E-KFAC
-    MOMENTS = 5
+    structure: Structure
+    name: str
+    letter: str
+
+    def __str__(self) -> str:
+        letter = f"/{self.letter}" if self.letter else ""
+        return f"{PREFIX}{self.structure.name}/{self.name}{letter}"
+
+    @property
+    def form(self) -> Form:
+        """The form of the tensor."""
+        return self.structure.tensors[self.letter]
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether it is of the diagonal, which every structure has for the rest."""
+        return self.structure.block is Diagonal
+
+    @classmethod
+    def parse(cls, key: str, params: Params) -> "Key":
+        """Return what a key that arrived says.
+
+        Raises
+        ------
+        WireError
+            If the layout has no such key, or the model has no such floating-point
+            parameter.
+        """
+        start, _, rest = key.removeprefix(PREFIX).partition("/")
+        structure, letter = STRUCTURES.get(start), ""
+        if structure is not None and "" not in structure.tensors:
+            rest, _, letter = rest.rpartition("/")
+        if (
+            structure is None
+            or not key.startswith(PREFIX)
+            or letter not in structure.tensors
+        ):
+            raise WireError("unknown key", field=key)
+        if rest not in params:
+            raise WireError(f"the model has no such parameter '{rest}'", field=key)
+        if not params[rest].is_floating_point():
+            reason = f"'{rest}' has dtype {params[rest].dtype}, so it has no curvature"
+            raise WireError(reason, field=key)
+        return cls(structure, rest, letter)
 
 
-# a layer's tensors, by the last letter of their keys
-LAYER_PARTS = {
-    _KFAC: {"A": Part.FACTOR, "G": Part.FACTOR},
-    _EKFAC: {"A": Part.BASIS, "G": Part.BASIS, "S": Part.MOMENTS},
-}
-_STRUCTURES = {
-    "kfac": (Part.FACTOR, Part.DIAGONAL),
-    "diagonal": (Part.DIAGONAL,),
-    "ekfac": (Part.BASIS, Part.MOMENTS, Part.DIAGONAL),
-    "block": (Part.DENSE, Part.DIAGONAL),
-    "dense": (Part.DENSE,),
-}
+def diagonal_key(name: str) -> str:
+    """Return the key of a parameter's diagonal."""
+    return str(Key(structure_of(Diagonal({})), name, ""))
 
 
 def curvature_to_tensors(curvature: Curvature) -> dict[str, Tensor]:
@@ -76,54 +100,28 @@ def curvature_to_tensors(curvature: Curvature) -> dict[str, Tensor]:
     Raises
     ------
     StructureError
-        If this kind of curvature has no layout (for example, a lazy sum).
+        If a block is of no structure (for example, a lazy sum).
     """
-    return {k: v for b in curvature.blocks() for k, v in _tensors(b.made())}
+    tensors = {}
+    for block in (each.made() for each in curvature.blocks()):
+        structure, name = structure_of(block), next(iter(block.shapes))
+        for letter, tensor in structure.parts(block).items():
+            tensors[str(Key(structure, name, letter))] = tensor
+    return tensors
 
 
-def _tensors(curvature: Curvature) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(curvature, Diagonal):
-        for name, entry in curvature.entries.items():
-            yield f"{_DIAGONAL}{name}", entry
-    elif isinstance(curvature, Kronecker):
-        yield f"{_KFAC}{curvature.weight}/A", curvature.A
-        yield f"{_KFAC}{curvature.weight}/G", curvature.G
-    elif isinstance(curvature, EigenKronecker):
-        yield f"{_EKFAC}{curvature.weight}/A", curvature.basis_A
-        yield f"{_EKFAC}{curvature.weight}/G", curvature.basis_G
-        yield f"{_EKFAC}{curvature.weight}/S", curvature.moments
-    elif isinstance(curvature, Dense):
-        yield (
-            f"{_DENSE}{_SEPARATOR.join(map(quote, curvature.shapes))}",
-            curvature.matrix,
-        )
-    else:
-        raise StructureError(
-            f"a {type(curvature).__name__} cannot be sent: use a Diagonal, Kronecker, "
-            "EigenKronecker or Dense, or a BlockDiagonal of these"
-        )
+# --- checks of keys and shapes, before anything is decoded
 
 
 def check_keys(keys: Iterable[str], params: Params, structure: str | None) -> None:
     """Raise :class:`WireError` unless a curvature can have these keys.
 
-    A few bytes can represent a large matrix, so call this before any decoding. The
-    structure is the requested one, or None for any.
+    The structure is the requested one, or None for any.
     """
-    dense: set[str] = set()
-    nbytes = 0
     for key in keys:
-        part, names = parse_key(key, params)
-        if structure is not None and part not in _STRUCTURES[structure]:
+        parsed = Key.parse(key, params)
+        if structure not in (None, parsed.structure.name) and not parsed.is_diagonal:
             raise WireError(f"the server requested structure '{structure}'", field=key)
-        if part == Part.DENSE:
-            if twice := dense.intersection(names):
-                reason = f"parameters {sorted(twice)} are in more than one block"
-                raise WireError(reason, field=key)
-            dense.update(names)
-            nbytes += 4 * sum(params[name].numel() for name in names) ** 2
-        if nbytes > _LARGEST:
-            raise WireError(f"dense matrices of {nbytes} bytes", field=key)
 
 
 def check_shape(
@@ -143,26 +141,27 @@ def check_shape(
         The largest number of a factor's rows. For layers with more rows, clients send
         an exact diagonal. Without this limit, a few bytes could announce gigabytes.
     """
-    part, names = parse_key(key, params)
-    shape, weight = tuple(shape), params[names[0]].shape
-    if part == Part.DIAGONAL:
+    parsed = Key.parse(key, params)
+    shape, weight = tuple(shape), params[parsed.name].shape
+    if parsed.form == Form.VECTOR:
         expected = {tuple(weight)}
-    elif part == Part.DENSE:
-        size = sum(params[name].numel() for name in names)
-        expected = {(size, size)}
     else:
         groups = shape[0] if len(shape) == 3 else 0
         if not _can_have(weight, groups):
-            raise _misshapen(key, shape, f"factors of a weight of shape {(*weight,)}")
-        outputs, inputs = weight[0] // groups, weight[1:].numel()
+            wanted = f"matrices of a weight of shape {(*weight,)}"
+            raise WireError(f"shape {shape}, expected {wanted}", field=key)
         if max(shape[1:]) > most:
             raise WireError(f"shape {shape}, but at most {most} rows", field=key)
-        widths = [inputs] if bias_of(names[0], params) is None else [inputs, inputs + 1]
-        sides = {"A": [(n, n) for n in widths], "G": [(outputs, outputs)]}
-        sides["S"] = [(outputs, n) for n in widths]
-        expected = {(groups, *side) for side in sides[key[-1]]}
+        inputs = weight[1:].numel()
+        widths = {inputs, inputs + (bias_of(parsed.name, params) is not None)}
+        rows = (
+            parsed.structure.rows(parsed.letter, weight[0] // groups, width)
+            for width in widths
+        )
+        expected = {(groups, n, n) for n in rows}
     if shape not in expected:
-        raise _misshapen(key, shape, " or ".join(map(str, sorted(expected))))
+        wanted = " or ".join(map(str, sorted(expected)))
+        raise WireError(f"shape {shape}, expected {wanted}", field=key)
 
 
 def _can_have(weight: torch.Size, groups: int) -> bool:
@@ -176,45 +175,7 @@ def _can_have(weight: torch.Size, groups: int) -> bool:
     return groups * square <= max(_MOST * (square + weight[0] ** 2), _SMALL)
 
 
-def parse_key(key: str, params: Params) -> tuple[Part, list[str]]:
-    """Return a key's part, and the parameters that it names.
-
-    Raises
-    ------
-    WireError
-        If the layout has no such key, or the model has no such floating-point
-        parameter.
-    """
-    part, names = _parse(key)
-    for name in names:
-        if name not in params:
-            raise WireError(f"the model has no such parameter '{name}'", field=key)
-        if not params[name].is_floating_point():
-            reason = f"'{name}' has dtype {params[name].dtype}, so it has no curvature"
-            raise WireError(reason, field=key)
-    if len(set(names)) < len(names):
-        raise WireError("names a parameter twice", field=key)
-    return part, names
-
-
-def _parse(key: str) -> tuple[Part, list[str]]:
-    if key.startswith(_DIAGONAL):
-        return Part.DIAGONAL, [key.removeprefix(_DIAGONAL)]
-    if key.startswith(_DENSE):
-        names = key.removeprefix(_DENSE).split(_SEPARATOR)
-        return Part.DENSE, [*map(unquote, names)]
-    for kind, letters in LAYER_PARTS.items():
-        if key.startswith(kind) and key[-2:-1] == "/" and key[-1] in letters:
-            return letters[key[-1]], [key[len(kind) : -2]]
-    raise WireError("unknown key", field=key)
-
-
-def _misshapen(key: str, shape: Sequence[int], expected: str) -> WireError:
-    return WireError(f"shape {tuple(shape)}, expected {expected}", field=key)
-
-
-# K-FAC's factors may arrive packed; all else is tensors to check.
-Parts = Mapping[str, Tensor | SymmetricFactor]
+# --- from tensors to a curvature
 
 
 def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
@@ -230,7 +191,7 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
     Returns
     -------
     Curvature
-        A :class:`Diagonal` or :class:`Dense` if there is nothing else, otherwise a
+        A :class:`Diagonal` if there is nothing else, otherwise a
         :class:`BlockDiagonal`.
 
     Raises
@@ -247,13 +208,11 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
         block_of({key: tensors[key] for key in keys}, params)
         for keys in keys_by_block(tensors, params)
     ]
-    entries = {
-        k: v for b in blocks if isinstance(b, Diagonal) for k, v in b.entries.items()
-    }
+    diagonals = [block for block in blocks if isinstance(block, Diagonal)]
     blocks = [block for block in blocks if not isinstance(block, Diagonal)]
-    if entries:
-        blocks.append(Diagonal(entries))
-    if len(blocks) == 1 and isinstance(blocks[0], Dense | Diagonal):
+    if diagonals:
+        blocks.append(Diagonal({k: v for d in diagonals for k, v in d.entries.items()}))
+    if len(blocks) == 1 and diagonals:
         return blocks[0]
     return join_blocks(blocks)
 
@@ -267,29 +226,20 @@ def keys_by_block(keys: Iterable[str], params: Params) -> list[list[str]]:
     Raises
     ------
     WireError
-        If a layer's part is missing.
+        If a block's tensor is missing.
     """
     places = {name: place for place, name in enumerate(params)}
-    parsed = {key: parse_key(key, params) for key in keys}
-    blocks: dict[str, list[str]] = {}
-    diagonals: list[list[str]] = []
-    for key in sorted(parsed, key=lambda key: (places[parsed[key][1][0]], key)):
-        kind, _ = parsed[key]
-        if kind == Part.DIAGONAL:
-            diagonals.append([key])
-        else:
-            own = key if kind == Part.DENSE else key[:-1]
-            blocks.setdefault(own, []).append(key)
-    for own, parts in blocks.items():
-        for letter in _letters(own):
-            if f"{own}{letter}" not in parts:
-                raise WireError("missing", field=f"{own}{letter}")
-    return [*blocks.values(), *diagonals]
-
-
-def _letters(block: str) -> Iterable[str]:
-    fitting = (parts for kind, parts in LAYER_PARTS.items() if block.startswith(kind))
-    return next(fitting, ())
+    parsed = [Key.parse(key, params) for key in keys]
+    blocks: dict[tuple[bool, int, str], list[str]] = {}
+    for key in sorted(parsed, key=str):
+        place = (key.is_diagonal, places[key.name], key.structure.name)
+        blocks.setdefault(place, []).append(str(key))
+    for place in blocks:
+        structure, name = STRUCTURES[place[2]], list(params)[place[1]]
+        for letter in structure.tensors:
+            if (wanted := str(Key(structure, name, letter))) not in blocks[place]:
+                raise WireError("missing", field=wanted)
+    return [blocks[place] for place in sorted(blocks)]
 
 
 def block_of(parts: Parts, params: Params) -> Curvature:
@@ -300,23 +250,30 @@ def block_of(parts: Parts, params: Params) -> Curvature:
     WireError
         If the parts do not fit each other.
     """
-    plain = {key: part for key, part in parts.items() if isinstance(part, Tensor)}
-    key = next(iter(parts))
-    kind, names = parse_key(key, params)
-    if kind == Part.DIAGONAL:
-        return Diagonal({names[0]: plain[key]})
-    if kind == Part.DENSE:
-        return Dense({name: params[name].shape for name in names}, plain[key])
-    A, G = parts[f"{key[:-1]}A"], parts[f"{key[:-1]}G"]
-    name, shape = names[0], params[names[0]].shape
-    bias = bias_of(name, params) if A.shape[-1] > shape[1:].numel() else None
+    keys = {key: Key.parse(key, params) for key in parts}
+    first = next(iter(keys.values()))
+    name, shape = first.name, params[first.name].shape
+    bias = bias_of(name, params) if _covers_bias(parts, keys, shape) else None
+    by_letter = {keys[key].letter: part for key, part in parts.items()}
     try:
-        if kind == Part.FACTOR:
-            return Kronecker(name, shape, A, G, bias)
-        of_A, of_G, moments = (plain[f"{key[:-1]}{letter}"] for letter in "AGS")
-        return EigenKronecker(name, shape, of_A, of_G, moments, bias)
+        return first.structure.block_of(name, shape, by_letter, bias)
     except StructureError as error:  # the parts do not fit each other
-        raise WireError(str(error), field=f"{key[:-1]}A") from error
+        raise WireError(str(error), field=str(first)) from error
+
+
+def _covers_bias(parts: Parts, keys: Mapping[str, Key], weight: torch.Size) -> bool:
+    """Return whether a matrix has the row of a bias."""
+    for key, part in parts.items():
+        if keys[key].form == Form.MATRIX:
+            groups, rows, _ = part.shape
+            structure, letter = keys[key].structure, keys[key].letter
+            inputs, outputs = weight[1:].numel(), weight[0] // groups
+            alone, beside = (
+                structure.rows(letter, outputs, inputs + more) for more in (0, 1)
+            )
+            if alone != beside:
+                return rows == beside
+    return False
 
 
 def join_blocks(blocks: Sequence[Curvature]) -> BlockDiagonal:
@@ -334,14 +291,13 @@ def join_blocks(blocks: Sequence[Curvature]) -> BlockDiagonal:
 
 
 def _check_values(key: str, tensor: Tensor, params: Params) -> None:
-    part, names = parse_key(key, params)
-    if tensor.dtype != (expected := params[names[0]].dtype):
+    parsed = Key.parse(key, params)
+    if tensor.dtype != (expected := params[parsed.name].dtype):
         raise WireError(f"dtype {tensor.dtype}, expected {expected}", field=key)
-    if part in (Part.DIAGONAL, Part.MOMENTS):
-        if (tensor < 0).any():
-            raise WireError("must not be negative", field=key)
-    elif part != Part.BASIS:
+    if parsed.form == Form.MATRIX:
         check_second_moment(key, tensor)
+    elif (tensor < 0).any():
+        raise WireError("must not be negative", field=key)
 
 
 def trace_name(block: Curvature) -> str:

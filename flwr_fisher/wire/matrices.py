@@ -1,8 +1,8 @@
 r"""Symmetric positive semi-definite matrices in few bytes.
 
 Such a matrix is a sum of outer products of vectors with themselves, and a client sends
-only the vectors: directions, with entries of 16, 8 or 4 bits, and norms in float32. So
-any bytes decode to a matrix that is symmetric and positive semi-definite. There are two
+only the vectors: directions, with entries of 16 or 8 bits, and norms in float32. So any
+bytes decode to a matrix that is symmetric and positive semi-definite. There are two
 choices of vectors:
 
 ``WHOLE``
@@ -14,25 +14,19 @@ choices of vectors:
     eigenvalue, which keeps the trace. A reader keeps this form, and makes nothing of
     size n × n.
 
-E-KFAC's bases (``BASIS``) are directions only; columns that are not sent are zero.
-
 A direction's entries are scaled to its largest, rounded, and read back as a unit
 vector. With :math:`\varepsilon = \sqrt n / (2^{b-1} - 1)`, its error is at most
 :math:`\varepsilon` in norm. So a matrix that is sent whole has an error of at most
 :math:`(2\varepsilon + \varepsilon^2) \sqrt{M_{ii} M_{jj}}` at (i, j), and none on the
 diagonal.
-
-Long: the writer and the reader of each form, side by side.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flwr_fisher.curvature.operators.factors import (
     DenseFactor,
@@ -41,13 +35,14 @@ from flwr_fisher.curvature.operators.factors import (
     gram,
 )
 from flwr_fisher.curvature.operators.solvers import eigh
+from flwr_fisher.curvature.structures import Form
 from flwr_fisher.errors import WireError
 from flwr_fisher.files import to_bytes
 from flwr_fisher.params import Params
-from flwr_fisher.wire.layout import Part, check_shape, parse_key
+from flwr_fisher.wire.layout import Key, check_shape
 from flwr_fisher.wire.quantise import (
     SCALE,
-    Form,
+    Packing,
     Sizes,
     as_scales,
     decode_diagonal,
@@ -63,23 +58,17 @@ _JITTER = 1e-6  # added to a unit diagonal: a tenth of a step at 16 bits
 _MOST_JITTER = 1e-4
 _SMALL = 1024  # rows up to which a matrix is computed once, not kept as codes
 WHOLE = 512  # rows up to which a matrix is decomposed whole
-_FORMS = {
-    Part.DIAGONAL: (Form.FLOAT,),
-    Part.MOMENTS: (Form.FLOAT,),
-    Part.FACTOR: (Form.WHOLE, Form.COLUMNS),
-    Part.DENSE: (Form.WHOLE, Form.COLUMNS),
-    Part.BASIS: (Form.BASIS,),
-}
 
 
 # --- writing --------------------------------------------------------------------------
 
 
-def size_of_matrices(form: Form, sizes: Sizes, bits: int) -> int:
+def size_of_matrices(packing: Packing, sizes: Sizes, bits: int) -> int:
     """Return the size of matrices with these groups, rows and rank, without a head."""
     groups, n, rank = sizes
-    norms = {Form.WHOLE: groups * n, Form.COLUMNS: groups * (rank + 1)}.get(form, 0)
-    entries = n * (n + 1) // 2 if form == Form.WHOLE else n * rank
+    whole = packing == Packing.WHOLE
+    norms = groups * (n if whole else rank + 1)
+    entries = n * (n + 1) // 2 if whole else n * rank
     return SCALE * norms + packed_size(groups * entries, bits)
 
 
@@ -92,7 +81,7 @@ def encode_whole(matrices: Tensor, bits: int) -> Tensor:
     correlations.div_(unit.unsqueeze(-1)).div_(unit.unsqueeze(-2))
     codes = _codes(_cholesky(correlations, bits), bits)
     body = [to_bytes(norms.float()), pack(codes[_lower(codes)], bits)]
-    return entry_of(Form.WHOLE, bits, torch.cat(body), (*matrices.shape[:2], 0))
+    return entry_of(Packing.WHOLE, bits, torch.cat(body), (*matrices.shape[:2], 0))
 
 
 def encode_columns(
@@ -120,13 +109,7 @@ def encode_columns(
     norms = to_bytes(torch.cat([tail.sqrt(), above], -1).float())
     codes = pack(_codes(vectors[..., :rank].mT, bits).reshape(-1), bits)
     sizes = (groups, n, rank)
-    return entry_of(Form.COLUMNS, bits, torch.cat([norms, codes]), sizes)
-
-
-def encode_basis(vectors: Tensor, rank: int, bits: int) -> Tensor:
-    """Return the entry of the first columns of ``[groups, n, n]``: unit vectors."""
-    codes = pack(_codes(vectors[..., :rank].mT, bits).reshape(-1), bits)
-    return entry_of(Form.BASIS, bits, codes, (*vectors.shape[:2], rank))
+    return entry_of(Packing.COLUMNS, bits, torch.cat([norms, codes]), sizes)
 
 
 def within_range(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -242,8 +225,7 @@ class CheckedPart:
     make : Callable[[], Tensor | SymmetricFactor]
         Makes the part, and raises no error.
     traces : Sequence[float]
-        The traces of its matrices, one for each group, or its contribution to its
-        block's trace. A basis has none.
+        The traces of its matrices, one for each group; a vector's sum.
     """
 
     shape: tuple[int, ...]
@@ -266,57 +248,53 @@ def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
     WireError
         It names the wrong entry.
     """
-    part, names = parse_key(field, params)
-    like = params[names[0]]
-    form, bits, (a, b, c), body = read_head(entry, field)
-    if form not in _FORMS[part]:
-        raise WireError(f"form {form.name} for this part", field=field)
-    shape = {
-        Part.DIAGONAL: tuple(like.shape),
-        Part.MOMENTS: (a, b, c),
-        Part.DENSE: (b, b),
-    }.get(part, (a, b, b))
-    check_shape(field, shape, params)
-    if part in (Part.DIAGONAL, Part.MOMENTS):
-        read = partial(
-            decode_diagonal, body, math.prod(shape), like.dtype, bits, field=field
-        )
+    key = Key.parse(field, params)
+    like = params[key.name]
+    packing, bits, sizes, body = read_head(entry, field)
+    if (packing == Packing.FLOAT) != (key.form == Form.VECTOR) or packing in (
+        Packing.RAW,
+        Packing.ROWS,
+    ):
+        raise WireError(f"form {packing.name} for this part", field=field)
+    if key.form == Form.VECTOR:
+        read = partial(decode_diagonal, body, like.numel(), like.dtype, field=field)
         trace = float(read().sum(dtype=torch.float64))
+        shape = tuple(like.shape)
         return CheckedPart(shape, like.dtype, lambda: read().view(shape), [trace])
-    if part == Part.DENSE and a != 1:
-        raise WireError(f"{a} matrices, expected one", field=field)
-    if form != Form.WHOLE and c > b:
-        raise WireError(f"rank {c} of a matrix with {b} rows", field=field)
-    if len(body) != (expected := size_of_matrices(form, (a, b, c), bits)):
+    groups, n, rank = sizes
+    # The sizes decide how much is allocated.
+    check_shape(field, (groups, n, n), params)
+    if packing != Packing.WHOLE and rank > n:
+        raise WireError(f"rank {rank} of a matrix with {n} rows", field=field)
+    if len(body) != (expected := size_of_matrices(packing, sizes, bits)):
         raise WireError(f"{len(body)} bytes, expected {expected}", field=field)
-    if form == Form.BASIS:
-        make = partial(_basis, body, (a, b, c), bits, like.dtype)
-        return CheckedPart(shape, like.dtype, make, [])
-    factor, traces = _matrices(form, body, (a, b, c), bits, like.dtype, field)
-    if part == Part.DENSE:
-        dense = partial(_dense, factor)
-        return CheckedPart(shape, like.dtype, dense, traces)
-    return CheckedPart(shape, like.dtype, factor, traces)
+    make, traces = _matrices(packing, body, sizes, bits, like.dtype, field)
+    return CheckedPart((groups, n, n), like.dtype, make, traces)
 
 
 def _matrices(
-    form: Form, body: Tensor, sizes: Sizes, bits: int, dtype: torch.dtype, field: str
+    packing: Packing,
+    body: Tensor,
+    sizes: Sizes,
+    bits: int,
+    dtype: torch.dtype,
+    field: str,
 ) -> tuple[Callable[[], SymmetricFactor], list[float]]:
     """Check norms; return a function that computes matrices, and their traces."""
     groups, n, rank = sizes
-    count = n if form == Form.WHOLE else rank + 1
+    count = n if packing == Packing.WHOLE else rank + 1
     end = SCALE * groups * count
     norms = as_scales(body[:end], field).view(groups, count)
     squares = norms.double().square()
-    if form == Form.COLUMNS:
+    if packing == Packing.COLUMNS:
         squares[:, 0] *= n
     traces: list[float] = squares.sum(-1).tolist()
-    read = _whole if form == Form.WHOLE else _columns
+    read = _whole if packing == Packing.WHOLE else _columns
     make = partial(read, norms, body[end:], sizes, bits)
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     # The diagonal bounds the other entries, and the trace the diagonal.
     if 1.001 * max(traces, default=0.0) > limit:
-        top = squares if form == Form.WHOLE else make().diagonal()
+        top = squares if packing == Packing.WHOLE else make().diagonal()
         if not bool((1.001 * top <= limit).all()):  # false for NaN
             raise WireError(f"its norms overflow {dtype}", field=field)
     if dtype == torch.float32:
@@ -333,7 +311,7 @@ def _whole(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFac
     # and holes between them would double its memory.
     small = n <= _SMALL
     matrices = torch.empty(groups, n, n) if small else torch.empty(0)
-    codes = unpack(data, bits, groups * n * (n + 1) // 2)
+    codes = unpack(data, bits)
     kept = torch.float32 if small else codes.dtype
     lower = torch.zeros(groups, n, n, dtype=kept)
     lower.masked_scatter_(_lower(lower), codes.to(kept))
@@ -346,24 +324,12 @@ def _whole(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFac
 def _columns(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFactor:
     """Return matrices in float32 by their directions, kept as integers."""
     groups, n, rank = sizes
-    directions = unpack(data, bits, groups * rank * n).view(groups, rank, n)
+    directions = unpack(data, bits).view(groups, rank, n)
     rest = norms[:, :1].square().expand(groups, n)
     return LowRankFactor(directions.mT, norms[:, 1:] / _lengths(directions), rest)
-
-
-def _basis(data: Tensor, sizes: Sizes, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return unit vectors, with zeros for those that were not sent."""
-    groups, n, rank = sizes
-    codes = unpack(data, bits, groups * rank * n).view(groups, rank, n)
-    unit = codes / _lengths(codes).unsqueeze(-1)
-    return pad(unit.mT, (0, n - rank)).to(dtype)
 
 
 def _lengths(directions: Tensor) -> Tensor:
     """Return the lengths along the last dimension in float32, with 1 for zero."""
     lengths: Tensor = torch.linalg.vector_norm(directions.float(), dim=-1)
     return lengths.clamp_min(1)
-
-
-def _dense(factor: Callable[[], SymmetricFactor]) -> Tensor:
-    return factor().to_dense()[0]

@@ -7,20 +7,16 @@ The head has the form, the bits of a code, and three sizes of a curvature's part
     the tensor's own bytes;
 ``FLOAT``
     float16, relative to one scale that maps the largest value M to :math:`2^{15}`. A
-    diagonal has no signs. Some of its values have 16 or 8 bits, and the others, spread
-    evenly among them, have half as many: the leading bits of float16. These are the
-    exponent and three bits of the mantissa, or four bits of the exponent. At 16 and 8
-    bits, the error of x is at most :math:`x / 2^{11} + M / 2^{40}` or
-    :math:`x / 2^4 + M / 2^{33}`. At 4 bits, x is read back within a factor of 2, down
-    to :math:`M / 2^{29}`;
+    diagonal has no signs. Some of its values have 16 bits, and the others, spread
+    evenly among them, have 8: the leading bits of float16, which are the exponent and
+    three bits of the mantissa. The error of x is at most :math:`x / 2^{11} + M /
+    2^{40}` or :math:`x / 2^4 + M / 2^{33}`;
 ``ROWS``
-    integers of 8 or 4 bits, two of which share a byte, relative to the largest value m
-    of each :data:`ROW` values: the error is at most :math:`m / (2 (2^{b-1} - 1))`.
+    integers of 8 bits, relative to the largest value m of each :data:`ROW` values: the
+    error is at most :math:`m / 254`.
 
 Rounding to float32, or to the tensor's dtype, adds to these errors. Matrices have forms
 of their own (:mod:`flwr_fisher.wire.matrices`).
-
-Long: the writer and the reader of each form, side by side.
 """
 
 import struct
@@ -40,11 +36,12 @@ _HEAD = struct.Struct("<BBIII")
 HEAD = _HEAD.size
 _FINE = struct.Struct("<I")  # how many values have more bits
 _TOP = 15  # the largest value's exponent in float16
+_DROPPED = 7  # bits of float16, without its sign, that 8 bits leave out
 _HALF, _LARGEST = torch.finfo(torch.float16).max, torch.finfo(torch.float32).max
 Sizes = tuple[int, int, int]
 
 
-class Form(IntEnum):
+class Packing(IntEnum):
     """The form of an entry, which its first byte names."""
 
     RAW = 0
@@ -52,49 +49,35 @@ class Form(IntEnum):
     ROWS = 2
     WHOLE = 3
     COLUMNS = 4
-    BASIS = 5
 
 
 WIDTHS = {
-    Form.RAW: (0,),
-    Form.FLOAT: (16, 8),
-    Form.ROWS: (8, 4),
-    Form.WHOLE: (16, 8, 4),
-    Form.COLUMNS: (16, 8, 4),
-    Form.BASIS: (16, 8, 4),
+    Packing.RAW: (0,),
+    Packing.FLOAT: (16,),
+    Packing.ROWS: (8,),
+    Packing.WHOLE: (16, 8),
+    Packing.COLUMNS: (16, 8),
 }
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Return how many bytes `count` codes of `bits` bits take."""
-    return -(-count * bits // 8)
+    """Return how many bytes `count` codes of 16 or 8 bits take."""
+    return count * bits // 8
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return integers of 16, 8 or 4 bits as bytes; of a pair, the first is lower.
+    """Return integers of 16 or 8 bits as bytes.
 
     Examples
     --------
-    >>> pack(torch.tensor([1, 2, -1]), 4)
-    tensor([33, 15], dtype=torch.uint8)
+    >>> pack(torch.tensor([1, -1]), 16)
+    tensor([  1,   0, 255, 255], dtype=torch.uint8)
     """
-    if bits == 4:
-        pairs = pad((codes & 15).to(torch.uint8), (0, len(codes) % 2)).view(-1, 2)
-        return pairs[:, 0] | (pairs[:, 1] << 4)
     return codes.to(_integer(bits)).view(torch.uint8)
 
 
-def unpack(data: Tensor, bits: int, count: int) -> Tensor:
-    """Return the integers in bytes of :func:`pack`; all bytes are valid.
-
-    Examples
-    --------
-    >>> unpack(torch.tensor([33, 15], dtype=torch.uint8), 4, 3)
-    tensor([ 1,  2, -1], dtype=torch.int8)
-    """
-    if bits == 4:
-        pairs = torch.stack([data & 15, data >> 4], -1).view(-1)[:count]
-        return (pairs ^ 8).view(torch.int8) - 8
+def unpack(data: Tensor, bits: int) -> Tensor:
+    """Return the integers in bytes of :func:`pack`; all bytes are valid."""
     # A view in a wider dtype needs aligned bytes, and a clone is aligned.
     return (data.clone() if bits == 16 else data).view(_integer(bits))
 
@@ -116,14 +99,16 @@ def as_scales(data: Tensor, field: str) -> Tensor:
     return scales
 
 
-def entry_of(form: Form, bits: int, body: Tensor, sizes: Sizes = (0, 0, 0)) -> Tensor:
+def entry_of(
+    form: Packing, bits: int, body: Tensor, sizes: Sizes = (0, 0, 0)
+) -> Tensor:
     """Return an entry: its head and its body."""
     head = bytearray(_HEAD.pack(form, bits, *sizes))
     start = torch.frombuffer(head, dtype=torch.uint8)
     return torch.cat([start.to(body.device), body])
 
 
-def read_head(entry: Tensor, field: str) -> tuple[Form, int, Sizes, Tensor]:
+def read_head(entry: Tensor, field: str) -> tuple[Packing, int, Sizes, Tensor]:
     """Return an entry's form, bits, sizes and body.
 
     Raises
@@ -137,7 +122,7 @@ def read_head(entry: Tensor, field: str) -> tuple[Form, int, Sizes, Tensor]:
         )
     number, bits, *sizes = _HEAD.unpack_from(entry.numpy().data)
     try:
-        form = Form(number)
+        form = Packing(number)
     except ValueError as error:
         raise WireError(f"unknown form {number}", field=field) from error
     if bits not in WIDTHS[form]:
@@ -152,27 +137,27 @@ def size_of_param(tensor: Tensor, bits: int) -> int:
     """Return the size of :func:`encode_param`'s entry."""
     count = tensor.numel()
     form = _form_of(tensor, bits)
-    if form == Form.RAW:
+    if form == Packing.RAW:
         return HEAD + count * tensor.itemsize
-    scales = 1 if form == Form.FLOAT else -(-count // ROW)
+    scales = 1 if form == Packing.FLOAT else -(-count // ROW)
     return HEAD + SCALE * scales + packed_size(count, bits)
 
 
 def encode_param(tensor: Tensor, bits: int) -> Tensor:
     """Return a parameter's entry, with its own bytes if these are no more."""
     form = _form_of(tensor, bits)
-    if form == Form.RAW:
+    if form == Packing.RAW:
         return entry_of(form, 0, to_bytes(tensor))
-    if form == Form.ROWS:
+    if form == Packing.ROWS:
         return entry_of(form, bits, _encode_rows(_wide(tensor), bits))
     scale, words = _to_words(_wide(tensor))
     return entry_of(form, bits, torch.cat([to_bytes(scale), pack(words, bits)]))
 
 
-def _form_of(tensor: Tensor, bits: int) -> Form:
+def _form_of(tensor: Tensor, bits: int) -> Packing:
     if not tensor.is_floating_point() or 8 * tensor.itemsize <= bits:
-        return Form.RAW
-    return Form.FLOAT if bits == 16 else Form.ROWS
+        return Packing.RAW
+    return Packing.FLOAT if bits == 16 else Packing.ROWS
 
 
 def decode_param(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
@@ -184,17 +169,17 @@ def decode_param(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
         If the entry does not fit this parameter.
     """
     form, bits, _, body = read_head(entry, field)
-    if form == Form.RAW:
+    if form == Packing.RAW:
         return _raw(body, like, field)
-    known = form == Form.ROWS or (form == Form.FLOAT and bits == 16)
+    known = form == Packing.ROWS or (form == Packing.FLOAT and bits == 16)
     if not known or not like.is_floating_point():
         reason = f"form {form.name} for a parameter of {like.dtype}"
         raise WireError(reason, field=field)
-    if form == Form.ROWS:
+    if form == Packing.ROWS:
         values = _decode_rows(body, like.numel(), like.dtype, bits, field)
         return values.view(like.shape)
     _check_size(body, SCALE + packed_size(like.numel(), bits), field)
-    words = unpack(body[SCALE:], bits, like.numel())
+    words = unpack(body[SCALE:], bits)
     return _from_words(body[:SCALE], words, like.dtype, field).view(like.shape)
 
 
@@ -216,34 +201,27 @@ def _raw(body: Tensor, like: Tensor, field: str) -> Tensor:
 # --- diagonals ------------------------------------------------------------------------
 
 
-def size_of_diagonal(count: int, bits: int, fine: int) -> int:
+def size_of_diagonal(count: int, fine: int) -> int:
     """Return the size of :func:`encode_diagonal`'s entry."""
-    rest = packed_size(count - fine, bits // 2)
-    return HEAD + SCALE + _FINE.size + packed_size(fine, bits) + rest
+    return HEAD + SCALE + _FINE.size + count + fine
 
 
-def encode_diagonal(tensor: Tensor, bits: int, fine: int) -> Tensor:
-    """Return the entry of values >= 0.
-
-    `fine` of the values have 16 or 8 bits, the others half as many. Its sizes are the
-    shape of E-KFAC's moments; a diagonal has its parameter's.
-    """
-    a, b, c = tensor.shape if tensor.dim() == 3 else (0, 0, 0)
+def encode_diagonal(tensor: Tensor, fine: int) -> Tensor:
+    """Return the entry of values >= 0: `fine` of them in 16 bits, the others in 8."""
     scale, words = _to_words(_wide(tensor).abs_())
     few = _spread(len(words), fine, words.device)
+    count = torch.frombuffer(bytearray(_FINE.pack(fine)), dtype=torch.uint8)
     body = [
         to_bytes(scale),
-        torch.frombuffer(bytearray(_FINE.pack(fine)), dtype=torch.uint8).to(
-            words.device
-        ),
-        pack(_leading_bits(words[~few], bits), bits),
-        pack(_leading_bits(words[few], bits // 2), bits // 2),
+        count.to(words.device),
+        pack(words[~few], 16),
+        pack(_leading_bits(words[few]), 8),
     ]
-    return entry_of(Form.FLOAT, bits, torch.cat(body), (a, b, c))
+    return entry_of(Packing.FLOAT, 16, torch.cat(body))
 
 
 def decode_diagonal(
-    body: Tensor, count: int, dtype: torch.dtype, bits: int, *, field: str
+    body: Tensor, count: int, dtype: torch.dtype, *, field: str
 ) -> Tensor:
     """Return the values of a body, ``[count]``.
 
@@ -258,13 +236,12 @@ def decode_diagonal(
     (fine,) = _FINE.unpack_from(body.numpy().data, SCALE)
     if fine > count:
         raise WireError(f"{fine} values with more bits, of {count}", field=field)
-    _check_size(body, size_of_diagonal(count, bits, fine) - HEAD, field)
-    end = start + packed_size(fine, bits)
+    _check_size(body, size_of_diagonal(count, fine) - HEAD, field)
+    end = start + packed_size(fine, 16)
     few = _spread(count, fine, body.device)
     words = torch.empty(count, dtype=torch.int16, device=body.device)
-    words[~few] = _from_leading_bits(unpack(body[start:end], bits, fine), bits)
-    rest = unpack(body[end:], bits // 2, count - fine)
-    words[few] = _from_leading_bits(rest, bits // 2)
+    words[~few] = unpack(body[start:end], 16)
+    words[few] = _from_leading_bits(unpack(body[end:], 8))
     values = _from_words(body[:SCALE], words, dtype, field)
     if count and values.min() < 0:
         raise WireError("must not be negative", field=field)
@@ -296,19 +273,14 @@ def _from_words(scale: Tensor, words: Tensor, dtype: torch.dtype, field: str) ->
     return _narrow(half.to(_working(dtype)) * as_scales(scale, field), dtype)
 
 
-def _leading_bits(words: Tensor, bits: int) -> Tensor:
-    """Return the leading bits of float16, rounded, for values without a sign."""
-    if bits == 16:
-        return words
-    dropped = 15 - bits
-    rounded = (words.to(torch.int32) + (1 << (dropped - 1))) >> dropped
-    return rounded.clamp_(max=0x7BFF >> dropped)  # of what is finite
+def _leading_bits(words: Tensor) -> Tensor:
+    """Return the leading 8 bits of float16, rounded, for values without a sign."""
+    rounded = (words.to(torch.int32) + (1 << (_DROPPED - 1))) >> _DROPPED
+    return rounded.clamp_(max=0x7BFF >> _DROPPED)  # of what is finite
 
 
-def _from_leading_bits(codes: Tensor, bits: int) -> Tensor:
-    if bits == 16:
-        return codes.to(torch.int16)
-    return (codes.to(torch.int16) & ((1 << bits) - 1)) << (15 - bits)
+def _from_leading_bits(codes: Tensor) -> Tensor:
+    return (codes.to(torch.int16) & 0xFF) << _DROPPED
 
 
 # --- rows -----------------------------------------------------------------------------
@@ -328,7 +300,7 @@ def _decode_rows(
     head = SCALE * -(-count // ROW)
     _check_size(body, head + packed_size(count, bits), field)
     scales = as_scales(body[:head], field).unsqueeze(-1)
-    codes = unpack(body[head:], bits, count)
+    codes = unpack(body[head:], bits)
     rows = pad(codes, (0, -count % ROW)).view(-1, ROW).to(_working(dtype))
     # Divide first: a code times its scale could overflow. One code is below -c.
     values = rows.div_(levels(bits)).clamp_(-1, 1).mul_(scales)

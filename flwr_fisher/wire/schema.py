@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.errors import WireError, printable
-from flwr_fisher.params import NORM_STATISTICS, DeferredParams, Params, rounded
+from flwr_fisher.params import NORM_STATISTICS, Params, rounded
 from flwr_fisher.wire.arrays import (
     check_second_moment,
     description_text,
@@ -388,7 +388,9 @@ def _check_statistics(name: str, value: Tensor, start: Tensor) -> None:
         raise WireError(reason, field=name)
 
 
-def drawn_back(params: Params, like: Params, factors: Mapping[str, float]) -> Params:
+def drawn_back(
+    params: Params, like: Params, factors: Mapping[str, float]
+) -> dict[str, Tensor]:
     r"""Return :math:`\theta_0 + f\,(\theta_i - \theta_0)`.
 
     Parameters
@@ -400,17 +402,14 @@ def drawn_back(params: Params, like: Params, factors: Mapping[str, float]) -> Pa
         they are.
     """
 
-    def make(name: str) -> Tensor:
-        value = params[name]
+    def drawn(name: str, value: Tensor) -> Tensor:
         factor = factors.get(_part(name, value), 1.0)
         if factor == 1.0 or name not in like:
             return value
         start = like[name].double()
         return rounded(start.add(value.double() - start, alpha=factor), value.dtype)
 
-    if isinstance(params, DeferredParams):
-        return DeferredParams(params.layout, make)
-    return {name: make(name) for name in params}
+    return {name: drawn(name, value) for name, value in params.items()}
 
 
 def _part(name: str, value: Tensor) -> str:

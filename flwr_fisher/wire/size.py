@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
-from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, RecordDict
 
 from flwr_fisher.flower_internals import object_sizes
 from flwr_fisher.params import Params, layout_of
@@ -48,45 +48,9 @@ def serialized_bytes(content: RecordDict) -> int:
     return sum(object_sizes(content).values())
 
 
-def reply_bytes(arrays: ArrayRecord, metrics: MetricRecord) -> int:
-    """Return :func:`serialized_bytes` of a reply, without reading most of its bytes.
-
-    Examples
-    --------
-    >>> import torch
-    >>> arrays = ArrayRecord({"w": torch.rand(1000), "b": torch.rand(10)})
-    >>> metrics = MetricRecord({"loss": 0.5})
-    >>> reply = RecordDict({"arrays": arrays, "metrics": metrics})
-    >>> reply_bytes(arrays, metrics) == serialized_bytes(reply)
-    True
-    """
-    contents = [array.data for array in arrays.values()]
-    equal = len(contents) > 1 and len(set(contents)) < len(contents)
-    if equal or max(map(len, contents), default=0) > _CHUNK:
-        return serialized_bytes(RecordDict({"arrays": arrays, "metrics": metrics}))
-    frame = _reply_bytes(
-        tuple(
-            (key, array.dtype, tuple(array.shape), array.stype, len(array.data))
-            for key, array in arrays.items()
-        )
-    )
-    return frame + len(metrics.deflate()) - len(MetricRecord().deflate())
-
-
-@lru_cache(maxsize=16)
-def _reply_bytes(arrays: tuple[tuple[str, str, tuple[int, ...], str, int], ...]) -> int:
-    stand_ins = {
-        key: Array(
-            dtype,
-            shape,
-            stype,
-            index.to_bytes(max(size, 4), "big")[max(size, 4) - size :],
-        )
-        for index, (key, dtype, shape, stype, size) in enumerate(arrays)
-    }
-    return serialized_bytes(
-        RecordDict({"arrays": ArrayRecord(stand_ins), "metrics": MetricRecord()})
-    )
+def arrays_bytes(record: ArrayRecord) -> int:
+    """Return how many bytes a record's arrays take, without Flower's own frames."""
+    return sum(len(array.data) for array in record.values())
 
 
 def _record_bytes(shapes: Mapping[str, Sequence[int]]) -> int:

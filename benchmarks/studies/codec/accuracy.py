@@ -34,7 +34,8 @@ from flwr_fisher.wire import (
     serialized_bytes,
     tensors_to_arrays,
 )
-from flwr_fisher.wire.container import FORMAT, from_container
+from flwr_fisher.wire.codec import from_container
+from flwr_fisher.wire.layout import FORMAT
 from flwr_fisher.wire.quantise import size_of_diagonal
 
 PLAIN, PAPER = "uncompressed", "paper's, 1.0"
@@ -110,7 +111,7 @@ def bits_in(
         bits = float(entry[1])  # see wire/quantise.py
         if key.startswith(diagonal):
             count = client.params[key.removeprefix(diagonal)].numel()
-            bits = round(8 * (len(entry) - size_of_diagonal(0, 8, 0)) / count, 1)
+            bits = round(8 * (len(entry) - size_of_diagonal(0, 0)) / count, 1)
         if key != FORMAT:
             found[key.startswith(PREFIX)].add(bits)
     weights, curvature = (

@@ -259,7 +259,7 @@ class Cell:
     def _packed(self, own: LocalPosterior) -> LocalPosterior:
         """Return an upload as it arrives by the default codec."""
         like = {k: v.cpu() for k, v in own.params.items()}
-        codec = resolve(Codec.of("auto"), like)
+        codec = resolve(Codec("auto"), like)
         sent = FisherUpload(like, own.curvature.to("cpu")).to_arrays(codec)
         came = FisherUpload.from_arrays(sent, like, codec, structure="kfac")
         there = came.posterior(own.num_examples)

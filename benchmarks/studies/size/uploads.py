@@ -16,7 +16,7 @@ from flwr_fisher.curvature import Curvature, fisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import Codec, FisherUpload, resolve
 from flwr_fisher.wire.budget import byte_limit
-from flwr_fisher.wire.container import PACKED, from_container, to_container
+from flwr_fisher.wire.codec import PACKED, from_container, to_container
 from flwr_fisher.wire.quantise import decode_param, encode_param
 
 BATCH, STEPS, EXAMPLES = 32, 30, 256

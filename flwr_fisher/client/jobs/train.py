@@ -9,7 +9,7 @@ from functools import update_wrapper
 from typing import Any, TypeVar
 
 import torch
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from flwr_fisher.client.batch_norms import catch_up_norms
@@ -43,8 +43,8 @@ from flwr_fisher.wire import (
     REGRESSION,
     Codec,
     FisherUpload,
+    arrays_bytes,
     fedavg_bytes,
-    reply_bytes,
     resolve,
     tensors_to_arrays,
 )
@@ -307,7 +307,7 @@ def _size_in_words(
         params, count = problem.state_like(request.params), max(request.num_examples, 1)
         posterior = LocalPosterior(params, curvature, count)
         arrays = job.arrays(posterior, request.params)
-        size, about = reply_bytes(arrays, MetricRecord()), "about"
+        size, about = arrays_bytes(arrays), "about"
     return f"upload {about} {amount(size, plain)}"
 
 

@@ -1,0 +1,148 @@
+"""K-FAC as a structure: each layer's curvature is a Kronecker product."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature.estimate.accumulators import (
+    KroneckerAccumulator,
+    LayerAccumulator,
+    ReducedKroneckerAccumulator,
+)
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer
+from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
+from flwr_fisher.curvature.operators.kronecker import Kronecker
+from flwr_fisher.curvature.operators.solvers import Matvec
+from flwr_fisher.curvature.structures.base import (
+    Form,
+    Parts,
+    Structure,
+    Terms,
+    register,
+)
+from flwr_fisher.params import Params
+
+_SHARINGS = {"expand": KroneckerAccumulator, "reduce": ReducedKroneckerAccumulator}
+
+
+@register
+class KFAC(Structure):
+    r"""K-FAC: :math:`G \otimes A` for each layer (Martens & Grosse 2015)."""
+
+    name = "kfac"
+    block = Kronecker
+    tensors = {"A": Form.MATRIX, "G": Form.MATRIX}  # noqa: RUF012
+    has_positions = True
+
+    def accumulator(
+        self, layer: KroneckerLayer, weight_sharing: str
+    ) -> LayerAccumulator:
+        """Return the empty sums of both factors."""
+        return _SHARINGS[weight_sharing](layer)
+
+    def parts(self, block: Curvature) -> dict[str, Tensor]:
+        """Return both factors as dense matrices."""
+        assert isinstance(block, Kronecker)
+        return {"A": block.A, "G": block.G}
+
+    def block_of(
+        self, name: str, shape: torch.Size, parts: Parts, bias: str | None
+    ) -> Kronecker:
+        """Return the Kronecker product of two factors."""
+        return Kronecker(name, shape, parts["A"], parts["G"], bias)
+
+    def rows(self, letter: str, outputs: int, inputs: int) -> int:
+        """Return the inputs for `A`, and the outputs for `G`."""
+        return inputs if letter == "A" else outputs
+
+    def trace(self, traces: Mapping[str, Sequence[float]]) -> float:
+        """Return the sum over groups of the product of both factors' traces."""
+        return sum(a * g for a, g in zip(traces["A"], traces["G"], strict=True))
+
+    def preconditioner(self, terms: Terms, ridge: float) -> Matvec | None:
+        r"""Return the inverse of the product of the sum's partial traces.
+
+        A sum of Kronecker products :math:`\sum_i w_i\, G_i \otimes A_i` is not one, but
+        the product :math:`\bar G \otimes \bar A` of its two partial traces,
+
+        .. math:: \bar A = \sum_i w_i \operatorname{tr}(G_i) A_i, \quad
+            \bar G = \frac{\sum_i w_i \operatorname{tr}(A_i) G_i}
+                        {\sum_i w_i \operatorname{tr}(A_i) \operatorname{tr}(G_i)},
+
+        has the same trace and, seen only from the inputs or only from the outputs, the
+        same shape. With the ridge :math:`\lambda` shared between the two, as in Martens
+        & Grosse (2015, section 6.3), its inverse is that of
+        :math:`(\bar G + \sqrt\lambda I) \otimes (\bar A + \sqrt\lambda I)`, where both
+        are scaled to one mean eigenvalue.
+        """
+        layers = [(w, term) for w, term in terms if isinstance(term, Kronecker)]
+        # Only a convolution's factors show how many groups it has.
+        if len({layer.groups for _, layer in layers}) > 1:
+            return None
+        first = layers[0][1]
+        of_inputs: list[_ScaledFactor] = []
+        of_outputs: list[_ScaledFactor] = []
+        for weight, layer in layers:
+            (A, scale_A), (G, scale_G) = layer.partial_traces()
+            of_inputs.append((A, weight * scale_A))
+            of_outputs.append((G, weight * scale_G))
+        # Both partial traces have the sum's trace; each takes the root of its mean
+        # eigenvalue, group by group.
+        trace = torch.stack([scale * A.trace() for A, scale in of_inputs]).sum(0)
+        _, outputs, inputs = first.matrix_shape
+        mean = (trace / (outputs * inputs)).clamp_min(torch.finfo(trace.dtype).tiny)
+        solve_inputs = _sum_solver(of_inputs, (outputs * mean.sqrt()), ridge**0.5)
+        solve_outputs = _sum_solver(of_outputs, (inputs * mean.sqrt()), ridge**0.5)
+
+        def product(vector: Params) -> dict[str, Tensor]:
+            matrices = solve_outputs(first.as_matrices(vector))
+            return first.as_params(solve_inputs(matrices.mT).mT)
+
+        return product
+
+
+_ScaledFactor = tuple[SymmetricFactor, Tensor]
+_Solver = Callable[[Tensor], Tensor]
+
+
+def _sum_solver(
+    terms: Sequence[_ScaledFactor], divisor: Tensor, ridge: float
+) -> _Solver:
+    """Return a solver for ``sum of scale M / divisor + ridge I``, by group."""
+    factors = [factor.scaled(scale / divisor) for factor, scale in terms]
+    low = [factor for factor in factors if isinstance(factor, LowRankFactor)]
+    n = factors[0].shape[-1]
+    if len(low) < len(factors) or 2 * sum(factor.rank for factor in low) > n:
+        total = divisor.new_zeros(factors[0].shape)
+        for factor in factors:
+            factor.add_to(total)
+        return _solver_of(total, ridge)
+    # Few vectors: by Woodbury's identity, nothing of the size n x n is made.
+    vectors = torch.cat([factor.vectors() for factor in low], -1)
+    diagonal = torch.stack([factor.rest for factor in low]).sum(0) + ridge
+    divided = vectors / diagonal.unsqueeze(-1)
+    inner = _solver_of(vectors.mT @ divided, 1.0)
+    return lambda right: (
+        right / diagonal.unsqueeze(-1) - divided @ inner(divided.mT @ right)
+    )
+
+
+def _solver_of(matrices: Tensor, ridge: float) -> _Solver:
+    """Return a solver for symmetric matrices plus a multiple of the identity.
+
+    If they are not positive definite, this raises an error on the CPU. On an
+    accelerator, for which it does not wait, the solutions are NaN.
+    """
+    working = torch.promote_types(matrices.dtype, torch.float32)
+    wide = matrices.to(torch.float64, copy=True)
+    del matrices  # as large as all other memory in use here
+    wide.diagonal(dim1=-2, dim2=-1).add_(ridge)
+    if wide.device.type == "cpu":
+        lower = torch.linalg.cholesky(wide).to(working)
+    else:
+        lower, info = torch.linalg.cholesky_ex(wide)
+        failed = (info != 0)[..., None, None]
+        lower = lower.masked_fill(failed, torch.nan).to(working)
+    return lambda right: torch.cholesky_solve(right.to(working), lower).to(right)
