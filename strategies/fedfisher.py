@@ -13,6 +13,7 @@ import torch
 from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import FisherOptions
+from flwr_fisher.curvature.structures import STRUCTURES
 from flwr_fisher.devices import default_device, usable_device
 from flwr_fisher.errors import (
     ConfigurationError,
@@ -103,7 +104,7 @@ class FedFisherOneShot(CurvatureStrategy):
         `structure` must be ``kfac``, ``ekfac`` or ``diagonal``. It needs SciPy:
         ``pip install "flwr-fisher[matching]"``.
     codec : "auto" | "fedavg" | "lossless" | Codec, default "auto"
-        How uploads are packed: at FedAvg's size (``fedavg``), half of it (``small``),
+        How uploads are packed: at FedAvg's size (``fedavg``),
         or not at all (``lossless``). ``auto`` is ``fedavg``, and ``lossless`` for a
         model so small that headers outweigh it. ``Codec("fedavg", budget=0.75)`` packs
         into another share of FedAvg's upload.
@@ -191,6 +192,7 @@ class FedFisherOneShot(CurvatureStrategy):
         check_known("aggregate", aggregate, ("parts", "sums"))
         fisher = given("fisher", fisher, FisherOptions)
         merge = given("merge", merge, MergeOptions)
+        check_known("structure", structure, STRUCTURES)
         self.structure, self.fisher = structure, fisher.for_structure(structure)
         self.codec, self.score = Codec.of("codec", codec), score
         self.aggregate = aggregate

@@ -552,7 +552,7 @@ def test_parameters_that_an_optimizer_refuses_are_told_before_anything_trains():
         ({"server_optimizer": 3}, "server_optimizer: 'int' object is not callable"),
         ({"server_optimizer": "adm"}, "unknown server_optimizer 'adm'"),
         ({"upload": "product"}, "upload='product' needs an adaptive server_optimizer"),
-        (PRODUCTS | {"codec": "small"}, "already has FedAvg's size: leave codec out"),
+        (PRODUCTS | {"codec": "fedavg"}, "already has FedAvg's size: leave codec out"),
         ({"codec": "nope"}, "unknown codec 'nope'; known: auto, "),
         ({"upload": "nope"}, "unknown upload 'nope'; known: fisher, product"),
         ({"reduction": "nope"}, "unknown reduction 'nope'; known: sum, mean"),

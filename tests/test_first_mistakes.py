@@ -60,7 +60,7 @@ from flwr_fisher.strategies import (
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import tensors_to_arrays
-from flwr_fisher.wire.container import from_container
+from flwr_fisher.wire.codec import from_container
 from flwr_fisher.wire.quantise import decode_param, encode_param
 
 

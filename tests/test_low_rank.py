@@ -14,7 +14,7 @@ from flwr_fisher.curvature.operators.factors import DenseFactor, LowRankFactor
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.wire.budget import _Matrix, _pack_matrices
 from flwr_fisher.wire.matrices import leading_vectors
-from flwr_fisher.wire.quantise import Form
+from flwr_fisher.wire.quantise import Packing
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=40)
 F64 = torch.float64
@@ -234,7 +234,7 @@ def test_large_matrices_share_the_bytes_much_as_if_all_were_known(left):
         torch.arange(1, n + 1, dtype=F64) ** -p for n, p in ((640, 0.6), (720, 1.2))
     ]
     matrices = [
-        _Matrix(str(i), with_spectrum(s, i).float(), None, torch.float32)
+        _Matrix(str(i), with_spectrum(s, i).float(), torch.float32)
         for i, s in enumerate(spectra)
     ]
     entries = dict(_pack_matrices(matrices, left))
@@ -243,7 +243,7 @@ def test_large_matrices_share_the_bytes_much_as_if_all_were_known(left):
     ranks = {
         int(key): int.from_bytes(bytes(entry[10:14].tolist()), "little")
         for key, entry in entries.items()
-        if entry[0] == Form.COLUMNS
+        if entry[0] == Packing.COLUMNS
     }
     for index, rank in ranks.items():
         spectrum = spectra[index]
@@ -270,13 +270,13 @@ def test_few_missing_bytes_decompose_no_large_matrix(monkeypatch, missing, cut):
     monkeypatch.setattr("flwr_fisher.wire.matrices.leading_vectors", watched)
     spectra = (torch.arange(1, n + 1, dtype=F64) ** -1.0 for n in sizes)
     matrices = [
-        _Matrix(str(n), with_spectrum(s, n).float(), None, torch.float32)
+        _Matrix(str(n), with_spectrum(s, n).float(), torch.float32)
         for n, s in zip(sizes, spectra, strict=True)
     ]
     left = sum(m.whole(8) for m in matrices) - missing
     entries = dict(_pack_matrices(matrices, left))
     assert sorted(found) == sorted(cut or sizes)
-    columns = {int(k) for k, entry in entries.items() if entry[0] == Form.COLUMNS}
+    columns = {int(k) for k, entry in entries.items() if entry[0] == Packing.COLUMNS}
     assert columns
     assert columns <= set(found)
     spent = sum(len(entries[m.key]) - m.least for m in matrices)

@@ -291,7 +291,7 @@ def test_what_is_no_sum_is_refused_before_anybody_trains():
         FedAvg(policy=Policy.strict(), secure=SecureSums())
     FedAvg(policy=Policy(limit_scores=True), secure=SecureSums())
     with pytest.raises(ConfigurationError, match="packed uploads"):
-        FedFish(secure=SecureSums(), codec="small")
+        FedFish(secure=SecureSums(), codec="fedavg")
     with pytest.raises(ConfigurationError, match="secure must be SecureSums"):
         FedFish(secure=True)
     for wrong in ({"bits": 16}, {"threshold": 0.4}, {"neighbours": 1}):

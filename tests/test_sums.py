@@ -604,7 +604,6 @@ def test_uploads_are_added_as_they_come_in_any_order():
     ("options", "text"),
     [
         ({"codec": "fedavg"}, "aggregate='sums' needs codec='lossless'"),
-        ({"codec": "small"}, "aggregate='sums' needs codec='lossless'"),
         ({"codec": Codec(budget=0.5)}, "aggregate='sums' needs codec='lossless'"),
         ({"balance": 1.0}, "balance must be 0, got 1.0: the server knows only sums"),
         ({"weighted_by_key": "trust"}, "needs weighted_by_key='num-examples'"),

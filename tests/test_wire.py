@@ -109,9 +109,7 @@ def test_a_record_does_not_follow_its_source():
 
 def test_a_lazy_sum_cannot_be_sent():
     one = Diagonal({"w": torch.ones(2)})
-    with pytest.raises(
-        StructureError, match="block of no structure"
-    ):
+    with pytest.raises(StructureError, match="block of no structure"):
         curvature_to_tensors(WeightedSum([one, one], [1.0, 1.0]))
 
 

@@ -200,10 +200,10 @@ def test_a_reply_weighs_at_most_the_budget(name, structure):
 def test_a_large_upload_that_flower_cuts_into_pieces_is_within_the_budget():
     layout = Layout({"0.weight": (900, 700), "1.weight": (900, 900)})
     sent = FisherUpload(params_of(layout), curvature_of(layout, "kfac"))
-    for budget in (0.6, 1.0):
+    for budget, least in ((0.6, 0.5), (1.0, 0.67)):
         record = sent.to_arrays(Codec(budget=budget))
         used = reply_bytes(record) / fedavg_reply_bytes(sent.params)
-        assert 0.9 * min(budget, 0.75) < used <= budget
+        assert least < used <= budget
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -273,7 +273,7 @@ def test_more_budget_is_used():
         parts = curvature_to_tensors(sent.curvature)
         errors.append(max(relative(read[key], v) for key, v in parts.items()))
     assert errors == sorted(errors, reverse=True)
-    assert errors[-1] < 0.05 < errors[0]
+    assert errors[-1] < 0.02 < errors[0]
 
 
 # --- who gets the bytes ---------------------------------------------------------------
@@ -359,7 +359,10 @@ def test_a_matrix_is_sent_whole_where_that_is_smaller():
     sent = upload_of("wide", "kfac", spectrum="flat")
     assert forms_of(sent, Codec(budget=4.0)) == {(Packing.WHOLE, 16)}
     assert forms_of(sent, Codec(budget=1.0)) == {(Packing.WHOLE, 8)}
-    assert forms_of(sent, Codec(budget=0.6)) == {(Packing.WHOLE, 8), (Packing.COLUMNS, 8)}
+    assert forms_of(sent, Codec(budget=0.6)) == {
+        (Packing.WHOLE, 8),
+        (Packing.COLUMNS, 8),
+    }
 
 
 def test_a_diagonal_has_the_bytes_that_are_left():
@@ -384,7 +387,7 @@ def test_a_diagonal_has_the_bytes_that_are_left():
     [
         *((partial(Codec, budget=b), "budget") for b in (0, -1, 1e-4, 1e4, NAN, INF)),
         (partial(Codec, "lossless", budget=0.5), "takes no budget"),
-        (partial(Codec.of, "codec", "zip"), "unknown name 'zip'"),
+        (partial(Codec.of, "codec", "zip"), "unknown codec 'zip'"),
         (partial(Codec.of, "codec", 3), "codec must be Codec"),
     ],
 )
@@ -513,7 +516,7 @@ HOSTILE = {
     "no format": (FORMAT, None, "missing"),
     "format that is no JSON": (FORMAT, raw(b"{nope"), "not JSON"),
     "format that nests": (FORMAT, raw(b"[" * 250), "not JSON"),
-    "format too long": (FORMAT, raw(b" " * 2000), "too long"),
+    "format too long": (FORMAT, raw(b" " * 1030), "too long"),
     "format of another kind": (FORMAT, raw(b"[1]"), "name its format"),
     "format without a version": (FORMAT, text(budget=1.0), "name its format"),
     "older version": (FORMAT, text(version=1), "format version 1, .* reads 2"),
@@ -537,7 +540,11 @@ HOSTILE = {
     "coded counter": (COUNTER, with_head(form=1, bits=16), "form FLOAT for a param"),
     "1 bit": (W, with_byte(1, 1), "codes of 1 bits"),
     "17 bits": (W, with_byte(1, 17), "codes of 17 bits"),
-    "floats of 8 bits for a parameter": (W, with_byte(1, 8), "codes of 8 bits in form FLOAT"),
+    "floats of 8 bits for a parameter": (
+        W,
+        with_byte(1, 8),
+        "codes of 8 bits in form FLOAT",
+    ),
     "other form of a parameter": (W, with_head(form=2, bits=8), "bytes, expected"),
     "NaN scale of a parameter": (W, with_float(HEAD, NAN), "scale"),
     "infinite scale": (W, with_float(HEAD, INF), "scale"),
@@ -558,7 +565,7 @@ HOSTILE = {
     "form of a diagonal for a factor": (A, with_head(form=1), "form FLOAT for this"),
     "form of a factor for a diagonal": (D, with_head(form=3), "form WHOLE for this"),
     "rows for a diagonal": (D, with_head(form=2, bits=8), "form ROWS for this part"),
-    "raw bytes for a factor": (A, with_head(form=0, bits=0), "form RAW for this part"),
+    "raw bytes for a factor": (A, with_head(form=0, bits=0), "form RAW for this"),
     "factor of 0 bits": (A, with_head(bits=0), "codes of 0 bits"),
     "factor of other bits": (A, with_head(bits=8), "expected"),
     "no groups": (A, with_head(a=0), "matrices of a weight"),

@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord
 from safetensors.torch import load, save
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, WireError, printable
+from flwr_fisher.errors import ConfigurationError, WireError, check_known, printable
 from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import (
@@ -54,16 +54,16 @@ class Codec(Options):
     """
 
     name: str = option(
-        "auto",
-        "``fedavg`` packs an upload into FedAvg's bytes; ``lossless`` sends plain "
+        default="auto",
+        says="``fedavg`` packs an upload into FedAvg's bytes; ``lossless`` sends plain "
         "arrays. ``auto`` is ``fedavg``, or ``lossless`` for a model so small that the "
         "headers alone exceed the budget.",
         choices=_NAMES,
         kw_only=False,
     )
     budget: float | None = option(
-        None,
-        "The size of a packed upload in multiples of FedAvg's upload, which is the "
+        default=None,
+        says="The size of a packed upload in multiples of FedAvg's upload, which is the "
         "same parameters in float32. Keys, scales and headers count. None: 1. ``auto`` "
         "with a budget is ``fedavg`` with this budget.",
         low=1e-3,
@@ -84,7 +84,10 @@ class Codec(Options):
     @classmethod
     def of(cls, name: str, value: "str | Codec | None") -> "Codec":
         """Return the codec that an argument gives: an object, or a codec's name."""
-        return cls(value) if isinstance(value, str) else super().of(name, value)
+        if isinstance(value, str):
+            check_known(name, value, _NAMES)
+            return cls(value)
+        return super().of(name, value)
 
     def to_options(self) -> dict[str, str | int | float]:
         """Return the config that requests this codec."""
@@ -116,7 +119,7 @@ class Codec(Options):
 
     def describe(self) -> dict[str, Any]:
         """Return the description of the codec that an upload carries."""
-        return {"version": FORMAT_VERSION, **asdict(self)}  # type: ignore[call-overload]
+        return {"version": FORMAT_VERSION, **asdict(self)}
 
     def check_description(self, text: Tensor | None, *, field: str) -> None:
         """Raise :class:`WireError` unless an upload's description names this codec."""

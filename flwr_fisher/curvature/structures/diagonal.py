@@ -1,5 +1,7 @@
 """The exact diagonal as a structure."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ class DiagonalStructure(Structure):
         assert isinstance(entries, Tensor)
         return Diagonal({name: entries})
 
-    def trace(self, traces: dict[str, list[float]]) -> float:
+    def trace(self, traces: Mapping[str, Sequence[float]]) -> float:
         """Return the sum of the entries."""
         return sum(traces[""])
 
