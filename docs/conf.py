@@ -38,7 +38,7 @@ _INNER = (
     r"flwr_fisher\.(client\.(disk|store)|curvature\.(estimate|operators\.factors)|"
     r"secure\.(aggregator|payload)|server\.(driver|policy)|"
     r"wire\.(options|tangent_upload))\..*|flwr_fisher\.server\.exchange\.(P|Total)|"
-    r"flwr_fisher\.(errors\.Options|"
+    r"flwr_fisher\.(errors\.Options|options\.Options|"
     r"curvature\.operators\.layer\..*)"
 )
 nitpick_ignore_regex = [

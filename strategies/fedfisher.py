@@ -229,10 +229,6 @@ class FedFisherOneShot(CurvatureStrategy):
     def _check_sums(self) -> None:
         """Raise an error for options that do not work with sums."""
         needs = "aggregate='sums' needs"
-        if self.structure not in ("diagonal", "kfac"):
-            raise ConfigurationError(
-                f"{needs} structure='kfac' or 'diagonal', not '{self.structure}'"
-            )
         if self.structure == "kfac" and self.merge.solver != "pcg":
             raise ConfigurationError(
                 f"{needs} solver='pcg' for structure='kfac', not '{self.merge.solver}'"

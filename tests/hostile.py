@@ -106,9 +106,7 @@ VICTIMS = {
     "FedFisher": Victim(lossless),
     "FedFisher, batch norm": Victim(lossless, normalised=True),
     PACKED: Victim(partial(FedFisherOneShot, codec=Codec(budget=4.0))),
-    "FedFisher, E-KFAC": Victim(partial(lossless, structure="ekfac")),
     "FedFisher, diagonal": Victim(partial(lossless, structure="diagonal")),
-    "FedFisher, dense": Victim(partial(lossless, structure="dense")),
     "FedFisher, sums": Victim(
         partial(lossless, structure="diagonal", aggregate="sums")
     ),
@@ -348,8 +346,8 @@ def counting(batches):
 
 
 NETWORK = r"^(\d+\.(weight|bias|running_.*))$|^params/|^fisher-params/"
-CURVATURE = rf"^{PREFIX}(diagonal|kfac|ekfac|dense)|^fisher"
-SPECTRUM = rf"^{PREFIX}(diagonal|kfac|dense)|^{PREFIX}ekfac/.*/S$|^fisher"
+CURVATURE = rf"^{PREFIX}(diagonal|kfac)|^fisher"
+SPECTRUM = CURVATURE
 VECTORS = r"^(gradient|hvp|direction|control.*|product|displaced|change)/|^tct/"
 ANY = rf"{NETWORK}|{VECTORS}"
 

@@ -20,7 +20,7 @@ from flwr_fisher.merge import sums_solver
 from flwr_fisher.strategies import Policy
 from flwr_fisher.strategies.exchanges import kfac_sums
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import serialized_bytes, split_config
+from flwr_fisher.wire import arrays_bytes, split_config
 
 # With these the parts are weighted as sums are.
 ALIKE = {"robust": 0.0, "max_share": 1.0}
@@ -179,7 +179,6 @@ def test_a_killed_server_ends_with_the_same_bits(whole, tmp_path):
 
 def test_what_sums_cannot_do_is_refused():
     for options, reason in (
-        ({"structure": "ekfac"}, "structure='kfac' or 'diagonal'"),
         ({"solver": "adam"}, "solver='pcg'"),
         ({"robust": 1.0}, "robust must be 0"),
         ({"codec": "fedavg"}, "codec='lossless'"),
@@ -209,7 +208,9 @@ def test_the_log_says_how_large_the_largest_reply_is(tmp_path, monkeypatch):
         def pull_messages(self, message_ids):
             replies = list(super().pull_messages(message_ids))
             trained = [r for r in replies if r.metadata.message_type == "train"]
-            sizes.extend(serialized_bytes(reply.content) for reply in trained)
+            sizes.extend(
+                arrays_bytes(*reply.content.array_records.values()) for reply in trained
+            )
             return replies
 
     strategy = fedfisher_with(aggregate="sums", iterations=1, **EXACT)

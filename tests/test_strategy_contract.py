@@ -163,7 +163,6 @@ OF_ROUNDS = {
     "test_a_stopped_run_goes_on_bit_for_bit",
 }
 VARIANTS = {
-    "fedfisher-ekfac",
     "fedfisher-adam",
     "fedfish-last-epoch",
     "fagh-random",
@@ -184,7 +183,6 @@ STRATEGIES = {
         extras=True,
     ),
     "fedfisher-kfac": FEDFISHER(PLAIN),
-    "fedfisher-ekfac": FEDFISHER(PLAIN | {"structure": "ekfac"}),
     "fedfisher-adam": FEDFISHER(PLAIN | {"solver": "adam", "iterations": 30}),
     "fedfish": Row(FedFish, PLAIN, extras=True),
     "fedfish-last-epoch": Row(
@@ -877,7 +875,7 @@ def test_arguments_out_of_range_are_named(row, name, value):
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        ("structure", "kfac, diagonal, ekfac, block, dense"),
+        ("structure", "diagonal, kfac"),
         ("solver", "pcg, cg, closed-form, adam, gd"),
         ("expectation", "exact"),
         ("codec", ""),

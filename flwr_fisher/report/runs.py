@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import RecordDict
 from flwr.serverapp.strategy import Result
 from torch import nn
 
@@ -24,7 +23,7 @@ from flwr_fisher.report.accuracy import (
 )
 from flwr_fisher.report.pictures import plot_accuracies, plot_rounds, points_of
 from flwr_fisher.strategies import CurvatureResult
-from flwr_fisher.wire import arrays_to_tensors, serialized_bytes, tensors_to_arrays
+from flwr_fisher.wire import arrays_bytes, arrays_to_tensors, tensors_to_arrays
 
 _TITLES = {
     "fedavg": "FedAvg",
@@ -241,8 +240,7 @@ def _write_metrics(
 ) -> None:
     """Write ``metrics.json``; log the size of an upload, and the folder."""
     if isinstance(result, CurvatureResult) and result.uploads:
-        model = RecordDict({"arrays": tensors_to_arrays(params)})
-        sizes = result.upload_bytes, serialized_bytes(model)
+        sizes = result.upload_bytes, arrays_bytes(tensors_to_arrays(params))
         keys = "upload_per_client", "fedavg_per_client"
         measured["bytes"] = dict(zip(keys, sizes, strict=True))
         kilobytes = [size / 1e3 for size in sizes]

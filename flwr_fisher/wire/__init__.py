@@ -23,7 +23,7 @@ from flwr_fisher.wire.options import (
     split_groups,
 )
 from flwr_fisher.wire.roster import Roster
-from flwr_fisher.wire.schema import Payload
+from flwr_fisher.wire.schema import Part, Payload, description, part
 from flwr_fisher.wire.size import arrays_bytes, fedavg_bytes, serialized_bytes
 
 __all__ = [
@@ -38,15 +38,18 @@ __all__ = [
     "ConfigValue",
     "FisherUpload",
     "HeadUpload",
+    "Part",
     "Payload",
     "Roster",
     "RunningMean",
     "arrays_bytes",
     "arrays_to_tensors",
     "curvature_to_tensors",
+    "description",
     "fedavg_bytes",
     "join_groups",
     "named_options",
+    "part",
     "resolve",
     "serialized_bytes",
     "split_config",

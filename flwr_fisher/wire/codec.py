@@ -63,11 +63,12 @@ class Codec(Options):
     )
     budget: float | None = option(
         default=None,
-        says="The size of a packed upload in multiples of FedAvg's upload, which is the "
-        "same parameters in float32. Keys, scales and headers count. None: 1. ``auto`` "
-        "with a budget is ``fedavg`` with this budget.",
+        says="The size of a packed upload in multiples of FedAvg's upload, which is "
+        "the same parameters in float32. Keys, scales and headers count. None: 1. "
+        "``auto`` with a budget is ``fedavg`` with this budget.",
         low=1e-3,
         high=1e3,
+        kw_only=False,
     )
 
     def __post_init__(self) -> None:
