@@ -1,9 +1,7 @@
 """FedFisher with packed uploads: asked for, obeyed, checked, and refused in time."""
 
-from functools import partial
-
 import pytest
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import RecordDict
 from virtual import (
     Watched,
     ask,
