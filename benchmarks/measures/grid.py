@@ -84,6 +84,11 @@ class MeasuredGrid(Grid):
         """Return the connected nodes that are held out."""
         return sorted(self._split()[1], key=self._names.order)
 
+    def held_out_clients(self) -> list[int]:
+        """Return the numbers of the connected clients that are held out."""
+        names = [self._names.name(node) for node in self.held_out()]
+        return [int(name.removeprefix("partition-")) for name in names]
+
     def report_local(self, every: int) -> None:
         """Ask clients that train to evaluate their model in every `every`-th round."""
         self._every = every
@@ -101,16 +106,6 @@ class MeasuredGrid(Grid):
         """
         cohort, self._cohort = self._cohort, {}
         return cohort
-
-    def aggregated(self, metrics: Mapping[int, MetricRecord]) -> None:
-        """Receive the aggregated replies' metrics by node, from the server.
-
-        The server may have left out bad replies, and may have other replies from a
-        checkpoint. Requests in which no client scored a model, such as those for
-        gradients, have no effect.
-        """
-        if any("local-loss" in record for record in metrics.values()):
-            self._cohort = {**dict.fromkeys(self._cohort), **metrics}
 
     def evaluate(
         self,

@@ -1,121 +1,97 @@
 """Personalisation: how well held-out clients fine-tune the server's model."""
 
-from flwr.app import ArrayRecord, MetricRecord
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from flwr_fisher.errors import (
-    ConfigurationError,
-    check_positive,
-    check_range,
-    check_whole,
-)
-from flwr_fisher.wire import named_options
-from measures.combine import means, numbers, warn_unmeasured
-from measures.grid import MeasuredGrid, check_measured
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
+
+from flwr_fisher.client import LocalSGD, cross_entropy, score
+from flwr_fisher.randomness import derive_seed, seeded
+from flwr_fisher.wire import arrays_to_tensors
+from measures.combine import means
+from measures.grid import MeasuredGrid
+
+CPU = torch.device("cpu")
 
 
 class Personalisation:
     """Fine-tuning on held-out clients, as an ``evaluate_fn``.
 
     FedFish, sections 4 and 5.2.2: a held-out client fine-tunes a copy of the server's
-    model on a `fraction` of its training data. It scores the model before (zero-shot)
-    and after, on the half of its data that it never uses for fine-tuning. The grid's
-    seed and the client's partition determine the halves, so every round and fraction is
-    scored on the same examples.
-
-    Clients fine-tune with their own ``train_fn``, which must be ``LocalSGD`` or another
-    dataclass with a field ``epochs``. They use the batch size of their ``trainloader``,
-    which must be a ``DataLoader`` of a map-style data set.
+    model on a `fraction` of its training data. The model is scored before (zero-shot)
+    and after, on the half of the data that is never used for fine-tuning. The grid's
+    seed and the client's number determine the halves, so every round and fraction is
+    scored on the same examples. The metrics are plain means over the clients.
 
     Parameters
     ----------
     grid : MeasuredGrid
-        The grid with which the strategy is started. It must hold clients out.
-    fraction : float, default 0.5
-        The share of a held-out client's examples for fine-tuning, in (0, 0.5].
-    epochs : int, default 1
-        Passes over these examples.
-    lr : float, optional
-        The learning rate. Default: the clients' own.
-    every : int, default 1
-        Measure round 0, before any training, and each `every`-th round.
-    timeout : float, default 3600
-        Seconds to wait for the clients.
-    name : str, default "personalised"
-        The beginning of its metrics' names. Two measures with different fractions need
-        different names.
-
-    Raises
-    ------
-    ConfigurationError
-        If an argument is out of range, or the grid is not a MeasuredGrid that holds
-        clients out.
-
-    Notes
-    -----
-    A round's metrics, plain means over the clients that replied: ``personalised-loss``,
-    ``personalised-accuracy``, ``zero-shot-loss``, ``zero-shot-accuracy``;
-    ``personalised-clients``, the number of these clients; and ``personalised-missing``,
-    the number of clients that could not (because they have fewer than four examples,
-    for instance). If no client replied, the log has a warning, and the round has no
-    such metrics.
-
-    Examples
-    --------
-    ::
-
-        measured = MeasuredGrid(grid, held_out=20)
-        quarter = Personalisation(measured, fraction=0.25, name="personalised-25")
-        half = Personalisation(measured, fraction=0.5, name="personalised-50")
-        strategy.start(measured, arrays, evaluate_fn=combine(quarter, half))
+        The grid with which the strategy is started; it holds clients out.
+    clients : Sequence[DataLoader]
+        All clients' batches, by their numbers; each has a sampler of batches.
+    model : nn.Module
+        The network.
+    train : LocalSGD
+        How clients train.
+    fraction, epochs, lr
+        The share of the examples to fine-tune on, in (0, 0.5]; the passes over them;
+        and the learning rate, by default that of `train`.
+    name : str
+        The beginning of the metrics' names.
     """
 
     def __init__(
         self,
         grid: MeasuredGrid,
+        clients: Sequence[DataLoader[Any]],
+        model: nn.Module,
+        train: LocalSGD,
         *,
         fraction: float = 0.5,
         epochs: int = 1,
         lr: float | None = None,
-        every: int = 1,
-        timeout: float = 3600,
         name: str = "personalised",
     ) -> None:
-        check_positive("fraction", fraction, most=0.5)
-        check_whole("epochs", epochs, 1)
-        check_whole("every", every, 1)
-        check_measured(grid)
-        if not grid.num_held_out:
-            raise ConfigurationError(
-                "personalisation needs clients that never train: hold some out, "
-                "MeasuredGrid(grid, held_out=20)"
-            )
-        self.grid, self.every, self.timeout, self.name = grid, every, timeout, name
-        options = {"personalise-fraction": fraction, "personalise-epochs": epochs}
-        self.config = named_options(options)
-        if lr is not None:
-            check_range("lr", lr, 0)
-            self.config["lr"] = lr
+        self.grid, self.clients, self.name = grid, clients, name
+        self.model, self.fraction = model, fraction
+        self.train = replace(train, epochs=epochs, lr=train.lr if lr is None else lr)
 
-    def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Return the scores of held-out clients, before and after fine-tuning."""
-        if server_round % self.every:
-            return None
-        nodes = self.grid.held_out()
-        replies = self.grid.evaluate(
-            nodes, server_round, arrays, self.config, self.timeout
-        )
-        rows = [numbers(record) for record in replies.values()]
-        needed = {"zero-shot-loss", "personalised-loss"}
-        good = [row for row in rows if needed <= row.keys()]
-        if not good:
-            reason = f"none of {len(nodes)} held-out clients replied"
-            warn_unmeasured("personalisation", server_round, reason)
-            return None
-        mean = means(good)
-        metrics: dict[str, float] = {}
-        for kind, name in (("zero-shot", "zero-shot"), ("personalised", self.name)):
-            scores = numbers(mean, f"{kind}-")
-            metrics |= {f"{name}-{key}": value for key, value in scores.items()}
-        missing = len(nodes) - len(good)
-        counts = {f"{self.name}-clients": len(good), f"{self.name}-missing": missing}
-        return MetricRecord({**metrics, **counts})
+        model = copy.deepcopy(self.model)
+        model.load_state_dict(arrays_to_tensors(arrays), strict=False)
+        rows = [self._scores(client, model) for client in self.grid.held_out_clients()]
+        return MetricRecord({**means(rows), f"{self.name}-clients": len(rows)})
+
+    def _scores(self, client: int, server_model: nn.Module) -> dict[str, float]:
+        loader, model = self.clients[client], copy.deepcopy(server_model)
+        seed = derive_seed("personalise", self.grid.seed, client)
+        order = torch.randperm(
+            len(loader.dataset),  # type: ignore[arg-type]
+            generator=torch.Generator().manual_seed(seed),
+        ).tolist()
+        half = len(order) // 2
+        tuned = order[: min(half, max(1, round(self.fraction * len(order))))]
+        unseen = _part(loader, order[half:])
+        before = score(model, unseen, CPU, cross_entropy)
+        with seeded(derive_seed(seed, client)):
+            self.train(model, _part(loader, SubsetRandomSampler(tuned)), CPU, {})
+        after = score(model, unseen, CPU, cross_entropy)
+        names = ("zero-shot", before), (self.name, after)
+        return {
+            f"{name}-{key}": value
+            for name, scores in names
+            for key, value in zip(("loss", "accuracy"), scores, strict=False)
+        }
+
+
+def _part(loader: DataLoader[Any], order: Iterable[int]) -> DataLoader[Any]:
+    """Return batches of the same size from a part of the data set."""
+    size = loader.sampler.batch_size  # type: ignore[attr-defined]
+    sampler = BatchSampler(order, size, drop_last=False)  # type: ignore[arg-type]
+    return DataLoader(loader.dataset, sampler=sampler, batch_size=None)

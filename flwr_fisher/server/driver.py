@@ -221,12 +221,6 @@ class Driver:
             raise
         under_way.close(uploads)
         run.take_step(server_round, exchange, step, uploads, metrics)
-        if not exchange.optional and hasattr(self.grid, "aggregated"):
-            # A measured grid; uploads from the disk came from other nodes.
-            present = self.cohort.present(self.grid, self.strategy.timeout)
-            nodes = {self.cohort.name(node): node for node in present}
-            known = [upload for upload in uploads if upload.client in nodes]
-            self.grid.aggregated({nodes[u.client]: u.metrics for u in known})
         return {upload.number: upload.num_examples for upload in uploads}
 
     def _take_late(self, journal: ExchangeJournal, reply: NodeReply) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import mean
 
@@ -138,7 +138,7 @@ def _federate(job: Job, here: World) -> Numbers:
 
     measures = [accuracy]
     if not job.choosing:
-        measures += client_measures(measured)
+        measures += client_measures(measured, here, train)
     late = [_late(measure, job.rounds, measured) for measure in measures]
     before = time.perf_counter()
     fraction = SAMPLED / (CLIENTS - HELD_OUT)
@@ -168,14 +168,15 @@ def means(by_round: Mapping[int, MetricRecord]) -> dict[str, float]:
     return {key: mean(row[key] for row in rows) for key in rows[0]}
 
 
-def client_measures(measured: MeasuredGrid) -> list[EvaluateFn]:
+def client_measures(
+    measured: MeasuredGrid, here: World, train: LocalSGD
+) -> list[EvaluateFn]:
     """Return the barrier and personalisation on a quarter and on half of the data."""
-    options = {"epochs": TUNED}
+    clients = measured, here.clients, here.make_model(), train
+    personal = partial(Personalisation, *clients, epochs=TUNED)
     return [
         ClientServerBarrier(measured),
-        Personalisation(measured, fraction=0.25, name="personal-25", **options),
-        Personalisation(measured, fraction=0.5, name="personal-50", **options),
-        Personalisation(
-            measured, fraction=0.5, name="personal-50-common", lr=COMMON, **options
-        ),
+        personal(fraction=0.25, name="personal-25"),
+        personal(fraction=0.5, name="personal-50"),
+        personal(fraction=0.5, name="personal-50-common", lr=COMMON),
     ]

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from measures import MeasuredGrid, Personalisation
 from tasks import make_model
 from tasks.examples import VOCABULARY
 from tasks.language import cut, load_language
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from flwr_fisher.client import LocalSGD
@@ -81,22 +83,28 @@ def federate(job: Job, data_dir: Path) -> Numbers:
         result = strategy.start(grid, start, job.rounds)
     except RoundError:  # these learning rates end in NaN
         return {"accuracy": 0.0}
-    found = {OWN: on_new_clients(grid, result.arrays)}
+    found = {OWN: on_new_clients(grid, own, model, train, result.arrays)}
     if job.seed != CHOICE:
         there = grid_of(other, model, train, job.seed)
         moved = MeasuredGrid(there, held_out=len(other) - 1, seed=job.seed)
-        found[OTHER] = on_new_clients(moved, result.arrays)
+        found[OTHER] = on_new_clients(moved, other, model, train, result.arrays)
     took = time.perf_counter() - before
     return {"accuracy": found[OWN]["as it is"], **found, "seconds": took}
 
 
-def on_new_clients(grid: MeasuredGrid, arrays: ArrayRecord) -> dict[str, float]:
+def on_new_clients(
+    grid: MeasuredGrid,
+    clients: Sequence[Loader],
+    model: nn.Module,
+    train: LocalSGD,
+    arrays: ArrayRecord,
+) -> dict[str, float]:
     """Return accuracies of next tokens, before and after fine-tuning, over clients."""
     found = {}
     for name, share in SHARES.items():
-        measure = Personalisation(grid, fraction=share, epochs=TUNED)
+        options = {"fraction": share, "epochs": TUNED}
+        measure = Personalisation(grid, clients, model, train, **options)
         told = measure(0, arrays)
-        assert told is not None
         kind = "zero-shot" if name == "as it is" else "personalised"
         found[name] = float(told[f"{kind}-accuracy"])
     return found
