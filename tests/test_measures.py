@@ -94,6 +94,3 @@ def test_costs_count_bytes_and_gradients():
     first, second = (result.evaluate_metrics_serverapp[n] for n in (1, 2))
     assert (first["gradient-evaluations"], second["gradient-evaluations"]) == (3, 6)
     assert 0 < first["uploaded-bytes"] < second["uploaded-bytes"]
-    assert result.upload_bytes * CLIENTS == pytest.approx(
-        second["uploaded-bytes"] - first["uploaded-bytes"], rel=0.05
-    )
