@@ -1,59 +1,26 @@
-"""Flower's logger, with lines wrapped to the terminal, and a log of exceptions.
+"""Lines in Flower's log: metrics, exceptions, and the progress of long work.
 
 The logger is looked up by its name, so nothing of Flower is imported.
+
+Progress is a line in the log at most every 15 seconds. A caller names the work, ``with
+watching("curvature", 1000):``. The code that does it reports how much is done,
+``advance(32)``, and need not know the name. Without a ``watching`` block, and for quick
+work, nothing is logged.
 """
 
 import logging
-import shutil
-import textwrap
-from collections.abc import Mapping
-from typing import Any
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from flwr_fisher.errors import FlwrFisherError, printable
 
-_PREFIX = 12  # columns of what Flower's handler puts in front: "INFO :      "
-_TAB = 4  # columns that a tab takes after those
-_NARROWEST = 40
+logger = logging.getLogger("flwr")
 _ENTRIES = 10  # of a metric that is a list
 _LONGEST = 800  # characters of an error in the log; it may quote a server's message
-
-
-def width() -> int:
-    """Return how many columns a message may have: the terminal's, or ``$COLUMNS``.
-
-    If there is neither, as in the processes that ``flwr run`` starts, a line has 80
-    columns.
-    """
-    return max(shutil.get_terminal_size().columns - _PREFIX, _NARROWEST)
-
-
-def wrapped(text: str) -> str:
-    r"""Return a text with its lines wrapped; nothing is cut, and no word is broken.
-
-    Examples
-    --------
-    >>> print(wrapped("\t└──> " + "word " * 16))
-        └──> word word word word word word word word word word word word
-                    word word word word
-    """
-    return "\n".join(_wrapped(line) for line in text.split("\n"))
-
-
-def _wrapped(line: str) -> str:
-    spread = line.expandtabs(_TAB)
-    if len(spread) <= width():
-        return line
-    margin = " " * (_PREFIX + len(spread) - len(spread.lstrip()))
-    lines = textwrap.wrap(
-        spread.strip(),
-        width() + _PREFIX,
-        initial_indent=margin,
-        subsequent_indent=f"{margin}    ",
-        replace_whitespace=False,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines)[_PREFIX:]
+EVERY = 15.0  # seconds from one line to the next, and to the first
 
 
 def shown(metrics: Mapping[str, object] | None) -> str:
@@ -79,23 +46,6 @@ def _value(value: object) -> str:
     return f"[{first}, … and {len(value) - _ENTRIES} more]"
 
 
-class _Wrapping(logging.LoggerAdapter[logging.Logger]):
-    """A logger that wraps messages which are longer than a line."""
-
-    def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
-        """Log a message, as ``logging.Logger.log`` does."""
-        if not self.isEnabledFor(level):
-            return
-        text = str(msg) % args if args else str(msg)
-        if (lines := wrapped(text)) != text:
-            msg, args = "%s", (lines,)
-        options.setdefault("stacklevel", 2)  # the line of code that logs
-        self.logger.log(level, msg, *args, **options)
-
-
-logger = _Wrapping(logging.getLogger("flwr"))
-
-
 class Failures:
     """Logs exceptions: the first of a kind with its traceback, later ones in a line.
 
@@ -105,7 +55,7 @@ class Failures:
     """
 
     def __init__(self) -> None:
-        self._known: set[tuple[str, str, int]] = set()
+        self._known: set[str] = set()
 
     def tell(self, who: str, error: BaseException) -> str:
         """Log which client failed and why; return the reason."""
@@ -113,7 +63,10 @@ class Failures:
         text = printable(reason, _LONGEST)
         if isinstance(error, FlwrFisherError):
             logger.error("%s failed: %s", who, text)
-        elif (kind := _kind(error)) in self._known:
+            return reason
+        # Its type, and the file and line that raised it.
+        kind = f"{type(error)} {traceback.extract_tb(error.__traceback__)[-1:]}"
+        if kind in self._known:
             logger.error("%s failed with the same error as another: %s", who, text)
         else:
             self._known.add(kind)
@@ -121,10 +74,88 @@ class Failures:
         return reason
 
 
-def _kind(error: BaseException) -> tuple[str, str, int]:
-    """Return an exception's type, and the file and line that raised it."""
-    trace, file, line = error.__traceback__, "", 0
-    while trace is not None:
-        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        trace = trace.tb_next
-    return type(error).__qualname__, file, line
+# --- progress
+
+
+class Progress:
+    """Work in progress; its log lines begin with the names of the outer blocks.
+
+    Parameters
+    ----------
+    what : str
+        The work's name.
+    total : int, optional
+        The total amount of work, if it is known.
+    unit : str | None, default "examples"
+        What is counted; with None nothing, because the block only names the work of
+        inner ones.
+    """
+
+    def __init__(
+        self, what: str, total: int | None = None, unit: str | None = "examples"
+    ) -> None:
+        outer = _watched.get()
+        self.what: str = what if outer is None else f"{outer.what}: {what}"
+        self.total, self.unit, self.done = total, unit, 0
+        self._began = self._told = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a line."""
+        return time.monotonic() - self._told >= EVERY
+
+    @property
+    def seconds(self) -> float:
+        """How many seconds it has taken so far."""
+        return time.monotonic() - self._began
+
+    def tell(self, text: str) -> None:
+        """Log a line at once, whether or not it is :attr:`due`."""
+        self._told = time.monotonic()
+        logger.info("%s, %s", self.what, text)
+
+    def advance(self, count: int = 1) -> None:
+        """Count `count` more as done; log the progress when a line is due."""
+        self.done += count
+        if self.unit is not None and self.due:
+            self.tell(f"{self._done()}, {self.seconds:.0f} s so far")
+
+    def _done(self) -> str:
+        if self.total is None or self.done > self.total:
+            return f"{_grouped(self.done)} {self.unit}"
+        share = f"{100 * self.done / self.total:.0f} %"
+        return f"{share} of {_grouped(self.total)} {self.unit}"
+
+
+_watched: ContextVar[Progress | None] = ContextVar("watched", default=None)
+
+
+@contextmanager
+def watching(
+    what: str, total: int | None = None, unit: str | None = "examples"
+) -> Iterator[Progress]:
+    """Count this work by :func:`advance`, as long as the block lasts.
+
+    Examples
+    --------
+    >>> with watching("partition-3", unit=None), watching("curvature", 10) as progress:
+    ...     advance(4)
+    >>> progress.what, progress.done
+    ('partition-3: curvature', 4)
+    """
+    progress = Progress(what, total, unit)
+    token = _watched.set(progress)
+    try:
+        yield progress
+    finally:
+        _watched.reset(token)
+
+
+def advance(count: int = 1) -> None:
+    """Count `count` more as done in the innermost `watching` block, if there is one."""
+    if (progress := _watched.get()) is not None:
+        progress.advance(count)
+
+
+def _grouped(number: int) -> str:
+    return f"{number:_}".replace("_", " ")

@@ -1,6 +1,5 @@
 """The base class of this library's strategies: FedAvg's sampling, other rounds."""
 
-import textwrap
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from flwr_fisher.errors import (
     check_whole,
     plain,
 )
-from flwr_fisher.log_lines import logger, width
+from flwr_fisher.log_lines import logger
 from flwr_fisher.options import check_names
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.driver import Driver, EvaluateFn, requests_to_evaluate
@@ -43,7 +42,6 @@ _FRACTIONS = ("fraction_train", "fraction_evaluate")
 _FEWEST = {"min_train_nodes": 1, "min_evaluate_nodes": 0, "min_available_nodes": 1}
 _NORM_STATISTICS = ("average", "refresh")
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
-_INDENT = 10  # columns in front of a line of settings in the log
 # Keywords of Flower's older strategies, and the names that they have now.
 OLDER_NAMES = {
     "fraction_fit": "fraction_train",
@@ -279,8 +277,7 @@ class CurvatureStrategy(FedAvg):
         """Log the strategy's configuration."""
         settings = self.used_settings().items()
         text = ", ".join(f"{name}={value}" for name, value in settings)
-        for line in textwrap.wrap(text, width() - _INDENT, break_on_hyphens=False):
-            logger.info("\t├──> %s", line)
+        logger.info("\t├──> %s", text)
         super().summary()
 
     # --- a run

@@ -22,7 +22,7 @@ from flwr_fisher.errors import (
     given,
     plain,
 )
-from flwr_fisher.log_lines import logger
+from flwr_fisher.log_lines import Progress, logger
 from flwr_fisher.merge import (
     DiagonalSums,
     MergeOptions,
@@ -36,7 +36,6 @@ from flwr_fisher.merge.matching import RENUMBERED, check_matching
 from flwr_fisher.merge.options import Report, Score, check_score
 from flwr_fisher.merge.sums import merge_from_sums
 from flwr_fisher.params import Params
-from flwr_fisher.progress import Progress
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,

@@ -129,11 +129,3 @@ def quick_seeds() -> Iterator[None]:
         if devices.ACCELERATOR is None:
             patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def long_lines():
-    """A test reads what the log says; where lines end, test_log_lines.py looks at."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flwr_fisher.log_lines.width", lambda: 10_000)
-        yield

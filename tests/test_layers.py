@@ -19,7 +19,7 @@ HEAVY = {"flwr", "ray", "datasets", "flwr_datasets", "nngeometry"}
 # Each room with the rooms that it may import, besides itself.
 GROUND = {
     *("devices", "errors", "files", "log_lines", "options"),
-    *("params", "progress", "randomness"),
+    *("params", "randomness"),
 }
 MATHS_ROOMS = ("curvature", "merge", "rounds", "tangent")
 MATHS = GROUND | {*MATHS_ROOMS}
@@ -33,7 +33,6 @@ ALLOWED = {
     "log_lines": {"errors"},
     "options": {"errors"},
     "params": {"errors"},
-    "progress": {"log_lines"},
     "randomness": {"devices", "errors"},
     "curvature": GROUND,
     "merge": GROUND | {"curvature"},
@@ -57,7 +56,7 @@ CURVATURE = {"operators": set(), "estimate": {"operators"}}
 FORBIDDEN = {
     "": HEAVY | {"torch", "numpy", "torchvision"},
     "errors": HEAVY | {"torch"},
-    **dict.fromkeys(("log_lines", "progress"), HEAVY | {"torch"}),
+    **dict.fromkeys(("log_lines",), HEAVY | {"torch"}),
     **dict.fromkeys(("devices", "files", "params", "randomness", *MATHS_ROOMS), HEAVY),
 }
 ONLY_NNGEOMETRY = "curvature/estimate/nngeometry_engine.py"

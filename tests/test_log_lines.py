@@ -1,11 +1,7 @@
 """Lines of the log: they end where the terminal does, and say each thing once."""
 
 import logging
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord
@@ -14,21 +10,11 @@ from flwr.serverapp import strategy as flowers
 from torch.utils.data import DataLoader
 from virtual import tiny_arrays, tiny_client, tiny_data, tiny_model
 
-import flwr_fisher
-from flwr_fisher import log_lines
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.log_lines import Failures
 from flwr_fisher.strategies import TCT, FedAvg, Waiting
 from flwr_fisher.testing import LocalGrid
-
-PREFIX = "INFO :      "  # as Flower's handler writes it
-
-
-@pytest.fixture
-def narrow(monkeypatch):
-    """A terminal of 80 columns."""
-    monkeypatch.setattr(log_lines, "width", lambda: 80 - len(PREFIX))
 
 
 @pytest.fixture(autouse=True)
@@ -38,62 +24,6 @@ def new_process(monkeypatch):
 
 def messages(caplog, level=logging.INFO):
     return [r.getMessage() for r in caplog.records if r.levelno >= level]
-
-
-def columns(message):
-    first, *others = message.expandtabs(4).split("\n")
-    return max(map(len, [PREFIX + first, *others]))
-
-
-# Where they end
-
-
-def test_the_width_is_the_terminals():
-    code = "from flwr_fisher.log_lines import wrapped; print(wrapped('x ' * 40 + 'y'))"
-    for columns, lines in (("200", 1), ("60", 2), ("0", 2)):  # 0: not known, so 80
-        shown = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "COLUMNS": columns},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert len(shown.stdout.splitlines()) == lines
-
-
-def test_long_lines_are_wrapped_and_nothing_is_cut(narrow):
-    text = "\t└──> Aggregated MetricRecord: " + " ".join(
-        f"'m{i}': {i}," for i in range(40)
-    )
-    wrapped = log_lines.wrapped(text)
-    assert columns(wrapped) <= 80
-    assert wrapped.split() == text.split()
-    path = "/a/" + "folder-with-a-name/" * 9
-    assert path in log_lines.wrapped(f"Results of all the rounds are in {path}")
-
-
-def test_short_lines_stay_as_they_are(narrow):
-    assert log_lines.wrapped("\t├──> a  b") == "\t├──> a  b"
-
-
-def test_a_whole_runs_lines_fit(narrow, caplog):
-    caplog.set_level("INFO", logger="flwr")
-
-    def broken(context):
-        partition = context.node_config["partition-id"]
-        if partition > 2:
-            raise ClientError("this client " + "cannot do it at all, " * 12)
-        return tiny_client(int(partition))
-
-    FedAvg(min_train_nodes=3).start(
-        LocalGrid(make_client_app(broken), 6), tiny_arrays(), num_rounds=2
-    )
-    library = Path(flwr_fisher.__file__).parent
-    own = [r for r in caplog.records if Path(r.pathname).is_relative_to(library)]
-    assert any("\n" in r.getMessage() for r in own)
-    long = [r.getMessage() for r in own if columns(r.getMessage()) > 80]
-    assert long == []
-    assert "cannot do it at all, cannot" in caplog.text.replace("\n", " ")
 
 
 # Who has nothing to evaluate on

@@ -7,9 +7,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from virtual import Clock, tiny_app, tiny_data, tiny_model
 
-from flwr_fisher import progress
+from flwr_fisher import log_lines as progress
 from flwr_fisher.client import LocalSGD
-from flwr_fisher.progress import EVERY, Progress, advance, watching
+from flwr_fisher.log_lines import EVERY, Progress, advance, watching
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 

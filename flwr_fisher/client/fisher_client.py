@@ -39,7 +39,7 @@ from flwr_fisher.curvature.losses import Loss
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU, default_device, has_float64, usable_device
 from flwr_fisher.errors import ConfigurationError, given
-from flwr_fisher.progress import watching
+from flwr_fisher.log_lines import watching
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES
 from flwr_fisher.wire.answer import ANY_JOB

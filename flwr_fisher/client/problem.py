@@ -53,8 +53,8 @@ from flwr_fisher.curvature.losses import LOSSES, Loss, cross_entropy
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU, defaults_kept, has_float64
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
+from flwr_fisher.log_lines import watching
 from flwr_fisher.params import Params, select, trainable, trainable_names
-from flwr_fisher.progress import watching
 from flwr_fisher.wire.answer import client_name, some
 from flwr_fisher.wire.options import NUM_EXAMPLES
 

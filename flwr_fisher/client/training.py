@@ -45,9 +45,8 @@ from flwr_fisher.errors import (
     check_whole,
     plain_fields,
 )
-from flwr_fisher.log_lines import logger
+from flwr_fisher.log_lines import Progress, logger, watching
 from flwr_fisher.params import first_not_finite, trainable
-from flwr_fisher.progress import Progress, watching
 
 Loader = Iterable[Any]  # batches of any form, or `Pairs`
 TrainFn = Callable[

@@ -25,7 +25,7 @@ from torch.utils.data import (
 from flwr_fisher.curvature.batch import Batch, BatchFn, OutputFn, form_of, read
 from flwr_fisher.curvature.loader_state import loader_kept
 from flwr_fisher.errors import DataError
-from flwr_fisher.progress import advance
+from flwr_fisher.log_lines import advance
 from flwr_fisher.randomness import random_stream, seeded
 
 # For loaders that are no Pairs, while a client's loop runs: see `default_reading`.

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.log_lines import watching
 from flwr_fisher.merge.fedfisher import merge_posteriors
 from flwr_fisher.merge.linear_system import Device
 from flwr_fisher.merge.options import Score
 from flwr_fisher.merge.posterior import LocalPosterior
 from flwr_fisher.merge.solve import MergeResult
 from flwr_fisher.params import Params, norm, select, subtract
-from flwr_fisher.progress import watching
 
 
 @dataclass(frozen=True)

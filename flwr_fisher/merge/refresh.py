@@ -14,6 +14,7 @@ from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.models import TOO_FEW, evaluating, is_frozen
 from flwr_fisher.devices import has_float64
 from flwr_fisher.errors import DataError
+from flwr_fisher.log_lines import watching
 from flwr_fisher.merge.batch_norms import (
     MEAN,
     VARIANCE,
@@ -21,7 +22,6 @@ from flwr_fisher.merge.batch_norms import (
     with_shifts,
     zero_shifts,
 )
-from flwr_fisher.progress import watching
 
 
 def refresh_norms(model: nn.Module, loader: Iterable[Any]) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 from flwr_fisher.curvature.structures import STRUCTURES, Form, Structure
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import Params
-from flwr_fisher.progress import advance
 from flwr_fisher.wire import matrices, quantise
 from flwr_fisher.wire.codec import LOSSLESS, Codec, container_bytes
 from flwr_fisher.wire.layout import Key, diagonal_key

@@ -21,8 +21,7 @@ from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.devices import CPU
 from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.files import digest_of
-from flwr_fisher.log_lines import logger
-from flwr_fisher.progress import watching
+from flwr_fisher.log_lines import logger, watching
 from flwr_fisher.randomness import derive_seed, seeded
 from flwr_fisher.tangent import Spectrum, TangentFeatures, gram_spectrum
 from flwr_fisher.tangent.spectrum import MOST_EXAMPLES, largest_gram_eigenvalue

@@ -34,10 +34,9 @@ from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.batches import check_can_be_read_again, count_of
 from flwr_fisher.curvature.models import device_of
 from flwr_fisher.errors import ClientError, check_number
-from flwr_fisher.log_lines import logger
+from flwr_fisher.log_lines import logger, watching
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params, check_finite
-from flwr_fisher.progress import watching
 from flwr_fisher.wire import (
     NUM_EXAMPLES,
     REGRESSION,
