@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature.structures import STRUCTURES, Form, Structure
 from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.log_lines import advance
 from flwr_fisher.params import Params
 from flwr_fisher.wire import matrices, quantise
 from flwr_fisher.wire.codec import LOSSLESS, Codec, container_bytes
