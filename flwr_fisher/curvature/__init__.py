@@ -14,7 +14,7 @@ from flwr_fisher.curvature.estimate.options import (
 )
 from flwr_fisher.curvature.estimate.plan import FisherPlan, LayerPlan, fisher_plan
 from flwr_fisher.curvature.gradients import gradient
-from flwr_fisher.curvature.operators.base import Curvature, Inverse
+from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.operators.lazy import Deferred, WeightedSum
 from flwr_fisher.curvature.operators.plain import BlockDiagonal, Dense, Diagonal
@@ -37,7 +37,6 @@ __all__ = [
     "FisherOptions",
     "FisherPlan",
     "Inputs",
-    "Inverse",
     "Kronecker",
     "LayerPlan",
     "Likelihood",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -9,10 +10,7 @@ from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.accumulators import (
     BlockAccumulator,
     EigenAccumulator,
-    KroneckerAccumulator,
     LayerAccumulator,
-    ReducedKroneckerAccumulator,
-    diagonal_of,
 )
 from flwr_fisher.curvature.estimate.direct_layers import SquaredGradients
 from flwr_fisher.curvature.estimate.forms import Forms
@@ -28,10 +26,10 @@ from flwr_fisher.curvature.model_checks import check_examples_are_independent
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal
+from flwr_fisher.curvature.structures import STRUCTURES, Form
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import first_not_finite, trainable
 
-_SHARINGS = {"expand": KroneckerAccumulator, "reduce": ReducedKroneckerAccumulator}
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
 
 
@@ -117,16 +115,21 @@ def make_sums(
     blocks = kfac.blocks() if kfac is not None else []
     bases = {k.weight: k for k in blocks if isinstance(k, Kronecker)}
     kinds: dict[str, Callable[[KroneckerLayer], LayerAccumulator]] = {
-        "kfac": _SHARINGS[weight_sharing],
-        "ekfac": lambda layer: EigenAccumulator(layer, bases[layer.weight]),
-        "diagonal": diagonal_of,
-        "block": BlockAccumulator,
+        name: partial(structure.accumulator, weight_sharing=weight_sharing)
+        for name, structure in STRUCTURES.items()
+    }
+    # Two more serve tests as oracles.
+    kinds["ekfac"] = lambda layer: EigenAccumulator(layer, bases[layer.weight])
+    kinds["block"] = BlockAccumulator
+    with_factors = {
+        "ekfac",
+        *(n for n, s in STRUCTURES.items() if Form.MATRIX in s.tensors.values()),
     }
 
     def kind(structure: str, layer: KroneckerLayer) -> str:
         large = max(layer.matrices().shape[1:]) > LARGEST_FACTOR
         no_basis = structure == "ekfac" and layer.weight not in bases
-        no_factors = large and structure in ("kfac", "ekfac")
+        no_factors = large and structure in with_factors
         return "diagonal" if no_basis or no_factors else structure
 
     accumulators = {

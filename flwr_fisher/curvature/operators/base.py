@@ -1,11 +1,7 @@
-"""The base class of curvatures: operators on named tensors, and their algebra.
-
-Long: half of it documents the interface of all curvatures.
-"""
+"""The base class of curvatures: operators on named tensors, and their algebra."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -29,8 +25,8 @@ class Curvature(ABC):
     parameters, in the order of :attr:`shapes`.
 
     Every kind of curvature has the methods described here. ``F @ v`` is a product,
-    ``F + F2`` a lazy sum, ``c * F`` a multiple with :math:`c \ge 0`, ``F.solve(b)`` and
-    ``F.inverse() @ b`` solve.
+    ``F + F2`` a lazy sum, ``c * F`` a multiple with :math:`c \ge 0`, and ``F.solve(b)``
+    solves.
 
     Examples
     --------
@@ -188,14 +184,13 @@ class Curvature(ABC):
         >>> F.solve({"w": torch.ones(2)}, damping=2.0)
         {'w': tensor([0.2500, 0.5000])}
         """
-        return self.inverse(damping) @ rhs
-
-    def inverse(self, damping: float = 0.0) -> "Inverse":
-        r"""Return :math:`(F + \lambda I)^{-1}`, whose ``@`` is :meth:`solve`.
-
-        The factorisation is computed once, at the first product.
-        """
-        return Inverse(self, damping)
+        check_range("damping", damping, 0)
+        self.check(rhs)
+        wide = {name: value.double() for name, value in rhs.items()}
+        solution: dict[str, Tensor] = {}
+        for block in self.blocks():
+            solution |= block.solver(damping)(select(wide, block.shapes))
+        return {name: solution[name].to(value.dtype) for name, value in rhs.items()}
 
     def solver(self, damping: float) -> Solver:
         """Return a solver for one of :meth:`blocks`, in float64."""
@@ -261,45 +256,6 @@ class Curvature(ABC):
             raise StructureError(
                 f"the vector does not fit the curvature: {', '.join(sorted(wrong))}"
             )
-
-
-class Inverse:
-    r"""The lazy :math:`(F + \lambda I)^{-1}` of a curvature; see its ``solve``.
-
-    Parameters
-    ----------
-    curvature : Curvature
-        :math:`F`.
-    damping : float
-        :math:`\lambda \ge 0`.
-
-    Examples
-    --------
-    >>> from flwr_fisher.curvature import Diagonal
-    >>> inverse = Diagonal({"w": torch.tensor([1.0, 0.0])}).inverse(damping=1.0)
-    >>> inverse @ {"w": torch.ones(2)}
-    {'w': tensor([0.5000, 1.0000])}
-    """
-
-    def __init__(self, curvature: Curvature, damping: float) -> None:
-        check_range("damping", damping, 0)
-        self.curvature, self.damping = curvature, damping
-
-    @cached_property
-    def _solvers(self) -> list[tuple[Solver, list[str]]]:
-        blocks = self.curvature.blocks()
-        return [(block.solver(self.damping), list(block.shapes)) for block in blocks]
-
-    def __matmul__(self, rhs: Params) -> dict[str, Tensor]:
-        self.curvature.check(rhs)
-        wide = {name: value.double() for name, value in rhs.items()}
-        solution: dict[str, Tensor] = {}
-        for solve, names in self._solvers:
-            solution |= solve(select(wide, names))
-        return {name: solution[name].to(value.dtype) for name, value in rhs.items()}
-
-    def __repr__(self) -> str:
-        return f"Inverse({self.curvature}, damping={self.damping:g})"
 
 
 def _in_bytes(count: int) -> str:

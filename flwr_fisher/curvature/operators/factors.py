@@ -1,7 +1,4 @@
-"""The symmetric factors of a layer's curvature.
-
-Long: two kinds of factors with one interface, each with all of its algebra.
-"""
+"""The symmetric factors of a layer's curvature."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

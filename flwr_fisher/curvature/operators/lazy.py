@@ -1,7 +1,4 @@
-"""Lazy curvatures: a weighted sum of several, and one that is computed at each use.
-
-Long: each class has the whole interface of a curvature.
-"""
+"""Lazy curvatures: a weighted sum of several, and one that is computed at each use."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
