@@ -114,10 +114,9 @@ gpu:
 	$(GPU_PYTHON) benchmarks/accelerator.py --device cuda
 	$(GPU_PYTHON) benchmarks/gpu.py
 	@$(GPU_PYTHON) -c "import flwr, matplotlib, nngeometry, pytest" || { \
-		echo "Without these, the tests and curvature.py are left out."; exit 1; }
+		echo "Without these, the tests are left out."; exit 1; }
 	$(GPU_PYTHON) -m pytest tests/test_devices.py tests/test_client.py \
 		tests/test_merge_pcg.py tests/test_curvature_algebra.py
-	$(GPU_PYTHON) benchmarks/curvature.py --device cuda
 
 # The wheel, so that what is tested is what is shipped.
 install: .venv/dependencies

