@@ -8,19 +8,11 @@ from tasks.datasets import DATASETS, load_dataset
 from tasks.examples import VOCABULARY, Examples, Splits
 from tasks.kinds import KINDS, Kind, kind_of
 from tasks.models import MODELS, make_model
-from tasks.own_data import load_own
 from tasks.partitions import (
     PARTITIONS,
     label_histogram,
     make_partitioner,
     partition_indices,
-)
-from tasks.run_config import (
-    NodeTask,
-    cohort_from_run_config,
-    node_task,
-    server_task,
-    task_from_run_config,
 )
 from tasks.task import Task, load_task
 from tasks.transformer import Transformer
@@ -33,20 +25,14 @@ __all__ = [
     "VOCABULARY",
     "Examples",
     "Kind",
-    "NodeTask",
     "Splits",
     "Task",
     "Transformer",
-    "cohort_from_run_config",
     "kind_of",
     "label_histogram",
     "load_dataset",
-    "load_own",
     "load_task",
     "make_model",
     "make_partitioner",
-    "node_task",
     "partition_indices",
-    "server_task",
-    "task_from_run_config",
 ]

@@ -12,8 +12,6 @@ from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError, 
 from tasks.examples import Examples, Splits
 from tasks.kinds import KINDS
 from tasks.language import load_language
-from tasks.own_data import load_image_folder
-from tasks.pictures import load_hub, stack_images
 
 DEFAULT_DATA_DIR = Path("~/.cache/flwr-fisher")
 
@@ -31,7 +29,7 @@ _TORCHVISION: dict[str, tuple[str, dict[str, str]]] = {
     "gtsrb": ("GTSRB", {}),
 }
 
-DATASETS = ("digits", *_TORCHVISION, "imagefolder:<dir>", "hf:<name>", "language")
+DATASETS = ("digits", *_TORCHVISION, "imagefolder:<dir>", "language")
 """The names that :func:`load_dataset` knows."""
 
 
@@ -45,15 +43,13 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> Splits:
     name : str
         One of :data:`DATASETS`. ``imagefolder:<dir>`` reads ``train/<class>/`` and
         ``test/<class>/`` below a directory (a relative one is looked up in
-        `data_dir`) as 32×32 colour images; ``hf:<name>`` reads a data set of the
-        Hugging Face Hub, or a directory in its format, with a train and a test split.
+        `data_dir`) as 32×32 colour images.
         ``language`` is a text, Python's language reference, which needs no file: its
         examples are sequences of characters from some eighty documents.
     data_dir : str | Path | None
         The folder of the files, an absolute path (``~`` is expanded), because a Flower
         app runs in a copied folder. Downloads go there, too. Default:
-        ``~/.cache/flwr-fisher``, and for ``hf:`` the Hub's own cache. Existing files
-        are used as they are, and never downloaded again.
+        ``~/.cache/flwr-fisher``. Existing files are used as they are.
 
     Returns
     -------
@@ -95,9 +91,7 @@ def _load(name: str, given: Path | None) -> Splits:
     if name in _TORCHVISION:
         return _load_torchvision(name, root)
     if kind == "imagefolder" and rest:
-        return load_image_folder(root / Path(rest).expanduser())
-    if kind == "hf" and rest:
-        return load_hub(rest, given)
+        return _load_image_folder(root / Path(rest).expanduser())
     raise UnknownNameError("dataset", name, DATASETS)
 
 
@@ -132,6 +126,34 @@ def _load_torchvision(name: str, root: Path) -> Splits:
     return Splits(train, test, tuple(map(str, names)))
 
 
+def _load_image_folder(root: Path) -> Splits:
+    """Read ``train/<class>/…`` and ``test/<class>/…`` as 32×32 colour images."""
+    with extra("tasks"):
+        from torchvision.datasets import ImageFolder
+
+    try:
+        raws = [ImageFolder(root / split) for split in ("train", "test")]
+    except FileNotFoundError as error:
+        raise DataError(f"{root} is no folder of train and test: {error}") from error
+    if raws[0].classes != raws[1].classes:
+        raise DataError(f"{root}: train and test have different classes")
+    half = (0.5,) * 3
+    train, test = (Examples(*_stacked(raw), half, half) for raw in raws)
+    return Splits(train, test, tuple(raws[0].classes))
+
+
+def _stacked(raw: Any) -> tuple[Tensor, Tensor]:
+    """Return Pillow's images as uint8 ``[n, 3, 32, 32]``, and labels."""
+    from torchvision.transforms.functional import pil_to_tensor
+
+    data = torch.empty((len(raw), 3, 32, 32), dtype=torch.uint8)
+    targets = torch.empty(len(raw), dtype=torch.int64)
+    for index, (picture, label) in enumerate(raw):
+        small = picture if picture.size == (32, 32) else picture.resize((32, 32))
+        data[index], targets[index] = pil_to_tensor(small.convert("RGB")), label
+    return data, targets
+
+
 def _open(name: str, root: Path, train: bool) -> Any:
     """Return torchvision's data set; download it if it is missing."""
     with extra("tasks"):
@@ -160,7 +182,7 @@ def _tensors(raw: Any) -> tuple[Tensor, Tensor]:
     """Read images as uint8 [n, C, H, W] and labels as int64 [n]."""
     class_name = type(raw).__name__
     if class_name == "GTSRB":  # files of different sizes
-        return stack_images(raw, len(raw), "RGB", (32, 32))
+        return _stacked(raw)
     data = torch.as_tensor(raw.data)
     targets = torch.as_tensor(raw.labels if class_name == "SVHN" else raw.targets)
     if class_name == "EMNIST":  # stored with rows and columns swapped

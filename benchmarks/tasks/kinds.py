@@ -1,9 +1,8 @@
 """The kind of a data set, known without its data: shape, classes, normalisation."""
 
-import re
 from dataclasses import dataclass
 
-from flwr_fisher.errors import ConfigurationError, UnknownNameError
+from flwr_fisher.errors import check_known
 
 Channels = tuple[float, ...]
 
@@ -57,51 +56,8 @@ KINDS: dict[str, Kind] = {
 }
 """Of the data sets that are known without reading them."""
 
-_OWN = re.compile(r"own:(\d+)x(\d+)x(\d+):(.+)")
-
 
 def kind_of(dataset: str) -> Kind:
-    """Return the kind of a data set.
-
-    Parameters
-    ----------
-    dataset : str
-        A key of :data:`KINDS`. For data that only the nodes have,
-        ``own:<C>x<H>x<W>:<classes>``: the images' shape, and the number of classes, or
-        their names separated by commas. Such images are normalised with the mean 0.5
-        and the deviation 0.5.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is neither, or a number is 0.
-
-    Examples
-    --------
-    >>> kind_of("own:3x32x32:benign,malignant").class_names
-    ('benign', 'malignant')
-    >>> kind_of("own:1x28x28:4").class_names
-    ('0', '1', '2', '3')
-    """
-    if dataset in KINDS:
-        return KINDS[dataset]
-    if (match := _OWN.fullmatch(dataset)) is None:
-        known = [*KINDS, "own:<C>x<H>x<W>:<classes>"]
-        raise UnknownNameError(
-            "dataset of nodes with data of their own", dataset, known
-        )
-    channels, height, width = (int(size) for size in match.groups()[:3])
-    classes = match[4]
-    names = tuple(name.strip() for name in classes.split(","))
-    if classes.isdecimal():
-        names = tuple(map(str, range(int(classes))))
-    if "" in names or len(set(names)) < len(names):
-        raise ConfigurationError(
-            f"classes '{classes}': names must not be empty, or there twice"
-        )
-    if 0 in (channels, height, width, len(names)):
-        raise ConfigurationError(
-            f"dataset '{dataset}': sizes and classes must be at least 1"
-        )
-    half = (0.5,) * channels
-    return Kind((channels, height, width), names, half, half)
+    """Return the kind of a data set that is known without reading it."""
+    check_known("dataset", dataset, KINDS)
+    return KINDS[dataset]
