@@ -1,12 +1,14 @@
-"""How long something takes, and how much memory."""
+"""How long something takes, how much memory, and on which made-up batches."""
 
 import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 Work = Callable[[], object]
@@ -69,3 +71,23 @@ def peak_bytes(work: Work, device: torch.device | None = None) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+@dataclass
+class Batches:
+    """A loader over tensors that are in memory already."""
+
+    x: Tensor
+    y: Tensor
+    size: int
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.x.split(self.size), self.y.split(self.size), strict=True)
+
+
+def generated(count: int) -> tuple[Tensor, Tensor]:
+    """Return images of CIFAR-10's shape, noise around a mean a class, with labels."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(10, (count,), generator=generator)
+    means = torch.randn(10, 3, 32, 32, generator=generator)
+    return 0.5 * means[y] + torch.randn(count, 3, 32, 32, generator=generator), y

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from curvature import Batches, generated
 from harness.clients import CPU
 from harness.page import blocks
 from harness.size import sized
 from harness.tables import head, row
-from harness.timing import seconds
+from harness.timing import Batches, generated, seconds
 from harness.uploads import Setting, posteriors
 from tasks import make_model
 from torch import nn

@@ -6,9 +6,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 import torch.nn.functional as F
-from curvature import generated
 from flwr.app import Array, ArrayRecord
 from harness.page import CACHE
+from harness.timing import generated
 from tasks import make_model
 from torch import Tensor, nn
 
