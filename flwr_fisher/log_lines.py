@@ -159,3 +159,14 @@ def advance(count: int = 1) -> None:
 
 def _grouped(number: int) -> str:
     return f"{number:_}".replace("_", " ")
+
+
+_logged: set[str] = set()
+
+
+def log_once(text: str) -> None:
+    """Log a text's lines, unless this process has logged them."""
+    if text not in _logged:
+        _logged.add(text)
+        for line in text.splitlines():
+            logger.info("%s", line)

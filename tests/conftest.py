@@ -129,3 +129,11 @@ def quick_seeds() -> Iterator[None]:
         if devices.ACCELERATOR is None:
             patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_logged_or_tried() -> None:
+    """Let each test be a process's first."""
+    for module, name in (("client.trial", "_tried"), ("log_lines", "_logged")):
+        if known := sys.modules.get(f"flwr_fisher.{module}"):
+            getattr(known, name).clear()

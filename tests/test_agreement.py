@@ -28,7 +28,6 @@ from flwr_fisher.client import (
     fisher_arrays,
     identify,
     make_client_app,
-    trial,
 )
 from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.params import shared_state
@@ -431,11 +430,10 @@ def test_an_app_of_its_own_tells_its_curvature_and_trained_factors_once(caplog):
         torch.manual_seed(0)
         return Adapter(freeze=False)
 
-    trial._logged.clear()
     strategy = FedFisherOneShot(fraction_evaluate=0.0)
     start = arrays(shared_state(make(0)))
     strategy.start(LocalGrid(plain_app(make, tells=False), 3), start, num_rounds=2)
     told = [" ".join(record.getMessage().split()) for record in caplog.records]
     assert sum("both factors of adapters" in text for text in told) == 1
     assert sum(text.startswith("curvature: K-FAC of lora_A") for text in told) == 1
-    assert "frozen: layer; upload about" in " ".join(told)
+    assert "frozen parameters of layer; upload" in " ".join(told)

@@ -15,12 +15,12 @@ from virtual import (
 )
 
 from flwr_fisher.client import LocalSGD, make_client_app
-from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
+from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.merge import sums_solver
 from flwr_fisher.strategies import Policy
 from flwr_fisher.strategies.exchanges import kfac_sums
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import arrays_bytes, split_config
+from flwr_fisher.wire import split_config
 
 # With these the parts are weighted as sums are.
 ALIKE = {"robust": 0.0, "max_share": 1.0}
@@ -199,40 +199,9 @@ def test_own_loops_weights_count(tmp_path):
     assert distance(parts, merged(app, aggregate="sums", **options)) < 1e-4
 
 
-def test_the_log_says_how_large_the_largest_reply_is(tmp_path, monkeypatch):
-    told = []
-    sizes = []
-    monkeypatch.setattr("flwr_fisher.client.jobs.train.log_once", told.append)
-
-    class Weighing(LocalGrid):
-        def pull_messages(self, message_ids):
-            replies = list(super().pull_messages(message_ids))
-            trained = [r for r in replies if r.metadata.message_type == "train"]
-            sizes.extend(
-                arrays_bytes(*reply.content.array_records.values()) for reply in trained
-            )
-            return replies
-
-    strategy = fedfisher_with(aggregate="sums", iterations=1, **EXACT)
-    strategy.start(Weighing(app_of(tmp_path), 3), tiny_arrays())
-    words = " ".join(told[0]).split("upload about ")[1].split()
-    assert words[1] == "kB,"
-    assert float(words[0]) * 1e3 == pytest.approx(max(sizes), rel=0.03)
-
-
 def test_uploads_that_are_held_give_what_their_sums_do(tmp_path):
     """Of clients whom no limit reaches; with a policy none is added before the end."""
     held = merged(app_of(tmp_path), aggregate="sums", policy=Policy())
     folded = merged(app_of(tmp_path), aggregate="sums")
     assert "num-limited" not in held.train_metrics_clientapp[1]
     assert distance(held, folded) == 0
-
-
-def test_who_has_no_room_for_its_fisher_does_not_train(tmp_path):
-    def train_fn(*args):
-        raise AssertionError("nothing is trained that cannot be kept")
-
-    app = app_of(tmp_path, state_bytes=100, train_fn=train_fn)
-    with pytest.raises(RoundError, match=r"FisherClient\(state_bytes=") as caught:
-        merged(app, aggregate="sums")
-    assert "nothing is trained" not in str(caught.value)

@@ -15,14 +15,10 @@ from flwr.app import (
 )
 from flwr.serverapp import strategy as flowers
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
-    Subset,
-    SubsetRandomSampler,
     TensorDataset,
 )
 from virtual import (
@@ -89,73 +85,11 @@ def test_what_is_no_metric_costs_no_training(returned, kept, text, caplog):
     assert text is None or text in caplog.text
 
 
-@pytest.mark.parametrize(
-    "returned",
-    [
-        {f"loss-{i}": 0.5 for i in range(1200)},
-        {"loss-0": 0.5, "each": [0.5] * 100_001},
-        {"loss-0": 0.5, "loss" * 60: 0.5},
-    ],
-)
-def test_more_metrics_than_a_server_takes_cost_no_upload(returned, caplog):
-    app = tiny_client(train_fn=lambda *arguments: returned).as_client_app()
-    grid, strategy = LocalGrid(app, 2), FedAvg(fraction_evaluate=0.0)
-    result = strategy.start(grid, tiny_arrays())
-    assert result.train_metrics_clientapp[1]["num-replies"] == 2
-    assert result.train_metrics_clientapp[1]["loss-0"] == 0.5
-    assert "a server takes at most" in caplog.text
-
-
 @pytest.mark.parametrize("returned", [None, {"loss": 1.0}])
 def test_an_evaluation_must_say_its_weight(returned):
     client = tiny_client(evaluate_fn=lambda *arguments: returned)
     with pytest.raises(ClientError, match="no 'num-examples'"):
         ask(client, kind="evaluate")
-
-
-class Halves:
-    """A batch sampler of one's own, which draws from a generator of its own."""
-
-    def __init__(self, sized=True):
-        self.random = torch.Generator().manual_seed(0)
-        if sized:
-            self.length = 2
-
-    def __len__(self):
-        return self.length
-
-    def __iter__(self):
-        for k in (0, 7):
-            yield (k + torch.randperm(7, generator=self.random)[:3]).tolist()
-
-
-SAMPLED = {
-    "subset": ({"sampler": SubsetRandomSampler(range(5))}, 5),
-    "drop_last": ({"drop_last": True}, 12),
-    "too few": ({"drop_last": True, "sampler": SubsetRandomSampler(range(5))}, 4),
-    "own batches": ({"batch_sampler": [[0, 1], [2]], "batch_size": 1}, 3),
-    "batches of a subset": (
-        {"batch_sampler": BatchSampler([3, 5, 1], 2, True), "batch_size": 1},
-        2,
-    ),
-    "batches for positions": (
-        {"sampler": BatchSampler(range(7), 3, True), "batch_size": None},
-        6,
-    ),
-    "workers": ({"num_workers": 2}, 14),
-    "own sampler": ({"batch_sampler": Halves(), "batch_size": 1}, 6),
-    "own, of no length": ({"batch_sampler": Halves(sized=False), "batch_size": 1}, 14),
-}
-
-
-@pytest.mark.parametrize(("options", "count"), SAMPLED.values(), ids=SAMPLED)
-def test_a_client_weighs_what_it_trains_on(options, count):
-    loader = DataLoader(tiny_data(3), **{"batch_size": 4, **options})
-    own = getattr(loader.batch_sampler, "random", torch.Generator())
-    before, drawn = own.get_state(), torch.get_rng_state()
-    assert FisherClient(tiny_model(), loader).problem.count_examples(0) == count
-    assert torch.equal(own.get_state(), before)
-    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -165,7 +99,7 @@ def test_another_dtype_is_refused_before_anything_trains(dtype):
 
     client = tiny_client(train_fn=train_fn)
     client.problem.model.to(dtype)
-    with pytest.raises(ClientError, match=rf"{dtype}.*convert the model"):
+    with pytest.raises(ClientError, match=rf"{dtype}.*start from arrays"):
         ask(client, config={"structure": "kfac"})
 
 
@@ -234,7 +168,6 @@ ONCE = {
     "generator": lambda: (batch for batch in [(X, Y)]),
     "map": lambda: map(tuple, [(X, Y)]),
     "_SingleProcessDataLoaderIter": lambda: iter(DataLoader(tiny_data(2), 4)),
-    "mapping of 'train', 'more'": lambda: {"train": [(X, Y)], "more": [(X, Y)]},
 }
 
 
@@ -245,191 +178,14 @@ def test_a_loader_that_can_be_read_once_is_refused_before_anything_trains(name, 
         raise AssertionError
 
     client = FisherClient(tiny_model(), ONCE[name](), train_fn=train_fn)
-    with pytest.raises(DataError, match=rf"it is a {name}[,:] .*"):
+    with pytest.raises(DataError, match=rf"it is a {name}, .*"):
         ask(client, config=config)
-
-
-@pytest.mark.parametrize("config", [{}, {"structure": "kfac"}])
-def test_batch_norm_and_a_last_batch_of_one_are_told_before_anything_trains(config):
-    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(X[0].numel()), tiny_model())
-    loader = DataLoader(Subset(tiny_data(2), range(5)), 4)
-    start = copy.deepcopy(model.state_dict())
-    client = FisherClient(model, loader, train_fn=LocalSGD(momentum=0))
-    with pytest.raises(DataError, match=r"last batch is of one example.*drop_last"):
-        ask(client, ArrayRecord(start), config=config)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, start[name])
-    for one_more in (6, 8):
-        loader = DataLoader(Subset(tiny_data(2), range(one_more)), 4)
-        ask(FisherClient(model, loader), ArrayRecord(start))
-
-
-def test_batch_norm_and_any_batch_of_one_are_named():
-    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(X[0].numel()), tiny_model())
-    x, y = next(iter(DataLoader(tiny_data(2), 4)))
-    with pytest.raises(DataError, match=r"is of one example.*drop_last"):
-        LocalSGD()(model, [(x, y), (x[:1], y[:1])], torch.device("cpu"), {})
-
-
-def swapped(model):
-    with torch.inference_mode():
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-
-
-def other_defaults(model):
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    torch.set_grad_enabled(False)
-    torch.set_autocast_enabled("cpu", True)
-
-
-def defaults():
-    dtype, device = torch.get_default_dtype(), torch.empty(0).device
-    has_mode = torch.overrides.has_torch_function((torch.ones(()),))
-    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), has_mode
-    return dtype, device, *modes
-
-
-def twice(module, inputs, outputs):
-    return 2 * outputs
-
-
-def first(model):
-    return model[0].weight
-
-
-def hooked(model):
-    model.handles = [model[0].register_forward_hook(twice)]  # as opacus keeps them
-
-
-def prepared(model):
-    model[0].forward = torch.zeros_like
-    model[0]._is_prepared = True  # as accelerate marks it
-
-
-CHANGES = {
-    "another dtype": lambda model: model.double(),
-    "frozen parameters": lambda model: model[-1].requires_grad_(False),
-    "a hook": lambda model: model[0].register_forward_hook(twice),
-    "a hook and its handle": hooked,
-    "a hook on gradients": lambda model: first(model).register_hook(torch.zeros_like),
-    "steps in backward": lambda model: first(model).register_post_accumulate_grad_hook(
-        lambda parameter: parameter.data.zero_()
-    ),
-    "inference tensors": swapped,
-    "torch's defaults": other_defaults,
-    "eval mode": lambda model: model.eval(),
-    "another forward": prepared,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("config", [{}, {"structure": "kfac"}, {"job": "fedfish"}])
-def test_what_a_loop_makes_of_a_model_is_not_what_is_uploaded(change, config):
-    def train_fn(model, *arguments):
-        metrics = LocalSGD()(model, *arguments)
-        change(model)
-        return metrics
-
-    replies, before = [], defaults()
-    for loop in (LocalSGD(), train_fn):
-        client = tiny_client(train_fn=loop)
-        (arrays,) = ask(client, config=config).content.array_records.values()
-        replies.append({name: array.numpy() for name, array in arrays.items()})
-        model = client.problem.model
-        assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {
-            (torch.float32, True)
-        }
-        assert defaults() == before
-        assert not model[0]._forward_hooks
-        assert model[0].training
-        assert not hasattr(model, "handles")
-        assert not hasattr(model[0], "_is_prepared")
-    assert replies[0].keys() == replies[1].keys()
-    for name, array in replies[0].items():
-        np.testing.assert_array_equal(array, replies[1][name])
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_a_failed_loop_leaves_is_not_what_the_next_one_begins_with(change):
-    def train_fn(model, loader, device, config):
-        modes.append(model.training)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for x, y in loader:
-            nn.functional.cross_entropy(model(x), y).backward()
-            if failing:
-                change(model)
-                raise MemoryError
-            optimizer.step()  # the gradients of all steps add up
-        return {}
-
-    replies = []
-    for failing, modes in (([True], []), ([], [])):
-        client = tiny_client(train_fn=train_fn)
-        if failing:
-            with pytest.raises(MemoryError):
-                ask(client)
-            failing.clear()
-        replies.append(ask(client).content["arrays"].to_torch_state_dict())
-        assert all(modes)
-    for name, value in replies[0].items():
-        assert torch.equal(value, replies[1][name])
 
 
 def trained_copy(model, *arguments):
     copied = copy.deepcopy(model)
     LocalSGD()(copied, *arguments)
     return copied
-
-
-def normed(model, *arguments):
-    weight_norm(model[0])
-
-
-def with_a_new_head(model, *arguments):
-    model.add_module("aux", nn.Linear(2, 2))
-
-
-async def waiting(model, *arguments):
-    return LocalSGD()(model, *arguments)
-
-
-def yielding(model, *arguments):
-    yield LocalSGD()(model, *arguments)
-
-
-NOT_IN_PLACE = {
-    "another model": (trained_copy, r"another model \(Sequential\).*in place"),
-    "in a tuple": (lambda *own: (trained_copy(*own), 0.5), "another model"),
-    "its state": (lambda *own: trained_copy(*own).state_dict(), "another model"),
-    "other names": (normed, r"normed has left .*'0\.weight'.*parametrizations"),
-    "new names": (with_a_new_head, r"with the new \['aux\.weight', 'aux\.bias'\]"),
-    "async": (waiting, "train_fn is async or has a yield"),
-    "a generator": (yielding, "train_fn is async or has a yield"),
-}
-
-
-@pytest.mark.parametrize(("loop", "text"), NOT_IN_PLACE.values(), ids=NOT_IN_PLACE)
-@pytest.mark.parametrize("config", [{}, {"structure": "kfac"}])
-def test_a_training_that_is_not_in_place_is_refused(loop, text, config):
-    with pytest.raises((ClientError, ConfigurationError), match=text):
-        ask(tiny_client(train_fn=loop), config=config)
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        lambda model, *own: (LocalSGD()(model, *own), nn.DataParallel(model)),
-        lambda model, *own: (LocalSGD()(model, *own), copy.deepcopy(model)),
-    ],
-)
-def test_a_loop_may_return_the_model_that_it_has_trained(loop, caplog):
-    wanted = ask(tiny_client(train_fn=LocalSGD())).content["arrays"]
-    found = ask(tiny_client(train_fn=loop)).content["arrays"]
-    for name, array in found.items():
-        np.testing.assert_array_equal(array.numpy(), wanted[name].numpy())
-    assert "changed no parameter" not in caplog.text
 
 
 def test_a_training_of_an_unseen_copy_is_told(caplog):
@@ -548,7 +304,7 @@ MISTAKES = {
             ),
         ),
         RoundError,
-        r"'0' of .*a list numbers its arrays; start from shared_state\(model\)",
+        r"'0' of .*no such entry: start from shared_state\(model\)",
     ),
     "a plain reply without a Fisher": (
         lambda: FedFisherOneShot(codec="lossless").start(
@@ -562,7 +318,7 @@ MISTAKES = {
             LocalGrid(trained_by(lambda message, context: None), 2), tiny_arrays()
         ),
         RoundError,
-        r"the app's function returned None: return Message\(RecordDict",
+        r"the app's function returned None, no Message\(RecordDict",
     ),
     "what evaluate_fn returned once": (
         lambda: FedFisherOneShot().start(
@@ -631,16 +387,6 @@ MISTAKES = {
         ConfigurationError,
         r"the device 'gpu' cannot be used here .*FisherClient\(device='cpu'\)",
     ),
-    "no loss": (
-        lambda: LocalSGD(loss_fn=None),
-        ConfigurationError,
-        "loss_fn must be a function, got None",
-    ),
-    "a class of a loss": (
-        lambda: LocalSGD(loss_fn=nn.CrossEntropyLoss),
-        ConfigurationError,
-        r"loss_fn is a class: pass an object of it, CrossEntropyLoss\(\)",
-    ),
     "a dict of limits": (
         lambda: FisherClient(nn.Linear(3, 2), [], limits={"max_steps": 3}),
         ConfigurationError,
@@ -681,7 +427,7 @@ MISTAKES = {
             LocalGrid(make_client_app(lambda _: tiny_model()), 2), tiny_arrays()
         ),
         RoundError,
-        "client_fn must return a FisherClient, got Seq.*from_numpy_client",
+        r"client_fn must return FisherClient\(.*, got Seq",
     ),
     "start's keyword": (
         lambda: FedFisherOneShot(num_rounds=3),
@@ -731,22 +477,17 @@ MISTAKES = {
     "no loader": (
         lambda: FisherClient(nn.Linear(3, 2), None),
         ConfigurationError,
-        "trainloader is None",
+        "trainloader must yield batches, but it is None",
     ),
     "a function for a loader": (
         lambda: FisherClient(nn.Linear(3, 2), lambda: DATA),
         ConfigurationError,
-        "trainloader must yield batches, but it is <function .*what it returns",
+        "trainloader must yield batches, but it is <function",
     ),
     "a class for a loader": (
         lambda: FisherClient(nn.Linear(3, 2), [], DataLoader),
         ConfigurationError,
         "valloader must yield batches, but it is <class",
-    ),
-    "a client_fn of two": (
-        lambda: make_client_app(lambda node, partition: None),
-        ConfigurationError,
-        "with the node's context alone, and <function .*'partition'",
     ),
     "a lazy layer": (
         lambda: FisherClient(nn.LazyLinear(2), []),
@@ -786,37 +527,17 @@ MISTAKES = {
     "an optimizer for what makes one": (
         lambda: LocalSGD(optimizer=torch.optim.SGD([torch.zeros(1)])),
         ConfigurationError,
-        "optimizer must be a function that makes an optimizer, got SGD",
+        "optimizer must be a function, got SGD",
     ),
     "a loss of each example": (
         lambda: ask(tiny_client(train_fn=LocalSGD(loss_fn=EACH))),
         ConfigurationError,
         "loss_fn must return a scalar",
     ),
-    "a data set to train on": (
-        lambda: FisherClient(nn.Linear(3, 2), DATA),
-        ConfigurationError,
-        "trainloader is a TensorDataset.*Data",
-    ),
-    "a data set to score on": (
-        lambda: FisherClient(nn.Linear(3, 2), [], DATA),
-        ConfigurationError,
-        "valloader is a TensorDataset.*Data",
-    ),
     "a class for a model": (
         lambda: FisherClient(nn.Linear, []),
         ConfigurationError,
         r"model must be an nn.Module.*Net\(\)",
-    ),
-    "a parallel model": (
-        lambda: wrapped("module"),
-        ClientError,
-        "'module.weight'.*in module",
-    ),
-    "a compiled model": (
-        lambda: wrapped("_orig_mod"),
-        ClientError,
-        "'_orig_mod.weight'.*in _orig_mod",
     ),
     "a reply without a Fisher": (
         lambda: from_container(tensors_to_arrays(W), limit=10**6, count=1),
@@ -866,7 +587,7 @@ def test_a_schedule_that_changes_its_config_leaves_the_callers():
         (lambda: FAGH(betas=("a", 1)), "betas must be two numbers"),
         (lambda: FAGH(seed="a"), "seed must be an integer, got 'a'"),
         (lambda: FAGH(fraction_train="0.5"), "fraction_train must be a number"),
-        (lambda: LocalSGD(epochs=3, swa_epochs=1.5), "swa_epochs must be an integer"),
+        (lambda: LocalSGD(epochs=1.5), "epochs must be an integer"),
     ],
 )
 def test_arguments_of_another_type_are_named(make, text):
@@ -905,7 +626,7 @@ def test_a_gradient_of_no_classes_needs_a_loss():
 def test_a_tct_models_arrays_are_no_networks():
     arrays = tiny_arrays()
     arrays["tct/weight"] = Array(np.zeros((2, 3)))
-    with pytest.raises(RoundError, match="it is a TCT model's"):
+    with pytest.raises(RoundError, match=r"'tct/weight' .*no such entry"):
         FAGH().start(LocalGrid(tiny_app(), 3), arrays)
 
 

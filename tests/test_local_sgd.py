@@ -59,8 +59,7 @@ def test_a_schedule_takes_a_step_after_each_epoch():
     assert same(got, model.state_dict())  # the schedule starts at the server's rate
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mixed_precision_is_the_models_forward_pass_in_half(dtype):
+def test_mixed_precision_is_the_models_forward_pass_in_half():
     seen = set()
 
     class Watched(nn.Linear):
@@ -69,8 +68,9 @@ def test_mixed_precision_is_the_models_forward_pass_in_half(dtype):
             return super().forward(x)
 
     model = seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), Watched(5, 2)))
-    metrics = LocalSGD(epochs=20, lr=0.1, autocast=dtype)(model, BATCHES, CPU, {})
-    assert seen == {dtype}
+    loop = LocalSGD(epochs=20, lr=0.1, autocast=torch.bfloat16)
+    metrics = loop(model, BATCHES, CPU, {})
+    assert seen == {torch.bfloat16}
     assert 0 < metrics["train_loss"] < 0.69
     full = trained(epochs=20, lr=0.1)
     for key, value in model.state_dict().items():
@@ -79,23 +79,16 @@ def test_mixed_precision_is_the_models_forward_pass_in_half(dtype):
         assert not torch.equal(value, full[key])
 
 
-def test_what_reads_gradients_refuses_those_that_may_be_infinite():
-    loop, noted = LocalSGD(autocast=torch.float16), list[tuple[int, int]]()
-
-    def note(epoch, step):
-        noted.append((epoch, step))
-
-    with pytest.raises(ConfigurationError, match=r"use autocast=torch\.bfloat16"):
-        loop(net(), BATCHES, CPU, {}, on_gradients=note)
-    loop = LocalSGD(autocast=torch.bfloat16)
-    loop(net(), BATCHES, CPU, {}, on_gradients=note)
+def test_gradients_are_told_by_epoch_and_step():
+    loop, noted = LocalSGD(autocast=torch.bfloat16), list[tuple[int, int]]()
+    loop(net(), BATCHES, CPU, {}, on_gradients=lambda *args: noted.append(args))
     assert noted == [(1, 1), (1, 2), (1, 3)]
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"autocast": torch.int8}, r"torch.bfloat16 or torch.float16, got torch.int8"),
+        ({"autocast": torch.int8}, "torch.bfloat16 or None, got torch.int8"),
         (
             {"optimizer": torch.optim.Adam, "lr": 0.1},
             "lr, momentum and weight_decay are for",
@@ -105,36 +98,3 @@ def test_what_reads_gradients_refuses_those_that_may_be_infinite():
 def test_mistakes_are_named(options, reason):
     with pytest.raises(ConfigurationError, match=reason):
         LocalSGD(**options)
-
-
-class Shifted(nn.Module):
-    """A loss with a parameter."""
-
-    def __init__(self, shift):
-        super().__init__()
-        self.shift = shift
-
-    def forward(self, outputs, labels):
-        return F.cross_entropy(outputs + self.shift, labels)
-
-
-def test_what_nobody_would_train_is_refused():
-    shift, model = nn.Parameter(torch.zeros(2)), net()
-    for options, text in (
-        ({"loss_fn": Shifted(shift)}, r"parameters of its own, \['shift'\]"),
-        ({"optimizer": lambda _: torch.optim.SGD([shift], 0.1)}, "none of the model's"),
-    ):
-        with pytest.raises(ConfigurationError, match=text):
-            LocalSGD(**options)(model, BATCHES, CPU, {})
-    LocalSGD(loss_fn=Shifted(model[2].bias))(model, BATCHES, CPU, {})
-
-
-def test_one_number_replaces_no_rates_of_groups():
-    def groups(parameters):
-        first, *rest = parameters
-        return torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": rest}], 0.01)
-
-    loop = LocalSGD(optimizer=groups)
-    loop(net(), BATCHES, CPU, {})
-    with pytest.raises(ConfigurationError, match=r"\[0\.01, 0\.1\].*leave lr out"):
-        loop(net(), BATCHES, CPU, {"lr": 0.5})

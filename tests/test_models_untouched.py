@@ -14,8 +14,7 @@ from torch.ao.quantization import FakeQuantize
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from flwr_fisher.client import FisherClient, LocalSGD, cross_entropy, score
-from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client import LocalSGD, cross_entropy, score
 from flwr_fisher.curvature import (
     STRUCTURES,
     fisher,
@@ -158,19 +157,6 @@ def test_factors_that_eval_mode_merges_have_their_curvature():
     assert got.abs().max() > 0
     assert model.merged
     assert torch.equal(model.one.weight, merged)
-
-
-def test_what_arrives_is_loaded_beside_what_is_merged():
-    model, other = Merging(), Merging()
-    weight = model.one.weight.clone()
-    model.eval()
-    problem = FisherClient(model, [(X, Y)]).problem
-    problem.load(shared_state(other))
-    assert not model.training
-    torch.testing.assert_close(
-        model.one.weight, weight + (other.high.T @ other.low).detach()
-    )
-    torch.testing.assert_close(model.train().one.weight, weight)
 
 
 class Checkpointed(TwoNames):
@@ -417,7 +403,6 @@ class Noisy(Dataset):
         lambda model, loader: fisher(model, loader, structure="ekfac"),
         gradient,
         lambda model, loader: score(model, loader, CPU, cross_entropy),
-        lambda model, loader: LocalProblem(model, loader)._read_to_count(),
     ],
 )
 def test_a_loader_gives_afterwards_what_it_would_have_given(read):

@@ -1,7 +1,6 @@
 """Running statistics of batch norms: taken anew in one pass, alone and in a round."""
 
 import copy
-import itertools
 import logging
 import re
 from functools import partial
@@ -870,31 +869,6 @@ def test_an_ordinary_client_is_not_touched(caplog, monkeypatch):
     assert own.keys() == other.keys()
     assert all(torch.equal(own[name], other[name]) for name in own)
     assert "lag" not in caplog.text
-
-
-def test_a_loader_that_gives_batches_once_is_not_read_for_it():
-    class Once:
-        """Goes on where it was, as a stream does."""
-
-        def __init__(self):
-            self.read = 0
-            self.batches = itertools.cycle(DataLoader(tiny_data(2), batch_size=4))
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.read += 1
-            return next(self.batches)
-
-    def takes_two(model, loader, device, config):
-        list(itertools.islice(loader, 2))
-        return {"num-examples": 8}
-
-    client, stream = lagging(train_fn=takes_two), Once()
-    client.problem.trainloader = stream
-    ask(client, far_off(), {**FISHER, "examples": 8})
-    assert stream.read == 4
 
 
 def test_labels_of_another_loss_are_no_fault():

@@ -43,7 +43,7 @@ OPTIONS = {
     Waiting: {"enough_fraction": 0.5, "over_selection": 0.5, "window": None},
     SecureSums: {"bits": 32, "threshold": 0.75, "neighbours": 2},
     ClientLimits: {"max_examples": 5, "max_steps": 2},
-    LocalSGD: {"epochs": 2, "lr": 0.5, "swa_epochs": 1},
+    LocalSGD: {"epochs": 2, "lr": 0.5},
 }
 KINDS = {int: np.int64, float: np.float32, type(None): lambda none: none}
 

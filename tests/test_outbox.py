@@ -1,10 +1,6 @@
 """A client's crash: what it has finished, and its last epoch, are on its disk."""
 
-import os
-import random
 import re
-import subprocess
-import sys
 import threading
 from copy import deepcopy
 from functools import partial
@@ -16,13 +12,17 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    Dataset,
-    RandomSampler,
-    Sampler,
 )
-from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_client, tiny_data
+from virtual import (
+    ask,
+    metrics_of,
+    same_bits,
+    tiny_arrays,
+    tiny_client,
+    tiny_data,
+    tiny_model,
+)
 
 from flwr_fisher.client import (
     ClientLimits,
@@ -34,12 +34,13 @@ from flwr_fisher.client import (
 )
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.outbox import Outbox
-from flwr_fisher.curvature.loader_state import LoaderState
 from flwr_fisher.errors import ClientError
+from flwr_fisher.params import shared_state
 from flwr_fisher.wire import tensors_to_arrays
 
 CPU = torch.device("cpu")
 RUN = "00ff00ff00ff00ff"
+KFAC = {"structure": "kfac"}
 
 
 def files(where):
@@ -201,45 +202,11 @@ def dies_after(epoch):
     return on_epoch
 
 
-class Epochs(Sampler):
-    """A sampler that counts its epochs, as accelerate's does."""
-
-    def __init__(self, data):
-        self.count, self.epoch = len(data), 0
-
-    def __len__(self):
-        return self.count
-
-    def __iter__(self):
-        self.epoch += 1
-        return iter(np.random.default_rng(self.epoch).permutation(self.count).tolist())
-
-
-class Noisy(Dataset):
-    """A data set with generators of its own."""
-
-    def __init__(self, data):
-        self.data, self.numpy = data, np.random.default_rng(0)
-        self.python, self.older = random.Random(0), np.random.RandomState(0)
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, i):
-        x, y = self.data[i]
-        return x + self.numpy.normal() * self.python.random() + self.older.normal(), y
-
-
 def loader_of(kind):
-    data, generator = tiny_data(3), torch.Generator().manual_seed(4)
+    data = tiny_data(3)
     if kind == "shuffled":
         return DataLoader(data, batch_size=4, shuffle=True)
-    if kind == "generator":
-        return DataLoader(data, batch_size=4, shuffle=True, generator=generator)
-    if kind == "own":
-        return DataLoader(Noisy(data), batch_size=4, sampler=Epochs(data))
-    sampler = RandomSampler(data, generator=generator)
-    return DataLoader(data, batch_size=4, sampler=sampler)
+    return DataLoader(data, batch_size=4)
 
 
 def net():
@@ -257,14 +224,13 @@ LOOPS = {
         "lr": 0.1,
         "scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.3),
     },
-    "swa": {"lr": 0.1, "swa_epochs": 3},
     "proximal": {"lr": 0.1},
     "autocast": {"lr": 0.1, "autocast": torch.bfloat16},
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "epoch"), [("shuffled", 1), ("generator", 3), ("sampler", 5), ("own", 2)]
+    ("kind", "epoch"), [("shuffled", 1), ("ordered", 3), ("shuffled", 5)]
 )
 @pytest.mark.parametrize("loop", LOOPS)
 def test_local_sgd_goes_on_after_its_last_finished_epoch_bit_for_bit(
@@ -346,35 +312,6 @@ def test_a_damaged_training_starts_anew(tmp_path, damage, caplog):
         disk.save("training", {"data": data}, step=1, note="x")
     assert checkpoint.load() is None
     assert re.search("which is damaged|from its beginning", caplog.text)
-
-
-@pytest.mark.parametrize("other", ["loader", "optimiser", "model"])
-def test_a_training_that_does_not_fit_starts_anew(tmp_path, other, caplog):
-    disk = disk_of(tmp_path)
-
-    def train(model, kept, **more):
-        torch.manual_seed(7)
-        checkpoint = TrainingCheckpoint(disk, 1, "x") if kept else None
-        loader = loader_of(more.pop("kind", "shuffled"))
-        return LocalSGD(epochs=3, **more)(model, loader, CPU, {}, checkpoint=checkpoint)
-
-    with pytest.raises(KilledError):
-        train(net(), kept=True, lr=0.1, on_epoch=dies_after(2))
-    now = {"lr": 0.1}
-    if other == "loader":
-        now["kind"] = "generator"
-    if other == "optimiser":
-        now = {"optimizer": lambda p: torch.optim.Adam(p, lr=0.01)}
-    fresh, resumed = (
-        nn.Sequential(net(), nn.Linear(3, 3)) if other == "model" else net()
-        for _ in range(2)
-    )
-    resumed.load_state_dict(fresh.state_dict())
-    expected = train(fresh, kept=False, **now)
-    assert train(resumed, kept=True, **now) == expected
-    assert "does not fit this one, starting from" in caplog.text
-    for key, value in fresh.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[key]), key
 
 
 def test_a_crash_in_the_fisher_costs_no_epoch(tmp_path, monkeypatch):
@@ -481,152 +418,59 @@ def test_the_process_that_hangs_is_not_waited_for_longer_than_the_server_waits(
 
 
 def train_by(model, loader, device, config, **how):
-    SEEN.trainings += 1
-    return {"mine": float(how.get("epochs", 0))}
+    return {}
 
 
 def train_otherwise(model, loader, device, config):
-    SEEN.trainings += 1
-    return {"mine": -1.0}
+    return {}
 
 
 class Loop:
-    """A loop that is an object."""
+    """A loop that is an object, with settings."""
 
-    scale = 1.0
-
-    def __init__(self, epochs=1, **more):
-        self._epochs, self.more = epochs, more
+    def __init__(self, epochs=1):
+        self.epochs = epochs
 
     def __call__(self, model, loader, device, config):
-        SEEN.trainings += 1
-        return {"mine": float(self._epochs)}
+        return {}
+
+    def settings(self):
+        return {"epochs": self.epochs}
 
 
 class OtherLoop(Loop):
-    """The same attributes, and other code."""
-
-    scale = 2.0
-
-
-def closed_over(epochs):
-    def train(model, loader, device, config):
-        SEEN.trainings += 1
-        return {"mine": float(len(str(epochs)))}
-
-    return train
-
-
-def compiled(epochs, constant):
-    """The function of a module that was edited between two lives."""
-    space = {"__name__": "edited"}
-    exec(EDITED.format(epochs=epochs, constant=constant), space)
-    return space["train"]
-
-
-EDITED = """
-EPOCHS, TABLE = {epochs}, {{"lr": 0.1}}
-def helper(): return {constant}
-def train(model, loader, device, config): return {{"mine": EPOCHS + helper()}}
-"""
-LOSSES = (nn.CrossEntropyLoss(torch.ones(3)), nn.CrossEntropyLoss(torch.ones(3) * 2))
+    """The same settings, and other code."""
 
 
 def adam(lr):
     return LocalSGD(optimizer=partial(torch.optim.Adam, lr=lr))
 
 
-def two(make, one, other):
-    return make(one), make(other)
-
-
-PAIRS = {
-    "keywords of a partial": two(lambda n: partial(train_by, epochs=n), 30, 1),
-    "the function in a partial": two(partial, train_by, train_otherwise),
-    "a partial in a partial": two(
-        lambda n: partial(partial(train_by, epochs=n), rate=0.1), 2, 3
-    ),
+TRAININGS = {
+    "keywords of a partial": (partial(train_by, n=30), partial(train_by, n=1)),
+    "the function in a partial": (partial(train_by), partial(train_otherwise)),
     "a function": (train_by, train_otherwise),
-    "attributes": two(Loop, 30, 1),
-    "attributes within": two(lambda lr: Loop(at=[{"lr": lr}]), 0.1, 0.2),
+    "settings": (Loop(30), Loop(1)),
     "a class": (Loop(), OtherLoop()),
-    "a method's object": two(lambda n: Loop(n).__call__, 30, 1),
-    "a closure": two(closed_over, 30, 1),
-    "a constant looked up": two(lambda n: compiled(n, 0), 30, 1),
-    "a function looked up": two(lambda n: compiled(1, n), 0, 1),
-    "options": two(lambda lr: LocalSGD(lr=lr), 0.1, 0.2),
-    "a loss": two(lambda loss: LocalSGD(loss_fn=loss), *LOSSES),
-    "an optimiser": two(adam, 0.01, 0.02),
-    "an optimiser's function": (
-        LocalSGD(optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
-        LocalSGD(optimizer=lambda p: torch.optim.Adam(p, lr=0.02)),
-    ),
+    "options": (LocalSGD(lr=0.1), LocalSGD(lr=0.2)),
+    "a precision": (LocalSGD(), LocalSGD(autocast=torch.bfloat16)),
+    "a loss": (LocalSGD(loss_fn=train_by), LocalSGD(loss_fn=train_otherwise)),
+    "an optimiser": (adam(0.01), adam(0.02)),
 }
 
 
 def digest_of(one):
-    return Outbox.of(one.problem, Request({}, options={"run": RUN})).digest
+    problem = one.problem
+    request = Request({}, options={"run": RUN})
+    disk = problem.disk("uploads", 0, RUN)
+    return Outbox.of(disk, request, problem.settings()).digest
 
 
-@pytest.mark.parametrize("what", PAIRS)
+@pytest.mark.parametrize("what", TRAININGS)
 def test_another_training_is_told_apart_and_the_same_is_known_again(tmp_path, what):
-    one, other = (client(tmp_path, train_fn=train_fn) for train_fn in PAIRS[what])
-    again = client(tmp_path, train_fn=deepcopy(PAIRS[what][0]))
+    one, other = (client(tmp_path, train_fn=train_fn) for train_fn in TRAININGS[what])
+    again = client(tmp_path, train_fn=deepcopy(TRAININGS[what][0]))
     assert digest_of(one) == digest_of(again) != digest_of(other) != ""
-
-
-@pytest.mark.parametrize(
-    "unknown", [threading.Lock(), (n for n in range(3)), sys.stderr]
-)
-def test_what_cannot_be_told_apart_is_never_taken_for_the_same(
-    tmp_path, unknown, caplog
-):
-    config = {"run": RUN, "server-round": 1}
-    for _ in range(2):
-        ask(client(tmp_path, train_fn=Loop(at=unknown)), config=config)
-    assert SEEN.trainings == 2
-    assert "train_fn cannot be compared with one" in caplog.text
-    assert files(tmp_path) == []
-
-
-def test_settings_of_ones_own_say_what_a_training_depends_on(tmp_path):
-    class Settled(Loop):
-        def settings(self):
-            return {"epochs": self._epochs}
-
-    one, same, other = (
-        client(tmp_path, train_fn=Settled(epochs, at=threading.Lock()))
-        for epochs in (30, 30, 1)
-    )
-    assert digest_of(one) == digest_of(same) != digest_of(other) != ""
-
-
-def test_another_process_describes_the_same(tmp_path):
-    """Also where texts are hashed otherwise, and sets have another order."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from functools import partial\n"
-        "import torch\n"
-        "from flwr_fisher.client import LocalSGD\n"
-        "from flwr_fisher.client.described import described\n"
-        "KINDS = {'a', 'b', 'c', 'd'}\n"
-        "def train(*a, m): return m in {'x', 'y', 'z'} or KINDS\n"
-        "loss = torch.nn.CrossEntropyLoss(torch.ones(3))\n"
-        "sgd = LocalSGD(loss_fn=loss, optimizer=partial(torch.optim.Adam, lr=0.1))\n"
-        "told = described([partial(train, m={'k', 'l', 'm'}), sgd], 'train_fn')\n"
-        "print(told)\n"
-    )
-    here = {"__name__": "__main__"}
-    exec(compile(script.read_text(), script, "exec"), here)
-    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    done = subprocess.run(
-        [sys.executable, script],
-        env={**os.environ, "PYTHONHASHSEED": seed},
-        capture_output=True,
-        check=True,
-        text=True,
-    )
-    assert done.stdout == f"{here['told']}\n"
 
 
 @pytest.mark.parametrize(
@@ -636,7 +480,7 @@ def test_another_process_describes_the_same(tmp_path):
         {"loss_fn": nn.functional.nll_loss},
         {"limits": ClientLimits(max_examples=5)},
         {"batch_fn": lambda batch: batch},
-        {"output_fn": lambda outputs: outputs},
+        {"num_examples": 5},
     ],
 )
 def test_another_client_of_the_same_data_hands_over_nothing(tmp_path, other):
@@ -650,13 +494,18 @@ def test_another_layer_or_a_frozen_one_makes_another_upload(tmp_path):
     assert len({digest_of(one) for one in (client(tmp_path), tanh, frozen)}) == 3
 
 
-def test_the_generator_of_a_batch_sampler_is_kept():
-    own, data = torch.Generator(), tiny_data(2)
-    sampler = RandomSampler(data, generator=own)
-    loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False))
-    before = LoaderState(loader)
-    state = own.get_state()
-    list(loader)
-    assert not torch.equal(own.get_state(), state)
-    before.restore()
-    assert torch.equal(own.get_state(), state)
+def test_another_frozen_backbone_is_trained_with(tmp_path):
+    """The upload and its digest belong to one backbone."""
+
+    def replies(seed):
+        one = client(tmp_path)
+        one.problem.model[0].load_state_dict(tiny_model(seed)[0].state_dict())
+        one.problem.model[0].requires_grad_(False)
+        arrays = tensors_to_arrays(shared_state(one.problem.model))
+        config = {"run": RUN, "server-round": 1, "tell-frozen": True, **KFAC}
+        return arrays_of(ask(one, arrays, config))
+
+    first, other, again = replies(0), replies(1), replies(1)
+    assert SEEN.trainings == 2
+    assert same_bits(other, again)
+    assert not same_bits(first, other)

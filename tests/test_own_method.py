@@ -195,11 +195,8 @@ def test_a_job_of_the_same_function_name_in_another_file_is_no_other_reading_of_
         assert get_job(name, kind) is built_in
 
 
-@pytest.mark.parametrize(
-    "other", [("my_jobs.py", "__main__"), ("cell-2", "my_jobs")], ids=["file", "cell"]
-)
-def test_a_job_that_is_read_again_takes_its_place(other, monkeypatch):
+def test_a_job_that_is_read_again_takes_its_place(monkeypatch):
     monkeypatch.setitem(jobs._JOBS, "train", dict(jobs._JOBS["train"]))
     register_job("twice")(named("twice_job", "my_jobs.py", "my_jobs"))
-    again = register_job("twice")(named("twice_job", *other))
+    again = register_job("twice")(named("twice_job", "cell-2", "my_jobs"))
     assert get_job("twice") is again

@@ -98,7 +98,7 @@ def test_a_state_is_refused_by_name():
         state.save({"w": torch.ones(3)})
     with pytest.raises(ParamsError, match=r"the state 'mine': 'w' has shape \(3,\)"):
         state.load({"w": torch.ones(3)})
-    with pytest.raises(ClientError, match=r"nothing for 'run'.* a `send` that"):
+    with pytest.raises(ClientError, match=r"nothing for 'run'.* `send` what Member"):
         ClientState.of(problem, Request({}), "mine", like)
 
 

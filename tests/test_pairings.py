@@ -191,7 +191,7 @@ def test_a_train_function_by_hand_answers_fedavg_and_fedfish(ours):
 def test_what_a_train_function_by_hand_cannot_do_is_told():
     app = Plain(curvature=True)
     app.query()(identify)
-    with pytest.raises(RoundError, match=r"requests the job 'probe', but fisher_arr"):
+    with pytest.raises(RoundError, match=r"requests the job 'probe', but this app"):
         FAGH(fraction_evaluate=0.0).start(LocalGrid(app, 2), tiny_arrays())
 
 
@@ -218,7 +218,7 @@ def asked(**options):
 def test_arrays_of_another_model_are_refused_by_hand(call):
     model = tiny_model()[0]  # type: ignore[index]
     loader = tiny_client().problem.trainloader
-    with pytest.raises(ClientError, match="build the same model on both sides"):
+    with pytest.raises(ClientError, match="start from shared_state"):
         call(*asked(structure="kfac"), model, loader)
 
 

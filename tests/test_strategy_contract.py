@@ -565,7 +565,6 @@ def test_a_users_own_keys_reach_the_training_loop_untouched(row):
     mine = {"seed": 9, "task": "mine", "structure": "tree", "codec": "zip", "lr": 0.1}
     seen = []
 
-    @dataclass(frozen=True)
     class Noting(LocalSGD):
         def __call__(self, model, loader, device, config, **o):
             seen.append(dict(config))

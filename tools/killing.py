@@ -35,8 +35,7 @@ from virtual import tiny_arrays, tiny_data, tiny_model
 from flwr_fisher import files
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.client.jobs import train
-from flwr_fisher.client.outbox import Outbox
-from flwr_fisher.client.training_checkpoint import KeptTraining
+from flwr_fisher.client.outbox import Outbox, TrainingCheckpoint
 from flwr_fisher.curvature import losses
 from flwr_fisher.errors import RoundError
 from flwr_fisher.flower_internals import ErrorCode
@@ -71,8 +70,8 @@ POINTS: dict[str, tuple[str, object, str, str]] = {
     "when a round is written": ("server", Journal, "finish", "after"),
     "before a training": ("client", Outbox, "reply", "after"),
     "within an epoch": ("client", losses.F, "cross_entropy", "before"),
-    "before an epoch is kept": ("client", KeptTraining, "save", "before"),
-    "when an epoch is kept": ("client", KeptTraining, "save", "after"),
+    "before an epoch is kept": ("client", TrainingCheckpoint, "save", "before"),
+    "when an epoch is kept": ("client", TrainingCheckpoint, "save", "after"),
     "before the Fisher": ("client", train, "fisher", "before"),
     "before a client keeps its upload": ("client", Outbox, "keep", "before"),
     "when a client has kept its upload": ("client", Outbox, "keep", "after"),
@@ -124,8 +123,8 @@ class ForkedGrid(LocalGrid):
 class Noted(LocalSGD):
     """Notes each epoch that it finishes, in one file for all lives."""
 
-    where: Path
-    partition: int
+    where: Path | None = None
+    partition: int = 0
 
     def __call__(
         self,
@@ -138,6 +137,7 @@ class Noted(LocalSGD):
         **options: Any,
     ) -> dict[str, float]:
         def note(epoch: int, loss: float) -> None:
+            assert self.where is not None
             with (self.where / "epochs.log").open("a") as file:
                 file.write(f"{config['server-round']} {self.partition} {epoch}\n")
 
@@ -151,9 +151,9 @@ def app_of(where: Path) -> Any:
 
     def client_fn(context: Context) -> FisherClient:
         partition = int(context.node_config["partition-id"])
-        train_fn = Noted(epochs=EPOCHS, lr=0.1, momentum=0)
-        object.__setattr__(train_fn, "where", where)
-        object.__setattr__(train_fn, "partition", partition)
+        train_fn = Noted(
+            epochs=EPOCHS, lr=0.1, momentum=0, where=where, partition=partition
+        )
         loader = DataLoader(tiny_data(partition), batch_size=4, shuffle=True)
         state_dir = where / "clients"
         return FisherClient(

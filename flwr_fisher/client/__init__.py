@@ -3,14 +3,17 @@
 from flwr_fisher.client.disk import ClientDisk, Kept
 from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app
 from flwr_fisher.client.jobs import Job, register_job
-from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.messages import ClientApp, identify
-from flwr_fisher.client.plain_client_app import check_fisher, fisher_arrays
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.outbox import TrainingCheckpoint
+from flwr_fisher.client.plain_client_app import (
+    check_client,
+    check_fisher,
+    fisher_arrays,
+)
+from flwr_fisher.client.problem import CountedLoader, LocalProblem
+from flwr_fisher.client.request import ClientLimits, Reply, Request
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.training import EvaluateFn, LocalSGD, TrainFn, score
-from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature.losses import cross_entropy
 
 __all__ = [
@@ -19,6 +22,7 @@ __all__ = [
     "ClientFn",
     "ClientLimits",
     "ClientState",
+    "CountedLoader",
     "EvaluateFn",
     "FisherClient",
     "Job",
@@ -29,6 +33,7 @@ __all__ = [
     "Request",
     "TrainFn",
     "TrainingCheckpoint",
+    "check_client",
     "check_fisher",
     "cross_entropy",
     "fisher_arrays",

@@ -1,13 +1,8 @@
-"""``FisherClient``, the adapter from Flower's messages to a client's jobs.
-
-Long: half of it is the documentation of what a client takes.
-"""
+"""``FisherClient``, the adapter from Flower's messages to a client's jobs."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 
 import torch
@@ -16,33 +11,30 @@ from flwr.clientapp import ClientApp as FlowerApp
 from torch import nn
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES
-from flwr_fisher.client.jobs import Job, Reply, Request, get_job
-from flwr_fisher.client.jobs.train import training_job_of
-from flwr_fisher.client.limits import ClientLimits
+from flwr_fisher.client.jobs import get_job
 from flwr_fisher.client.messages import (
     ClientApp,
     Mod,
     asks_for_parameters,
+    digest_of_frozen,
     errors_as_replies,
-    errors_to_the_server,
     identify,
     name_of,
-    with_digest_of_frozen,
 )
-from flwr_fisher.client.outbox import Outbox
+from flwr_fisher.client.outbox import Outbox, run_of
 from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import ClientLimits, Request
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
-from flwr_fisher.client.trial import log_once
 from flwr_fisher.curvature import Likelihood
-from flwr_fisher.curvature.batch import BatchFn, OutputFn
+from flwr_fisher.curvature.batch import BatchFn
 from flwr_fisher.curvature.losses import Loss
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU, default_device, has_float64, usable_device
-from flwr_fisher.errors import ConfigurationError, given
-from flwr_fisher.log_lines import watching
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.log_lines import log_once, watching
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES
-from flwr_fisher.wire.answer import ANY_JOB
+from flwr_fisher.wire.answer import ANY_JOB, with_frozen
 
 # The number of arrays in a request is limited, because each takes time to read.
 # Strategies send parameters, one group like them and a few facts; users' own jobs may
@@ -61,8 +53,8 @@ class FisherClient:
     the reply. Without a structure the reply is an ordinary one, as Flower's FedAvg and
     FedProx expect it. With ``fisher.report-local`` the client also reports
     ``local-loss`` and ``local-accuracy``, the scores of the trained model on the
-    client's own training data. ``fisher.check`` names a job that the client does
-    first, only to see whether it raises an error. All random numbers depend only on
+    client's own training data. ``fisher.check`` names a job that the client does first,
+    only to see whether it raises an error. All random numbers depend only on
     ``fisher.seed``, ``server-round`` and the node's ``partition-id``.
 
     Parameters
@@ -70,11 +62,9 @@ class FisherClient:
     model : nn.Module
         Maps a batch to logits. Its trainable parameters are merged; frozen ones stay.
     trainloader : Iterable
-        Batches ``(inputs, labels)``, mappings such as ``{"img": ..., "label": ...}``,
-        or batches of another form that :class:`~flwr_fisher.curvature.Pairs` reads. The
-        weight of this client is the number of examples in an epoch. With a batch
-        sampler of your own that has no length, it is the number of examples in the data
-        set.
+        Batches ``(inputs, labels)``, or mappings such as ``{"img": ..., "label":
+        ...}``. The weight of this client is the number of examples that its training
+        reads in an epoch.
     valloader : Iterable, optional
         Held-out batches for :meth:`evaluate`.
     train_fn : Callable, optional
@@ -88,9 +78,8 @@ class FisherClient:
         config)`` returns metrics, ``num-examples`` among them.
     loss_fn : Callable, optional
         The mean loss of a batch. :meth:`evaluate` reports it, and FAGH differentiates
-        it. Default: the `train_fn`'s own ``loss_fn``. If it has
-        none, :meth:`evaluate` uses the loss of the likelihood, such as
-        :func:`cross_entropy`.
+        it. Default: the `train_fn`'s own ``loss_fn``. If it has none, :meth:`evaluate`
+        uses the loss of the likelihood, such as :func:`cross_entropy`.
     likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
         What the model's outputs mean to the Fisher, by default ``categorical``, or a
         :class:`~flwr_fisher.curvature.Likelihood` of your own; the loss must be its
@@ -112,13 +101,12 @@ class FisherClient:
         most 1000 runs. A client does not learn that a run has ended, so it first
         deletes what was not used for the longest time.
     batch_fn : Callable, optional
-        Makes ``(inputs, labels)`` from a batch; the inputs are a tensor, a tuple or a
-        mapping of tensors. This library calls it for every batch that it reads, also in
-        a ``LocalSGD`` within your own `train_fn`. Your own `train_fn` receives the
-        loader as it is.
-    output_fn : Callable, optional
-        Returns the one tensor of outputs from what the model returns. Default: the
-        model's tensor itself, or the entry named ``logits``, or the only tensor.
+        Makes ``(inputs, labels)`` from a batch of any other form; the inputs are a
+        tensor, a tuple or a mapping of tensors. This library calls it for every batch
+        that it reads, also in a ``LocalSGD`` within your own `train_fn`. Your own
+        `train_fn` receives the loader's batches as they are.
+    num_examples : int, optional
+        The number of this client's examples, if its loop does not read `trainloader`.
 
     Examples
     --------
@@ -145,7 +133,7 @@ class FisherClient:
         limits: ClientLimits | None = None,
         state_bytes: int = STATE_BYTES,
         batch_fn: BatchFn | None = None,
-        output_fn: OutputFn | None = None,
+        num_examples: int | None = None,
     ) -> None:
         self.problem = LocalProblem(
             model,
@@ -157,10 +145,10 @@ class FisherClient:
             likelihood=likelihood,
             device=_chosen_device(device, model, train_fn, evaluate_fn),
             state_dir=Path(DEFAULT_STATE_DIR if state_dir is None else state_dir),
-            limits=given("limits", limits, ClientLimits),
+            limits=ClientLimits.of("limits", limits),
             state_bytes=state_bytes,
             batch_fn=batch_fn,
-            output_fn=output_fn,
+            num_examples=num_examples,
         )
 
     def fit(self, message: Message, context: Context) -> Message:
@@ -177,35 +165,45 @@ class FisherClient:
             If the arrays do not fit the model, this client does not know the job, or
             the server requests more than the client's `limits` or `state_bytes` allow.
         """
-        request = self._read(message, context)
+        request, problem = self._read(message, context), self.problem
         # TCT names a job to check first, before hours of training.
         names = [request.options.get("check"), request.options.get("job", "train")]
         jobs = [get_job(str(name)) for name in names if name is not None]
-        if not (self.problem.may_count_late and training_job_of(jobs[-1])):
-            count = self.problem.count_examples(request.client)
-            request = replace(request, num_examples=count)
-        self.problem.load(request.params)
+        problem.load(request.params)
         if request.from_library:
-            self.problem.check_dtypes(request.params)
-        outbox = Outbox.of(self.problem, request)
-        with outbox.locked(_time_left(message)), watching(name_of(context), unit=None):
+            problem.check_dtypes(request.params)
+        run, client = run_of(request), request.client
+        frozen = ""
+        if request.options.get("tell-frozen"):
+            frozen = digest_of_frozen(problem.model, request.params)
+        disk = None if run is None else problem.disk("uploads", client, run)
+        outbox = Outbox.of(disk, request, {**problem.settings(), "frozen": frozen})
+        seconds_left = message.metadata.created_at + message.metadata.ttl - time.time()
+        with outbox.locked(seconds_left), watching(name_of(context), unit=None):
             if (reply := outbox.reply()) is None:
-                problem = replace(self.problem, checkpoint=outbox.training())
-                reply = _run_jobs(jobs, problem, request)
+                problem = replace(problem, checkpoint=outbox.training())
+                for job in jobs:
+                    with seeded(request.seed):
+                        reply = job(problem, request)
+                assert reply is not None
+                metrics = {**reply.metrics}
+                if NUM_EXAMPLES not in metrics:
+                    with seeded(request.seed):  # reading may draw random numbers
+                        metrics = {NUM_EXAMPLES: problem.count_examples(client)}
+                        metrics |= reply.metrics
+                reply = replace(reply, metrics=metrics)
                 outbox.keep(reply)
-        metrics, arrays = {NUM_EXAMPLES: request.num_examples}, reply.arrays
-        if arrays is not None and request.options.get("tell-frozen"):
-            arrays = with_digest_of_frozen(arrays, self.problem.model, request.params)
-        return _message(message, MetricRecord({**metrics, **reply.metrics}), arrays)
+        arrays = reply.arrays
+        if arrays is not None and frozen:
+            arrays = with_frozen(arrays, frozen)
+        return _message(message, MetricRecord({**reply.metrics}), arrays)
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Evaluate the server's arrays on `valloader`: ``loss`` and ``accuracy``.
 
         The config may request the training data instead (``fisher.evaluate-on`` =
-        "train"). Or it may request that the client fine-tunes the model on a part of
-        its training data and scores it on the rest (``fisher.personalise-fraction`` and
-        ``-epochs``). Without a `valloader` the reply
-        says that no example was scored, if the server understands such a reply.
+        "train"). Without a `valloader` the reply says that no example was scored, if
+        the server understands such a reply.
 
         Raises
         ------
@@ -257,19 +255,14 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
 
         app = make_client_app(client_fn)
     """
-    app, own = ClientApp(), mods or []
-    try:
-        with suppress(ValueError):  # of a built-in function, without a signature
-            signature(client_fn).bind(Context)
-    except TypeError as error:
+    app = ClientApp()
+    if not callable(client_fn):
         raise ConfigurationError(
-            f"client_fn is called with the node's context alone, and {client_fn!r:.80} "
-            f"cannot be ({error}): pass def client_fn(context), or make one client's "
-            "app by client.as_client_app()"
-        ) from error
+            f"client_fn must be a function of the node's context, got {client_fn!r:.80}"
+        )
 
     # Flower's, because a FisherClient does every job.
-    @FlowerApp.train(app, mods=[errors_as_replies, errors_to_the_server, *own])
+    @FlowerApp.train(app, mods=[errors_as_replies, *(mods or [])])
     def train(message: Message, context: Context) -> Message:
         return _client_of(client_fn, context).fit(message, context)
 
@@ -294,9 +287,8 @@ def _client_of(client_fn: ClientFn, context: Context) -> FisherClient:
     client = client_fn(context)
     if not isinstance(client, FisherClient):
         raise ConfigurationError(
-            f"client_fn must return a FisherClient, got {client!r:.80}: return "
-            "FisherClient(model, trainloader), or of a NumPyClient "
-            "flwr_fisher.legacy.from_numpy_client(client, model, trainloader)"
+            f"client_fn must return FisherClient(model, trainloader), got "
+            f"{client!r:.80}; for a NumPyClient see flwr_fisher.legacy"
         )
     return client
 
@@ -314,36 +306,21 @@ def _chosen_device(
     was, and the log says so.
     """
     if device is not None:
-        return usable_device(
-            device,
-            "train on the CPU, FisherClient(device='cpu'). Your own train_fn may move "
-            "the model to that device, and leave it there",
-        )
-    found = default_device()
-    plain = train_fn is None or isinstance(train_fn, LocalSGD)
-    if (plain and evaluate_fn is None) or not isinstance(model, nn.Module):
-        return found
+        return usable_device(device, "train on the CPU, FisherClient(device='cpu')")
+    accelerator = default_device()
+    library_loops = isinstance(train_fn, LocalSGD | None) and evaluate_fn is None
+    if library_loops or not isinstance(model, nn.Module):
+        return accelerator
     here = place_of(model)
     if here is None or not has_float64(here):
         return CPU
-    if here.type != found.type:
-        hint = f"the model stays on {here}, for your own loop; for {found}, pass "
-        hint += f"FisherClient(device='{found}'), and move batches to the `device` that"
-        log_once([f"{hint} the loop is called with"])
+    if here.type != accelerator.type:
+        log_once(
+            f"the model stays on {here}, for your own loop; for {accelerator}, pass "
+            f"FisherClient(device='{accelerator}'), and move batches to the `device` "
+            "that the loop is called with"
+        )
     return here
-
-
-def _run_jobs(jobs: Sequence[Job], problem: LocalProblem, request: Request) -> Reply:
-    """Run jobs one after another; return the last one's reply."""
-    for job in jobs:
-        with seeded(request.seed):
-            reply = job(problem, request)
-    return reply
-
-
-def _time_left(message: Message) -> float:
-    """Return the seconds until the server stops waiting for the reply."""
-    return message.metadata.created_at + message.metadata.ttl - time.time()
 
 
 def _message(

@@ -9,7 +9,6 @@ from functools import wraps
 from typing import Any
 
 from flwr.app import (
-    ArrayRecord,
     ConfigRecord,
     Context,
     Error,
@@ -31,7 +30,6 @@ from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.log_lines import Failures
 from flwr_fisher.params import trainable_names
 from flwr_fisher.wire import LIBRARY
-from flwr_fisher.wire.answer import with_frozen
 
 # As flwr.clientapp has it since 1.32.
 Mod = Callable[[Message, Context, ClientAppCallable], Message]
@@ -108,19 +106,16 @@ class ClientApp(FlowerApp):
         if older or any(name in arrays for name in _ARRAYS):
             raise ClientError(
                 "the server runs one of Flower's older strategies (flwr.server."
-                "strategy), but this ClientApp is flwr-fisher's: start a strategy of "
-                "flwr_fisher.strategies or flwr.serverapp.strategy. To keep a "
-                "server_fn, use server_app(server_fn) and as_legacy(FedFisherOneShot, "
-                "model=...) of flwr_fisher.legacy, as the documentation's \"Change a "
-                'NumPyClient app" shows'
+                "strategy): start one of flwr_fisher.strategies or of flwr.serverapp."
+                "strategy, or use as_legacy(...) of flwr_fisher.legacy"
             )
         if message.metadata.message_type == MessageType.QUERY and not self._has_query:
             return identify(message, context)
         reply: object = super().__call__(message, context)
         if not isinstance(reply, Message):
             raise ClientError(
-                f"the app's function returned {reply!r:.80}: return "
-                "Message(RecordDict({'arrays': ..., 'metrics': ...}), reply_to=message)"
+                f"the app's function returned {reply!r:.80}, no Message(RecordDict("
+                "...), reply_to=message)"
             )
         return reply
 
@@ -194,18 +189,15 @@ def _parameters_of(model: nn.Module) -> ConfigRecord:
     return record
 
 
-def with_digest_of_frozen(
-    arrays: ArrayRecord, model: nn.Module, sent: Collection[str]
-) -> ArrayRecord:
-    """Return an upload with a digest of the frozen parameters that the server lacks.
+def digest_of_frozen(model: nn.Module, sent: Collection[str]) -> str:
+    """Return a digest of the frozen parameters that the server does not send.
 
-    If nothing is frozen, or no digest can be computed, the upload stays as it is.
+    It is "" if there are none, or if no digest can be computed.
     """
     frozen = {k: v for k, v in _frozen(model).items() if k not in sent}
     with suppress(Exception):  # as above
-        if frozen:
-            return with_frozen(arrays, digest_of(list(frozen), frozen))
-    return arrays
+        return digest_of(list(frozen), frozen) if frozen else ""
+    return ""
 
 
 def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -237,28 +229,17 @@ def name_of(context: Context) -> str:
 def errors_as_replies(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Turn an exception into an error reply.
+    """Turn an exception into an error reply, which answers the server's request.
 
-    Flower would print an exception with its traceback, every time.
+    Flower would print an exception with its traceback, every time. Errors of Flower's
+    own privacy mods answer the client's reply: the server would wait for them in vain.
     """
     try:
-        return call_next(message, context)
+        reply = call_next(message, context)
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         reason = _failures.tell(name_of(context), error)
         code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
         return Message(Error(code=code, reason=reason), reply_to=message)
-
-
-def errors_to_the_server(
-    message: Message, context: Context, call_next: ClientAppCallable
-) -> Message:
-    """Turn a mod's exception into an error reply to the request.
-
-    Flower's own privacy mods send an error that answers the client's reply, not the
-    server's request. The server would wait for a reply to its request until the
-    timeout.
-    """
-    reply = call_next(message, context)
     is_error = isinstance(reply, Message) and reply.has_error()
     if is_error and reply.metadata.dst_node_id != message.metadata.src_node_id:
         return Message(reply.error, reply_to=message)

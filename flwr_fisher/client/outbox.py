@@ -1,34 +1,78 @@
-"""The outbox: a finished training's reply, kept on disk until the server has it.
+"""What a crash would cost: a finished training's reply, and a training under way.
 
 A server with checkpoints sends its run's name in each request, and clients keep their
 reply to the last one. If the run is resumed after a crash, it sends the same request
-again, and a client answers with the reply that it kept. The client compares the number
-of its examples, but not the data themselves.
+again, and a client answers with the reply that it kept. What a client compares is the
+request, its model, and its training's settings; not the data, nor the code of functions
+of the user's own.
 """
 
+import io
 import json
+import pickle
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 
 from flwr_fisher import __version__
-from flwr_fisher.client.described import UndescribedError, described
 from flwr_fisher.client.disk import ClientDisk
-from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
-from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.errors import ClientError
 from flwr_fisher.files import digest_of
 from flwr_fisher.log_lines import logger
+from flwr_fisher.randomness import generator_states, set_generator_states
 from flwr_fisher.wire import arrays_to_tensors, join_groups, tensors_to_arrays
 
-_NAME = "upload"
+_REPLY, _TRAINING = "upload", "training"  # names of files
 _RUN = re.compile("[0-9a-f]{1,16}")  # a run's name
+_UNREADABLE = (pickle.UnpicklingError, RuntimeError, KeyError, ValueError)
+_UNSAVED = (ClientError, pickle.PicklingError, AttributeError, TypeError)
+
+
+def run_of(request: Request) -> str | None:
+    """Return the server's name for a run that is kept, or None.
+
+    Raises
+    ------
+    ClientError
+        If the name is not valid.
+    """
+    run = request.options.get("run")
+    if run is not None and not _RUN.fullmatch(str(run)):
+        raise ClientError(f"the server's name for the run is not valid: {run!r:.80}")
+    return None if run is None else str(run)
+
+
+def settings_of(value: Any) -> Any:
+    """Return what tells a training's function or object from another, as plain data.
+
+    An object with a method ``settings`` is described by what this returns, and another
+    one by its class. A function counts by its name.
+
+    Examples
+    --------
+    >>> settings_of({"optimizer": partial(print, sep="")})
+    {'optimizer': ['print', [], {'sep': ''}]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): settings_of(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [settings_of(each) for each in value]
+    if isinstance(value, partial):
+        return [settings_of(each) for each in (value.func, value.args, value.keywords)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    if callable(settings := getattr(value, "settings", None)):
+        return [name, settings_of(settings())]
+    return repr(value) if isinstance(value, torch.dtype | torch.nn.Module) else name
 
 
 @dataclass(frozen=True)
@@ -42,7 +86,7 @@ class Outbox:
     step : int
         The round.
     digest : str
-        A digest of everything that is known here and that determines the reply.
+        A digest of what determines the reply.
     """
 
     disk: ClientDisk | None
@@ -50,30 +94,30 @@ class Outbox:
     digest: str = ""
 
     @classmethod
-    def of(cls, problem: LocalProblem, request: Request) -> "Outbox":
+    def of(
+        cls, disk: ClientDisk | None, request: Request, client: Mapping[str, Any]
+    ) -> "Outbox":
         """Return the outbox of a request.
 
-        If the client cannot compute a digest of its training, nothing is kept, and the
-        log has a warning.
-
-        Raises
-        ------
-        ClientError
-            If the server's name for the run is not valid.
+        Parameters
+        ----------
+        disk : ClientDisk | None
+            The client's entry for the run.
+        request : Request
+            The request.
+        client : Mapping[str, Any]
+            The client's own functions and settings, on which the reply depends.
         """
-        run = request.options.get("run")
-        if run is None:
+        if disk is None:
             return cls(None)
-        if not _RUN.fullmatch(str(run)):
-            raise ClientError(
-                f"the server's name for the run is not valid: {str(run)!r:.80}"
-            )
-        try:
-            digest = _digest(problem, request)
-        except UndescribedError as error:
-            logger.warning("After a crash, this client must train again: %s", error)
-            return cls(None)
-        disk = problem.disk("uploads", request.client, str(run))
+        facts = {
+            "versions": [__version__, torch.__version__, sys.version],
+            "request": [request.client, request.seed],
+            "config": [settings_of(request.options), settings_of(request.config)],
+            "client": settings_of(client),
+        }
+        tensors = {**request.params, **join_groups(request.groups)}
+        digest = digest_of({**facts, "names": list(tensors)}, tensors)
         return cls(disk, request.server_round, digest)
 
     @contextmanager
@@ -93,14 +137,14 @@ class Outbox:
                 try:
                     lock = self.disk.lock()
                     stack.callback(lock.release)
-                    _acquire(lock, timeout)
+                    _acquire(lock, max(timeout, 0.0))
                 except OSError as error:
                     logger.warning("Training without a lock on this request: %s", error)
             yield
 
     def reply(self) -> Reply | None:
         """Return the kept reply to this request, or None."""
-        kept = None if self.disk is None else self.disk.load(_NAME, self.step)
+        kept = None if self.disk is None else self.disk.load(_REPLY, self.step)
         if kept is None:
             return None
         try:
@@ -131,13 +175,13 @@ class Outbox:
         num_bytes = sum(t.nbytes for t in tensors.values())
         try:
             self.disk.check_room(num_bytes, f"the upload of run {self.disk.key}")
-            self.disk.save(_NAME, tensors, step=self.step, note=json.dumps(note))
+            self.disk.save(_REPLY, tensors, step=self.step, note=json.dumps(note))
         except ClientError as error:
             logger.warning("Cannot keep this upload: %s", error)
             return  # the kept training, if there is one, can make it again
-        self.training().done()
+        self.disk.drop(_TRAINING)
 
-    def training(self) -> TrainingCheckpoint:
+    def training(self) -> "TrainingCheckpoint":
         """Return the checkpoint of the request's training."""
         return TrainingCheckpoint(self.disk, note=self.digest)
 
@@ -147,7 +191,6 @@ def _acquire(lock: FileLock, timeout: float) -> None:
         lock.acquire(timeout=0)
     except Timeout:
         logger.info("Waiting for another process that works on the same request")
-        timeout = max(timeout, 0.0)
         try:
             lock.acquire(timeout=timeout)
         except Timeout as error:
@@ -157,26 +200,87 @@ def _acquire(lock: FileLock, timeout: float) -> None:
             ) from error
 
 
-def _digest(problem: LocalProblem, request: Request) -> str:
-    """Return a digest of the request and of all else that the reply depends on."""
-    own = {
-        "train_fn": problem.train_fn,
-        "loss_fn": problem.loss_fn,
-        "likelihood": problem.likelihood,
-        "batch_fn": problem.batch_fn,
-        "output_fn": problem.output_fn,
-        "max_examples": problem.limits.max_examples,
-        "trained": list(problem.trainable()),
-        "layers": {n: type(layer) for n, layer in problem.model.named_modules()},
-    }
-    facts = {
-        "versions": [__version__, torch.__version__, sys.version],
-        "client": request.client,
-        "seed": request.seed,
-        "num-examples": request.num_examples,
-        "options": described(dict(request.options), "the server's options"),
-        "config": described(dict(request.config), "the server's config"),
-        **{name: described(value, name) for name, value in own.items()},
-    }
-    tensors = {**request.params, **join_groups(request.groups)}
-    return digest_of({**facts, "names": list(tensors)}, tensors)
+class TrainingCheckpoint:
+    """Saves and loads the state of a training loop, to continue after a crash.
+
+    A `train_fn` with a keyword ``checkpoint`` receives one. If the server keeps no
+    checkpoints, the client saves nothing, and :meth:`load` returns None.
+
+    Parameters
+    ----------
+    disk : ClientDisk, optional
+        Where the state is kept; None keeps nothing.
+    step : int, default 1
+        The number of the training within a request.
+    note : str
+        A text that identifies the request. A state of another request is not loaded.
+
+    Examples
+    --------
+    >>> def train_fn(model, loader, device, config, *, checkpoint):
+    ...     saved = checkpoint.load() or {"epoch": 0, "model": model.state_dict()}
+    ...     model.load_state_dict(saved["model"])
+    ...     for epoch in range(saved["epoch"] + 1, 4):
+    ...         ...  # train for an epoch
+    ...         checkpoint.save({"epoch": epoch, "model": model.state_dict()})
+    ...     return {}
+    >>> train_fn(torch.nn.Linear(1, 1), [], None, {}, checkpoint=TrainingCheckpoint())
+    {}
+    """
+
+    def __init__(
+        self, disk: ClientDisk | None = None, step: int = 1, note: str = ""
+    ) -> None:
+        self._disk, self._step, self._note = disk, step, note
+
+    def load(self) -> dict[str, Any] | None:
+        """Return the last saved state, and restore its random states.
+
+        Return None if nothing was saved, or if it is damaged or belongs to another
+        request.
+        """
+        kept = None if self._disk is None else self._disk.load(_TRAINING, self._step)
+        if kept is None or kept.note != self._note:
+            return None
+        try:
+            data = io.BytesIO(kept.tensors["data"].numpy().tobytes())
+            content = torch.load(data, weights_only=True)
+            set_generator_states(content["random"])
+            return dict(content["state"])
+        except _UNREADABLE as error:
+            logger.warning("Starting the training again from its beginning: %s", error)
+            return None
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Save a state with the random states.
+
+        If the disk refuses, the log has a warning.
+
+        Parameters
+        ----------
+        state : Mapping[str, Any]
+            Tensors, numbers and texts, and dicts, lists and tuples of them: what
+            ``torch.load(weights_only=True)`` reads.
+        """
+        if self._disk is None:
+            return
+        data = io.BytesIO()
+        try:
+            torch.save({"state": dict(state), "random": generator_states()}, data)
+            tensors = {"data": torch.frombuffer(data.getbuffer(), dtype=torch.uint8)}
+            self._disk.check_room(tensors["data"].nbytes, "a training under way")
+            self._disk.save(
+                _TRAINING,
+                tensors,
+                step=self._step,
+                keep=range(1, self._step),  # a job that starts again runs these, too
+                note=self._note,
+                # The operating system completes the writes of a killed process.
+                durable=False,
+            )
+        except _UNSAVED as error:
+            logger.warning("Cannot save this training: %s", error)
+
+    def next(self) -> "TrainingCheckpoint":
+        """Return the checkpoint of the request's next training."""
+        return TrainingCheckpoint(self._disk, self._step + 1, self._note)

@@ -1,31 +1,22 @@
 """``LocalProblem``: a client's model, data, loss, training loop, device and disk.
 
-A job uses it to compute what a request says.
-
-Long: the documentation of all of a client's arguments, and their checks.
+A job uses it to compute what a request says. The job owns it: what it does to the model
+is not undone, because the client is built anew for the next message.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
-from flwr_fisher.client.limits import ClientLimits
-from flwr_fisher.client.loops import (
-    WRAPPERS,
-    check_is_not_another,
-    check_loop,
-    checked_metrics,
-    left_as_known,
-    name_of,
-    takes,
-)
+from flwr_fisher.client.outbox import TrainingCheckpoint, settings_of
+from flwr_fisher.client.request import ClientLimits
 from flwr_fisher.client.training import (
     EvaluateFn,
     Loader,
@@ -34,34 +25,91 @@ from flwr_fisher.client.training import (
     check_functions,
     check_trained,
 )
-from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature import Likelihood
-from flwr_fisher.curvature.batch import Batch, BatchFn, OutputFn
-from flwr_fisher.curvature.batches import (
-    Pairs,
-    at_most,
-    batches_of,
-    check_can_be_read_again,
-    checking_first_batch,
-    count_of,
-    default_reading,
-    length_of,
-)
+from flwr_fisher.curvature.batch import Batch, BatchFn
+from flwr_fisher.curvature.batches import Pairs
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
-from flwr_fisher.curvature.kept_model import with_own_train
 from flwr_fisher.curvature.losses import LOSSES, Loss, cross_entropy
 from flwr_fisher.curvature.models import place_of
-from flwr_fisher.devices import CPU, defaults_kept, has_float64
-from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
-from flwr_fisher.log_lines import watching
+from flwr_fisher.devices import CPU, has_float64
+from flwr_fisher.errors import (
+    ClientError,
+    ConfigurationError,
+    DataError,
+    check_whole,
+    plain,
+)
+from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, select, trainable, trainable_names
 from flwr_fisher.wire.answer import client_name, some
 from flwr_fisher.wire.options import NUM_EXAMPLES
 
-_OF_TCT = "tct/"  # the prefix of its keys
-_FUNCTIONS = "train_fn", "evaluate_fn", "loss_fn", "batch_fn", "output_fn"
-_LOOPS = "train_fn", "evaluate_fn"
-_MOST = 10**7  # examples to count in a stream
+_ENDLESS = 10**7  # examples of a loader that is read to be counted
+
+
+class CountedLoader:
+    """A client's loader: it counts the examples of its longest reading.
+
+    All else is the loader's own: its length, its attributes, its class.
+
+    Parameters
+    ----------
+    loader : Iterable
+        The loader, which is iterated and no more.
+    batch_fn : Callable, optional
+        As for :class:`~flwr_fisher.client.FisherClient`.
+
+    Attributes
+    ----------
+    longest : int
+        The number of examples of the longest reading so far; usually of an epoch.
+    batches : int
+        The number of its batches.
+    most : int | None
+        A reading ends at this number of examples. A job's readings after its training
+        end where those of the training did, even if the loader has no end.
+    on_first_batch : Callable[[Any], object] | None
+        Called once, with the next batch that is read.
+    """
+
+    def __init__(self, loader: Loader, batch_fn: BatchFn | None = None) -> None:
+        self.loader, self.batch_fn = loader, batch_fn
+        self.longest = self.batches = 0
+        self.most: int | None = None
+        self.on_first_batch: Callable[[Any], object] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for number, batch in enumerate(self.loader, 1):
+            if self.on_first_batch is not None and batch is not None:
+                check, self.on_first_batch = self.on_first_batch, None
+                check(batch)
+            count += _num_examples(self.batch_fn(batch) if self.batch_fn else batch)
+            if count > self.longest:
+                self.longest, self.batches = count, number
+            yield batch
+            if self.most is not None and count >= self.most:
+                return
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self).get("loader"), name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The loader's class: a user's loop may look for a ``DataLoader``."""
+        return type(self.loader)
+
+
+def _num_examples(batch: Any) -> int:
+    """Return the length of a batch's first tensor; 0 if there is none."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+    lengths = map(_num_examples, parts if isinstance(parts, list | tuple) else ())
+    return next(filter(None, lengths), 0)
 
 
 @dataclass
@@ -71,7 +119,7 @@ class LocalProblem:
     Parameters
     ----------
     model, trainloader, valloader, train_fn, loss_fn, likelihood, limits, \
-    state_bytes, batch_fn, output_fn, evaluate_fn
+    state_bytes, batch_fn, evaluate_fn, num_examples
         As for :class:`~flwr_fisher.client.FisherClient`. When a job runs, `model` holds
         the server's parameters.
     device : torch.device
@@ -82,21 +130,13 @@ class LocalProblem:
         Where an unfinished training is kept, for loops with a keyword of this name.
         Each call of :meth:`train` has its own.
 
-    Attributes
-    ----------
-    on_first_batch : list[Callable[[Batch], object]]
-        Checks that could not be made before the training. The next loop makes them
-        once, before its first step, on the first batch that it reads through this
-        library (``curvature.batches.checking_first_batch``). A loop that reads in
-        another way makes none.
-
     Raises
     ------
     UnknownNameError
         If the likelihood is not known.
     ConfigurationError
         If an argument is of another kind, or a function takes other arguments, or a
-        number of bytes is out of range.
+        number is out of range.
     ParamsError
         If a layer is still lazy, or two parameters are in the same memory.
     """
@@ -113,29 +153,25 @@ class LocalProblem:
     state_bytes: int = STATE_BYTES
     checkpoint: TrainingCheckpoint = field(default_factory=TrainingCheckpoint)
     batch_fn: BatchFn | None = None
-    output_fn: OutputFn | None = None
     evaluate_fn: EvaluateFn | None = None
-    on_first_batch: list[Callable[[Batch], object]] = field(
-        default_factory=list, init=False
-    )
+    num_examples: int | None = None
 
     def __post_init__(self) -> None:
         likelihood_of(self.likelihood)
         if not isinstance(self.model, nn.Module):
             raise ConfigurationError(
-                f"model must be an nn.Module object, such as Net(), got "
-                f"{self.model!r:.80}"
+                f"model must be an nn.Module, such as Net(), got {self.model!r:.80}"
             )
         trainable(self.model)  # which refuses lazy layers
-        check_functions(self, _FUNCTIONS)
-        for name in _LOOPS:
-            check_loop(name, getattr(self, name))
-        if self.trainloader is None:
-            raise ConfigurationError("trainloader is None: pass a DataLoader")
-        _check_yields_batches("trainloader", self.trainloader)
-        if self.valloader is not None:
-            _check_yields_batches("valloader", self.valloader)
+        check_functions(self, ("train_fn", "evaluate_fn", "loss_fn", "batch_fn"))
+        for name in ("train_fn", "evaluate_fn"):
+            _check_loop(name, getattr(self, name))
+        for name in ("trainloader", "valloader"):
+            _check_loader(name, getattr(self, name))
         check_whole("state_bytes", self.state_bytes, 1)
+        if self.num_examples is not None:
+            check_whole("num_examples", self.num_examples, 1)
+        self.trainloader = self.counted
 
     def disk(self, namespace: str, client: int, key: str) -> ClientDisk:
         """Return the client's disk entry for one purpose and key.
@@ -151,22 +187,34 @@ class LocalProblem:
         """
         return ClientDisk(self.state_dir, namespace, client, key, self.state_bytes)
 
+    def settings(self) -> dict[str, Any]:
+        """Return what a reply depends on besides the request and the data."""
+        layers = {n: type(m).__qualname__ for n, m in self.model.named_modules()}
+        functions = self.train_fn, self.loss_fn, self.likelihood, self.batch_fn
+        numbers = self.limits.max_examples, self.num_examples
+        trained = trainable_names(self.model)
+        return {"functions": settings_of([*functions, *numbers, trained, layers])}
+
+    @property
+    def counted(self) -> CountedLoader:
+        """The training loader, with the number of examples that were read."""
+        if type(self.trainloader) is not CountedLoader:
+            self.trainloader = CountedLoader(self.trainloader, self.batch_fn)
+        return self.trainloader
+
     @property
     def train_batches(self) -> Pairs:
-        """The training data with `batch_fn` and `output_fn`: what a job reads.
-
-        ``trainloader`` is the client's loader without these two.
-        """
-        return self.pairs_of(self.trainloader)
+        """The training data, read by `batch_fn`: what a job reads."""
+        return Pairs(self.counted, self.batch_fn)
 
     @property
     def val_batches(self) -> Pairs | None:
         """The held-out data, or None."""
-        return None if self.valloader is None else self.pairs_of(self.valloader)
+        return None if self.valloader is None else Pairs(self.valloader, self.batch_fn)
 
-    def pairs_of(self, loader: Loader) -> Pairs:
-        """Return a loader with this client's `batch_fn` and `output_fn`."""
-        return Pairs(loader, self.batch_fn, self.output_fn)
+    def read(self, batch: Any) -> Batch:
+        """Return one of the loader's batches in the form that the model takes."""
+        return self.train_batches.read(batch, self.model)
 
     @property
     def has_classes(self) -> bool:
@@ -175,20 +223,14 @@ class LocalProblem:
 
     @property
     def loss(self) -> Loss:
-        """The mean loss of a batch, for evaluation."""
-        if self.loss_fn is None and self._given_loss is cross_entropy:
+        """The mean loss of a batch, for evaluation: the client's, or its loop's.
+
+        If neither has one, it is that of the likelihood.
+        """
+        loss = self.loss_fn or getattr(self.train_fn, "loss_fn", None) or cross_entropy
+        if self.loss_fn is None and loss is cross_entropy:
             return LOSSES.get(str(self.likelihood), cross_entropy)
-        return self._given_loss
-
-    @property
-    def _given_loss(self) -> Loss:
-        """The client's loss, or its loop's, or the default one."""
-        return self.loss_fn or self.trained_with or cross_entropy
-
-    @property
-    def trained_with(self) -> Loss | None:
-        """The attribute ``loss_fn`` of the client's loop, or None."""
-        return getattr(self.train_fn, "loss_fn", None)
+        return loss
 
     @property
     def differentiable_loss(self) -> Loss:
@@ -199,21 +241,29 @@ class LocalProblem:
         ClientError
             If it is the default loss, and the outputs are not logits of classes.
         """
-        if not self.has_classes and self._given_loss is cross_entropy:
+        loss = self.loss_fn or getattr(self.train_fn, "loss_fn", None)
+        if not self.has_classes and loss in (None, cross_entropy):
             raise ClientError(
                 f"this client has likelihood={self.likelihood!r} but no loss_fn, and "
-                "the loss's scale sets the step: pass the loss to differentiate, "
-                "FisherClient(loss_fn=...)"
+                "the loss's scale sets the step: FisherClient(loss_fn=...)"
             )
-        return self._given_loss
+        return loss or cross_entropy
 
-    def train(self, config: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    def train(
+        self,
+        config: Mapping[str, Any],
+        *,
+        on_first_batch: Callable[[Any], object] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
         """Run the training loop on the model; return its metrics.
 
         Parameters
         ----------
         config : Mapping[str, Any]
             The request's.
+        on_first_batch : Callable[[Any], object], optional
+            Called with the first batch that the loop reads, before it gets it.
         **options
             Keywords that only some loops take, such as ``LocalSGD``'s `on_gradients`.
 
@@ -221,30 +271,48 @@ class LocalProblem:
         ------
         ClientError
             If the loop lacks one of the keywords, if it would train with the
-            cross-entropy of classes although the likelihood has no classes, if it
-            leaves NaN in the model, or if it trains and returns another model.
+            cross-entropy of classes although the likelihood has no classes, or if it
+            leaves NaN in the model.
         """
         loop: Any = self.train_fn
         if getattr(loop, "loss_fn", None) is cross_entropy and not self.has_classes:
             raise ClientError(
                 f"this client has likelihood={self.likelihood!r}, but "
-                f"{type(loop).__name__} trains with the cross-entropy of classes: "
-                "pass it the loss, LocalSGD(loss_fn=...)"
+                f"{_name(loop)} trains with the cross-entropy of classes: pass it the "
+                "loss, LocalSGD(loss_fn=...)"
             )
         for keyword in options:
-            if not takes(loop, keyword, or_any=True):
+            if not _takes(loop, keyword):
                 raise ClientError(
-                    f"train_fn {name_of(loop)} has no keyword {keyword!r}, but this "
-                    "method's job passes it: train with LocalSGD(...), or add the "
-                    "keyword (call `on_gradients` where LocalSGD.__call__ calls it)"
+                    f"train_fn {_name(loop)} has no keyword {keyword!r}, but this "
+                    "method's job passes it: train with LocalSGD(...), or add it"
                 )
-        if takes(loop, "checkpoint", or_any=False):
+        if _takes(loop, "checkpoint"):
             options["checkpoint"] = self.checkpoint
         self.checkpoint = self.checkpoint.next()
-        returned = self.run(loop, self.trainloader, config, **options)
+        loader = self.counted
+        loader.on_first_batch, loader.most = on_first_batch, None
+        returned = loop(self.model, loader, self.device, config, **options)
+        metrics = checked_metrics(returned, "train_fn")
+        if NUM_EXAMPLES in metrics:
+            self.weight(metrics, 0)  # which refuses what is no weight
+        loader.most = loader.longest or self._bound(metrics.get(NUM_EXAMPLES))
+        here = place_of(self.model) or self.device
+        if has_float64(here):  # a loop may move the model
+            self.device = here
+        self.model.to(self.device)
         check_trained(self.model)
-        check_is_not_another(returned, self.model)
-        return checked_metrics(returned, "train_fn")
+        return metrics
+
+    def _bound(self, weight: Any) -> int | None:
+        """Return where a loader without a length ends, if its loop did not read it."""
+        try:
+            len(self.counted)
+        except TypeError:
+            weight = self.num_examples or weight
+            is_number = isinstance(weight, int | float) and 0 < weight < math.inf
+            return math.ceil(weight) if is_number else None
+        return None
 
     def evaluate(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Run the client's own evaluation; return its metrics.
@@ -255,53 +323,14 @@ class LocalProblem:
             If it returns no ``num-examples``.
         """
         assert self.evaluate_fn is not None
-        returned = self.run(self.evaluate_fn, self.valloader, config)
+        returned = self.evaluate_fn(self.model, self.valloader, self.device, config)
         metrics = checked_metrics(returned, "evaluate_fn")
         if NUM_EXAMPLES not in metrics:
             raise ClientError(
-                "evaluate_fn returned no 'num-examples', and the server needs it to "
-                f"weight the metrics: add it to {sorted(metrics)}"
+                "evaluate_fn returned no 'num-examples', which weights the metrics: "
+                f"add it to {sorted(metrics)}"
             )
         return metrics
-
-    def run(
-        self,
-        loop: Any,
-        loader: Loader | None,
-        config: Mapping[str, Any],
-        **options: Any,
-    ) -> Any:
-        """Call a user's loop; within it, `batch_fn` reads the loaders by default.
-
-        What the loop changes on the model beside its values is undone
-        (``left_as_known``).
-
-        Raises
-        ------
-        ClientError
-            If the model has other parameters than before.
-        """
-        with (
-            default_reading(self.batch_fn, self.output_fn),
-            checking_first_batch(self.on_first_batch),
-            defaults_kept(),
-            left_as_known(self.model, loop),
-        ):
-            try:
-                returned = loop(self.model, loader, self.device, config, **options)
-            finally:
-                self._follow()
-        return returned
-
-    def _follow(self) -> None:
-        """Continue on the device where a loop has left the model, if it has float64."""
-        here = place_of(self.model)
-        if here is None or here == self.device:
-            return
-        if has_float64(here):
-            self.device = here
-        else:
-            self.model.to(self.device)
 
     def trainable(self) -> dict[str, Tensor]:
         """Return the model's trainable parameters by name, without copies."""
@@ -315,88 +344,47 @@ class LocalProblem:
         state = select(self.model.state_dict(), like)
         return {name: value.to(like[name].device) for name, value in state.items()}
 
-    def count_examples(self, partition: int) -> int:
-        """Return the number of training examples of an epoch.
+    def count_examples(self, client: int) -> int:
+        """Return the number of the client's examples: what it has read of them.
 
-        The loader's sampler and ``drop_last`` decide which examples of a data set
-        count.
-
-        Raises
-        ------
-        DataError
-            If there are none, or the loader is a generator or another iterator of
-            Python's own.
-        """
-        n = count_of(self.trainloader)
-        if n is None:
-            n = self._read_to_count()
-        if n == 0:
-            raise DataError(
-                f"{client_name(partition)} has no training examples: leave this client "
-                "out, or distribute the data in another way"
-            )
-        return n
-
-    @property
-    def may_count_late(self) -> bool:
-        """Whether examples may be counted after training if the loop did not.
-
-        Some loaders must be read to count their examples, and a user's own loop may
-        take any number of examples from an endless stream.
-        """
-        own = not isinstance(self.train_fn, LocalSGD)
-        return own and count_of(self.trainloader) is None
-
-    def batches_trained_on(self, metrics: Mapping[str, Any]) -> Iterable[Any]:
-        """Return the training data; of a stream, as many as the user's loop used.
-
-        It may have no end.
-
-        Parameters
-        ----------
-        metrics : Mapping[str, Any]
-            The loop's metrics. If the stream has no end, they must have
-            ``num-examples``.
+        What no job has read yet is read once.
 
         Raises
         ------
         DataError
-            As raised by :meth:`count_examples`.
+            If there are none, or the loader does not end.
         """
-        batches = self.train_batches
-        if isinstance(self.train_fn, LocalSGD) or length_of(batches) is not None:
-            return batches
-        most = metrics.get(NUM_EXAMPLES) or count_of(batches) or self._read_to_count()
-        return at_most(batches, self.model, math.ceil(most), seed=0)
-
-    def _read_to_count(self) -> int:
-        """Read the training loader to its end, and return the number of its examples.
-
-        Raises
-        ------
-        DataError
-            If it is an iterator of Python's own, or does not end.
-        """
-        self.check_can_be_read_again()
-        count = 0
-        with watching("counting"):
-            for batch in batches_of(self.train_batches, self.model, CPU):
-                count += len(batch)
-                if count > _MOST:
+        loader = self.counted
+        if self.num_examples is None and not loader.longest:
+            for _ in loader:
+                if loader.longest > _ENDLESS:
                     raise DataError(
-                        "the trainloader has no length, and did not end after "
-                        f"{count} examples: return 'num-examples' from your own "
-                        "train_fn, or pass num_examples=... to fisher_arrays, or a "
-                        "loader that ends"
+                        f"the trainloader did not end after {_ENDLESS} examples: pass "
+                        "num_examples=..., or return 'num-examples' from your train_fn"
                     )
-        return count
+        if not (count := self.num_examples or loader.longest):
+            raise DataError(
+                f"{client_name(client)} has no training examples: leave it out, or, if "
+                "its batches have no tensors, pass num_examples=..."
+            )
+        return int(count)
 
-    def check_can_be_read_again(self) -> None:
-        """Raise :class:`DataError` for an iterator of Python's or PyTorch's own."""
-        check_can_be_read_again(
-            self.trainloader,
-            "a client reads the trainloader several times, to count, to train and for "
-            "the curvature",
+    def weight(self, metrics: Mapping[str, Any], client: int) -> float:
+        """Return the client's weight: its loop's, or its number of examples.
+
+        Raises
+        ------
+        ClientError
+            If the loop's number is not positive.
+        """
+        weight = metrics.get(NUM_EXAMPLES)
+        if weight is None:
+            return self.count_examples(client)
+        if isinstance(weight, int | float) and 0 < weight < float("inf"):
+            return weight
+        raise ClientError(
+            f"train_fn returned {NUM_EXAMPLES!r}: {weight!r:.80}, but a client's "
+            "weight must be a positive number"
         )
 
     def load(self, params: Params) -> "LocalProblem":
@@ -408,17 +396,8 @@ class LocalProblem:
             If they are not this model's.
         """
         self.check_layout(params)
-        modes = {module: module.training for module in self.model.modules()}
-        may_be_merged = bool(with_own_train(modes))  # low-rank factors into weights
-        if may_be_merged:
-            self.model.train()
         self.model.load_state_dict(dict(params), strict=False)
-        for parameter in self.model.parameters():
-            parameter.grad = None  # a loop may have left those of former values
-        if may_be_merged:
-            self.model.train(modes[self.model])
-            for module, mode in modes.items():
-                module.training = mode
+        self.model.zero_grad()  # a loop may have left gradients at former values
         return self
 
     def check_dtypes(self, params: Params) -> None:
@@ -427,90 +406,125 @@ class LocalProblem:
         Other strategies of Flower take any precision. This library's expect the
         precision that they sent.
         """
-        own = self.model.state_dict()
+        model = self.model.state_dict()
         for name, tensor in params.items():
-            if own[name].dtype != tensor.dtype:
+            if model[name].dtype != tensor.dtype:
                 raise ClientError(
                     f"the server sent {name!r:.80} in {tensor.dtype}, but the client's "
-                    f"model has {own[name].dtype}: start from arrays of the model's "
-                    "dtypes (Flower's strategies return means of integers in float64, "
-                    "FedAdam all arrays), or convert the model, for example by "
-                    "model.float(). To train in half precision, use "
-                    "LocalSGD(autocast=torch.bfloat16)"
+                    f"model has {model[name].dtype}: start from arrays of the model's "
+                    "dtypes; to train in half precision, LocalSGD(autocast=...)"
                 )
 
     def check_layout(self, params: Params) -> None:
         """Raise :class:`ClientError` for parameters that do not fit this model."""
-        own = self.model.state_dict()
+        model = self.model.state_dict()
         for name, tensor in params.items():
-            if name not in own or own[name].shape != tensor.shape:
-                has, way_out = _unlike(self.model, own, name)
+            if name not in model or model[name].shape != tensor.shape:
+                has = tuple(model[name].shape) if name in model else "no such entry"
                 raise ClientError(
                     f"the server sent {name!r:.80} of shape {tuple(tensor.shape)}, but "
-                    f"the client's model has {has}: {way_out}"
+                    f"the client's model has {has}: start from shared_state(model) of "
+                    "the same model (if another app ran here before, restart Flower)"
                 )
-        if missing := [n for n in trainable_names(self.model) if n not in params]:
+        names = trainable_names(self.model)
+        if missing := [name for name in names if name not in params]:
             raise ClientError(
                 f"the server did not send the trainable parameters {some(missing)}: "
                 "start from shared_state(model), or freeze them on the client"
             )
-        twice = _second_names(self.model)
-        if second := [name for name in params if name in twice]:
+        every = self.model.named_parameters(remove_duplicate=False)
+        second = {name for name, p in every if p.requires_grad} - set(names)
+        if tied := sorted(second & params.keys()):
             raise ClientError(
-                f"the server sent {some(second)}, the second names of tied parameters, "
-                "and these would undo the merge of the first: start from "
-                "shared_state(model), and load what arrives with strict=False"
+                f"the server sent {some(tied)}, the second names of tied parameters, "
+                "which would undo the merge of the first: start from shared_state("
+                "model), and load what arrives with strict=False"
             )
 
 
-def _check_yields_batches(name: str, loader: Loader) -> None:
-    """Raise :class:`ConfigurationError` for what is no loader, or has no batches."""
-    can_be_read = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-    if not can_be_read or isinstance(loader, (type, str)):
+def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
+    """Return metrics that Flower's records can hold: numbers and lists of numbers.
+
+    Numbers and arrays with one axis from NumPy and torch are converted, and None counts
+    as no metrics. Anything else is left out with a warning, so that the training is not
+    lost.
+
+    Examples
+    --------
+    >>> checked_metrics({"loss": torch.tensor(0.5), "late": True}, "train_fn")
+    {'loss': 0.5, 'late': 1}
+    """
+    entries = returned if isinstance(returned, Mapping) else {}
+    if returned is not None and entries is not returned:
+        logger.warning("%s returned %.80r, no dict of metrics", loop, returned)
+    metrics = {}
+    for name, value in entries.items():
+        numbers = value if name == NUM_EXAMPLES else _as_numbers(plain(value))
+        if numbers is None:
+            logger.warning("Ignoring %s's %.40r: %.80r is no number", loop, name, value)
+        else:
+            metrics[str(name)] = plain(numbers)
+    return metrics
+
+
+def _as_numbers(value: Any) -> Any:
+    """Return a number, or a list of numbers of one kind; None for anything else."""
+    if isinstance(value, list):
+        if not all(isinstance(each, int | float) for each in value):
+            return None
+        whole = all(isinstance(each, int) for each in value)
+        return [int(each) if whole else float(each) for each in value]
+    if isinstance(value, int) and abs(value) < 2**63:
+        return int(value)
+    return value if isinstance(value, float) else None
+
+
+def _check_loop(name: str, loop: Any) -> None:
+    """Raise :class:`ConfigurationError` for a loop that takes other arguments.
+
+    Many a Flower app has a ``train(net, trainloader, epochs, device)``.
+    """
+    try:
+        call = signature(loop)
+    except (TypeError, ValueError):
+        return  # None, and built-in functions, have no signature
+    places = [p for p in call.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    names = [parameter.name for parameter in places]
+    try:
+        call.replace(parameters=places).bind(*range(4))
+        fits = "device" not in names or names[2] == "device"
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ConfigurationError(
+            f"{name} is called with (model, loader, device, config), but {_name(loop)} "
+            f"takes {call}: pass lambda model, loader, device, config: "
+            f"{_name(loop)}(...), with the arguments in your order"
+        )
+
+
+def _check_loader(name: str, loader: Any) -> None:
+    """Raise :class:`ConfigurationError` for what yields no batches."""
+    iterates = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if loader is None and name == "valloader":
+        return
+    if not iterates or isinstance(loader, (type, str, Mapping, Tensor)):
         raise ConfigurationError(
             f"{name} must yield batches, but it is {loader!r:.80}: pass a DataLoader, "
-            "or a list of batches; of a function that makes one, what it returns"
-        )
-    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-        raise ConfigurationError(
-            f"{name} is a {type(loader).__name__}, which yields examples, but a client "
-            f"needs batches: pass DataLoader({name}, batch_size=32), for example"
+            "or a list of batches"
         )
 
 
-def _unlike(model: nn.Module, own: Params, name: str) -> tuple[object, str]:
-    """Return what a model has in place of a tensor that was sent, and the way out."""
-    has: object = tuple(own[name].shape) if name in own else "no such entry"
-    way_out = (
-        "build the same model on both sides. If another app ran on this SuperLink "
-        "before, stop the SuperLink: a client may have imported that app's module of "
-        "the same name"
-    )
-    for wrapper in WRAPPERS:
-        if f"{wrapper}{name}" in own:
-            has = f"it as {wrapper + name!r}"
-            way_out = f"give the client the model that is in {wrapper[:-1]}"
-    if name.isdigit() and name not in own:
-        way_out = (
-            "an ArrayRecord of a list numbers its arrays; start from "
-            "shared_state(model)"
-        )
-    if name.startswith(_OF_TCT):
-        way_out = (
-            "it is a TCT model's, and this request is for the network alone, without "
-            f"the keys that begin with {_OF_TCT!r}"
-        )
-    if hasattr(model, "peft_config") and name not in own:
-        way_out = (
-            "PEFT's get_peft_model_state_dict leaves the adapter's name out of its "
-            "keys; start from shared_state(model)"
-        )
-    return has, way_out
+def _name(function: object) -> str:
+    """Return a function's name, or that of an object's class."""
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _second_names(model: nn.Module) -> set[str]:
-    """Return the second names of tied trained parameters."""
-    every = dict(nn.Module.named_parameters(model, remove_duplicate=False))
-    return {name for name, p in every.items() if p.requires_grad} - set(
-        trainable_names(model)
-    )
+def _takes(function: Callable[..., object], keyword: str) -> bool:
+    """Return whether a function has this keyword, or takes any."""
+    try:
+        parameters = signature(function).parameters
+    except ValueError:  # built-in functions have no signature
+        return False
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return keyword in parameters or Parameter.VAR_KEYWORD in kinds

@@ -1,6 +1,7 @@
-"""``Request``, a server's message to a job, and ``Reply``, the job's answer."""
+"""``Request``, a server's message to a job; ``Reply``, the answer; ``ClientLimits``."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,12 +9,86 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor
 
-from flwr_fisher.client.limits import whole_number
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.errors import ClientError, ParamsError
+from flwr_fisher.errors import (
+    ClientError,
+    ParamsError,
+    check_number,
+    check_range,
+    check_whole,
+)
+from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params, check_same_layout
 from flwr_fisher.randomness import derive_seed
-from flwr_fisher.wire import NUM_EXAMPLES, arrays_to_tensors, split_config, split_groups
+from flwr_fisher.wire import arrays_to_tensors, split_config, split_groups
+from flwr_fisher.wire.options import OPTION
+
+_SAME_VERSION = "install the same flwr-fisher on server and clients"
+
+
+class ClientLimits(Options):
+    """The limits on a client's work for one request.
+
+    All other work is limited by the client's data and by the epochs of its own
+    `train_fn`.
+
+    Examples
+    --------
+    >>> ClientLimits(max_steps=100).steps({"local-steps": 5000}, "local-steps", 500)
+    Traceback (most recent call last):
+    flwr_fisher.errors.ClientError: the server requests fisher.local-steps=5000, but ...
+    """
+
+    max_examples: int | None = option(
+        None,
+        "From how many examples a client computes a Fisher. Default: as many as the "
+        "server requests.",
+        low=1,
+    )
+    max_steps: int = option(
+        1000,
+        "Steps of TCT (500 in its paper), or products with a Hessian, each of which "
+        "takes a pass over the client's data.",
+        low=1,
+    )
+
+    def examples(self, requested: int | None) -> int | None:
+        """Return the number of examples of a Fisher, or None for all."""
+        both = (requested, self.max_examples)
+        return min((most for most in both if most is not None), default=None)
+
+    def steps(self, options: Mapping[str, Any], name: str, default: int) -> int:
+        """Return an option that is a number of steps.
+
+        Raises
+        ------
+        ClientError
+            If there are more than `max_steps`.
+        ConfigurationError
+            If it is no integer, or below 1.
+        """
+        value = whole_number(options, name, default)
+        check_range(name, value, 1)
+        if value > self.max_steps:
+            raise ClientError(
+                f"the server requests {OPTION}{name}={value}, but this client's limit "
+                f"is {self.max_steps}: FisherClient(limits=ClientLimits(max_steps="
+                f"{value}))"
+            )
+        return value
+
+
+def whole_number(options: Mapping[str, Any], name: str, default: int) -> int:
+    """Return an option of the server, after a check that it is an integer."""
+    value = options.get(name, default)
+    check_whole(name, value)
+    return int(value)
+
+
+def real_number(options: Mapping[str, Any], name: str, default: float) -> float:
+    """Return an option of the server that is a number; its range is not checked."""
+    value = options.get(name, default)
+    check_number(name, value)
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -39,9 +114,6 @@ class Request:
         node's id.
     server_round : int
         The round.
-    num_examples : int
-        The number of the client's training examples, if the request is to train; 0 if
-        they are counted after it.
     """
 
     params: dict[str, Tensor]
@@ -51,7 +123,6 @@ class Request:
     seed: int = 0
     client: int = 0
     server_round: int = 0
-    num_examples: int = 0
 
     @classmethod
     def of(
@@ -76,8 +147,8 @@ class Request:
         record = arrays_of(message)
         if most_arrays is not None and len(record) > most_arrays:
             raise ClientError(
-                f"the server sent {len(record)} arrays, but at most {most_arrays} are "
-                "possible for this client's model: build the same model on both sides"
+                f"the server sent {len(record)} arrays, more than the {most_arrays} "
+                "of this client's model: build the same model on both sides"
             )
         tensors = arrays_to_tensors(record)
         params, groups = split_groups({k: v.to(device) for k, v in tensors.items()})
@@ -89,24 +160,6 @@ class Request:
     def from_library(self) -> bool:
         """Whether this library's server sent it, and not Flower's FedAvg."""
         return bool(self.options.keys() & {"structure", "job"})
-
-    def weight(self, metrics: Mapping[str, Any], problem: LocalProblem) -> float:
-        """Return the client's weight: its loop's, or its number of examples.
-
-        Raises
-        ------
-        ClientError
-            If the loop's number is not positive.
-        """
-        weight = metrics.get(NUM_EXAMPLES)
-        if weight is None:
-            weight = self.num_examples or problem.count_examples(self.client)
-        if isinstance(weight, int | float) and 0 < weight < float("inf"):
-            return weight
-        raise ClientError(
-            f"train_fn returned {NUM_EXAMPLES!r}: {weight!r:.80}, but a client's "
-            "weight must be a positive number"
-        )
 
     @property
     def facts(self) -> dict[str, Tensor]:
@@ -123,7 +176,7 @@ class Request:
         """
         fact = self.facts.get(name)
         if fact is None or fact.shape != shape or not fact.is_floating_point():
-            raise _not_as_expected(name, fact, f"real numbers of shape {shape}")
+            raise _unlike(name, fact, f"real numbers of shape {shape}")
         return fact
 
     def count(self, name: str) -> int:
@@ -136,7 +189,7 @@ class Request:
         """
         fact = self.facts.get(name)
         if fact is None or fact.dim() or fact.is_floating_point() or fact < 0:
-            raise _not_as_expected(name, fact, "an integer >= 0")
+            raise _unlike(name, fact, "an integer >= 0")
         return int(fact)
 
     def vector(self, name: str, like: Params) -> dict[str, Tensor]:
@@ -154,12 +207,8 @@ class Request:
         ClientError
             If it is missing, or does not fit.
         """
-        sent = self.groups.get(name)
-        if not sent:
-            raise ClientError(
-                f"the server sent no '{name}', which this job needs: install the same "
-                "flwr-fisher on both sides"
-            )
+        if not (sent := self.groups.get(name)):
+            raise ClientError(f"the server sent no '{name}': {_SAME_VERSION}")
         try:
             check_same_layout(like, sent, f"the '{name}' that the server sent")
         except ParamsError as error:
@@ -169,14 +218,13 @@ class Request:
         return {k: sent[k].to(p.dtype) for k, p in like.items()}
 
 
-def _not_as_expected(name: str, fact: Tensor | None, expected: str) -> ClientError:
+def _unlike(name: str, fact: Tensor | None, expected: str) -> ClientError:
     sent = "nothing" if fact is None else f"{fact.dtype} of shape {tuple(fact.shape)}"
     if fact is not None and not fact.dim():
         sent = f"{fact.item()}"
     return ClientError(
-        f"the server sent {sent} for '{name}', expected {expected}: install the same "
-        "flwr-fisher on both sides, or, in a method of your own, give the Exchange a "
-        "`send` that returns Membership.sent() in group ''"
+        f"the server sent {sent} for '{name}', expected {expected}: {_SAME_VERSION}; "
+        "an Exchange of your own must `send` what Membership.sent() returns"
     )
 
 
@@ -221,15 +269,11 @@ def partition_of(context: Context) -> int:
         If its ``partition-id`` is no integer.
     """
     number = context.node_config.get("partition-id", context.node_id)
-    try:
-        if isinstance(number, float) and not number.is_integer():
-            raise ValueError
-        if (partition := int(number)) < 0:
-            raise ValueError
-    except ValueError:
-        raise ClientError(
-            f"the node's partition-id must be an integer, 0 or more, got "
-            f"{number!r:.80}: start the node with --node-config 'partition-id=0', for "
-            "example, or without one"
-        ) from None
-    return partition
+    with suppress(ValueError, OverflowError):
+        whole = int(number)
+        if whole >= 0 and (whole == number or not isinstance(number, float)):
+            return whole
+    raise ClientError(
+        f"the node's partition-id must be an integer, 0 or more, got {number!r:.80}: "
+        "start it with --node-config 'partition-id=0', for example"
+    )

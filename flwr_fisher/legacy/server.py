@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 from torch import nn
 
-from flwr_fisher.client.loops import checked_metrics
+from flwr_fisher.client.problem import checked_metrics
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.legacy.client import NDArray, Order, from_list, names_of, to_list
 from flwr_fisher.log_lines import logger

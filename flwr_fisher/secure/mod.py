@@ -12,8 +12,12 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
-from flwr_fisher.client.limits import whole_number
-from flwr_fisher.client.request import arrays_of, config_of, partition_of
+from flwr_fisher.client.request import (
+    arrays_of,
+    config_of,
+    partition_of,
+    whole_number,
+)
 from flwr_fisher.errors import ClientError
 from flwr_fisher.options import Options, option
 from flwr_fisher.secure.crypto import (

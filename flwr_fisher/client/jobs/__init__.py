@@ -1,14 +1,11 @@
-"""The clients' jobs, one file a method, each ``(LocalProblem, Request) -> Reply``.
+"""The clients' jobs, each ``(LocalProblem, Request) -> Reply``.
 
 A job's file is imported when a server first requests it, so there is no list of jobs. A
 user's own job is registered by its decorator.
 """
 
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
-from inspect import unwrap
-from os.path import realpath
 from pkgutil import iter_modules
 
 from flwr_fisher.client.problem import LocalProblem
@@ -56,16 +53,21 @@ def register_job(name: str, kind: str = "train") -> Callable[[Job], Job]:
     def register(job: Job) -> Job:
         if not job.__module__.startswith(__name__):
             _read(name, kind)  # so that the names of built-in jobs are taken
-        taken, mine = _origin(_JOBS[kind].get(name, job)), _origin(job)
-        if taken[0] != mine[0] or not {*taken[1:]} & {*mine[1:]} - {""}:
+        taken = _JOBS[kind].get(name, job)
+        if _name(taken) != _name(job):  # a notebook's cell may be read again
             raise ConfigurationError(
-                f"there is already a job '{name}', {taken[1]}.{taken[0]}: register "
+                f"there is already a job '{name}', {'.'.join(_name(taken))}: register "
                 "yours under another name"
             )
         _JOBS[kind][name] = job
         return job
 
     return register
+
+
+def _name(job: Job) -> tuple[str, str]:
+    kind = getattr(job, "kind", job)  # of a training job
+    return kind.__module__, getattr(kind, "__qualname__", type(kind).__qualname__)
 
 
 def get_job(name: str, kind: str = "train") -> Job:
@@ -80,9 +82,8 @@ def get_job(name: str, kind: str = "train") -> Job:
     """
     if name == _SECURE:
         raise ConfigurationError(
-            "the server requests secure sums, but this client has no mod for them: "
-            "pass mods=[SecureSumsMod()], from flwr_fisher.secure, to make_client_app "
-            "or to the app's ClientApp"
+            "the server requests secure sums: pass mods=[SecureSumsMod()], from "
+            "flwr_fisher.secure, to make_client_app or to the app's ClientApp"
         )
     if name not in _JOBS[kind]:
         _read(name, kind)
@@ -97,17 +98,3 @@ def _read(name: str, kind: str) -> None:
         import_module(f"{__name__}.{file}")
         if name in _JOBS[kind]:
             return
-
-
-def _origin(job: Job) -> tuple[str, str, str]:
-    """Return the name, module and file of a function inside wrappers and partials.
-
-    A job read again has another module, if its file was imported under another name,
-    or another file, if it is a notebook's cell. The file is "" if nobody knows.
-    """
-    while isinstance(job, partial):
-        job = job.func
-    job = unwrap(job)
-    code = getattr(job, "__code__", getattr(type(job).__call__, "__code__", None))
-    name = getattr(job, "__qualname__", type(job).__qualname__)
-    return name, job.__module__, realpath(code.co_filename) if code else ""

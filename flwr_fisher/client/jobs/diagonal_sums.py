@@ -6,7 +6,7 @@ from flwr.app import ArrayRecord
 
 from flwr_fisher.client.jobs import LocalProblem, Request
 from flwr_fisher.client.jobs.train import TrainingJob, training_job
-from flwr_fisher.client.limits import real_number
+from flwr_fisher.client.request import real_number
 from flwr_fisher.errors import ClientError, check_positive
 from flwr_fisher.merge import DiagonalSums, LocalPosterior, contribution
 from flwr_fisher.params import Params

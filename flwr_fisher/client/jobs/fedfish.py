@@ -1,22 +1,18 @@
 """FedFish's job: training, with squared batch gradients after it or during it."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
-from flwr_fisher.client.batch_norms import catch_up_norms
 from flwr_fisher.client.jobs import LocalProblem, Request
+from flwr_fisher.client.jobs.norm_statistics import catch_up_norms
 from flwr_fisher.client.jobs.train import TrainingJob, codec_of, training_job
-from flwr_fisher.client.limits import real_number
+from flwr_fisher.client.request import real_number
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
-from flwr_fisher.curvature.batch import Batch
-from flwr_fisher.curvature.batches import length_of, unwrapped
-from flwr_fisher.curvature.loader_state import loader_kept
 from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import check_known, check_range
 from flwr_fisher.merge import LocalPosterior
@@ -90,35 +86,27 @@ class FedFishJob(TrainingJob):
         return job
 
     def train(
-        self, problem: LocalProblem, config: Mapping[str, Any]
+        self, problem: LocalProblem, request: Request
     ) -> tuple[dict[str, float], Curvature | None]:
         """Run the client's loop; return its metrics, and the Fisher."""
         if self.source == "extra-pass":
-            metrics = problem.train(config)
+            metrics = self.run_loop(problem, request)
             catch_up_norms(problem)
-            batches = problem.batches_trained_on(metrics)
-            curvature = self.curvature(problem, batches)
-            return metrics, self._reduced(curvature, batches)
+            curvature = self.curvature(problem, problem.train_batches)
+            return metrics, self._scaled(curvature, problem)
         epochs = local_sgd(problem.train_fn, _SQUARES).epochs
         squares = LastEpochSquares(problem.model, epochs)
-        metrics = problem.train(config, on_gradients=squares)
-        return metrics, self._reduced(squares.curvature(), range(squares.count))
+        metrics = self.run_loop(problem, request, on_gradients=squares)
+        return metrics, self._scaled(squares.curvature(), problem, squares.count)
 
-    def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:
-        """Return a batch's Fisher, or ones if the training loop squares gradients."""
-        if self.source == "last-epoch":
-            ones = {n: torch.ones_like(p) for n, p in problem.trainable().items()}
-            return Diagonal(ones)
-        mean = replace(self, reduction="mean")  # a sum may need a pass over the loader
-        return mean._reduced(self.curvature(problem, [batch]), [batch])
-
-    def _reduced(self, curvature: Curvature, batches: Iterable[Any]) -> Curvature:
+    def _scaled(
+        self, curvature: Curvature, problem: LocalProblem, batches: int | None = None
+    ) -> Curvature:
         """Return the Fisher as a sum, to a power and balanced, as requested."""
         if self.reduction == "sum" and self.balance < 1:  # balancing removes any factor
-            if (count := length_of(batches)) is None:
-                with loader_kept(unwrapped(batches)):
-                    count = sum(1 for _ in batches)
-            curvature = curvature.scaled(count)
+            if batches is None:
+                batches = problem.counted.batches or sum(1 for _ in problem.counted)
+            curvature = curvature.scaled(batches)
         if self.power != 1:
             entries = curvature.diagonal()
             curvature = Diagonal({k: v**self.power for k, v in entries.items()})

@@ -5,16 +5,14 @@ the Fisher by each vector that the server's conjugate gradients send.
 """
 
 import json
-from dataclasses import dataclass
 
-from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
-from flwr_fisher.client.jobs.train import TrainingJob, try_upload
-from flwr_fisher.client.limits import real_number
+from flwr_fisher.client.jobs.train import TrainingJob
+from flwr_fisher.client.request import real_number
 from flwr_fisher.client.state import run_disk
 from flwr_fisher.errors import ClientError
 from flwr_fisher.merge import LocalPosterior, balanced, partial_traces
@@ -74,19 +72,6 @@ def _load(problem: LocalProblem, request: Request) -> LocalPosterior:
     return LocalPosterior(params, tensors_to_curvature(parts, params), count)
 
 
-@dataclass(frozen=True)
-class _LargestUpload(TrainingJob):
-    """Try the largest of the round's uploads, and check the room on the disk."""
-
-    disk: ClientDisk
-
-    def arrays(self, posterior: LocalPosterior, start: Params) -> ArrayRecord:
-        curvature = posterior.curvature
-        _check_room(self.disk, posterior)
-        product = select(posterior.params, curvature.shapes)
-        return LayerTraces.of(product, partial_traces(curvature)).to_arrays()
-
-
 @register_job("kfac-train")
 def train_job(problem: LocalProblem, request: Request) -> Reply:
     """Train, keep the model and its Fisher, and upload the model.
@@ -100,12 +85,10 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
             "the server requests sums of Fishers, but names no structure: install the "
             "same flwr-fisher on both sides"
         )
-    largest = _LargestUpload(**vars(job), disk=run_disk(problem, request))
-    try_upload(problem, request, largest)
-    metrics, curvature = job.train(problem, request.config)
+    metrics, curvature = job.train(problem, request)
     assert curvature is not None
     params = problem.state_like(request.params)
-    count = request.weight(metrics, problem)
+    count = problem.weight(metrics, request.client)
     wanted = {
         name: real_number(request.options, name, 0.0)
         for name in ("shrink", "damping", "balance")

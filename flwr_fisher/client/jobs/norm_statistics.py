@@ -1,13 +1,24 @@
-"""The job that measures a merged model's batch norms by one pass over the data."""
+"""Statistics of batch norms: a merged model's, and a client's own after training."""
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
+from flwr_fisher.client.training import score
+from flwr_fisher.curvature.batches import Pairs
 from flwr_fisher.curvature.models import is_frozen
-from flwr_fisher.errors import ClientError
+from flwr_fisher.errors import ClientError, FlwrFisherError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge.batch_norms import norms_of, zero_shifts
-from flwr_fisher.merge.refresh import norm_shifts, norms_by_prefix
+from flwr_fisher.merge.refresh import (
+    norm_shifts,
+    norms_by_prefix,
+    norms_training,
+    refresh_norms,
+)
+from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import Additive
 from flwr_fisher.wire.additive import NORMS
+
+_EXAMPLES = 256  # at least, in the batches that are checked
+_FACTOR, _MARGIN = 1.5, 0.5  # of losses, in nats if they are of classes
 
 
 @register_job("norm-statistics")
@@ -25,25 +36,63 @@ def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
     DataError
         If there is no batch of two examples.
     """
-    asked = request.options.get("norms")
-    prefixes = list(map(str, asked)) if isinstance(asked, list) else []
+    named = request.options.get("norms")
+    prefixes = list(map(str, named)) if isinstance(named, list) else []
     if unknown := sorted({*prefixes} - {*norms_of(request.params)}):
         raise ClientError(
             f"the server requests statistics of {unknown}, but did not send these: "
             "install the same flwr-fisher on both sides"
         )
-    known = norms_by_prefix(problem.model)
-    if others := [each[:-1] for each in prefixes if each not in known]:
+    norms = norms_by_prefix(problem.model)
+    if others := [prefix[:-1] for prefix in prefixes if prefix not in norms]:
         logger.warning(
             "The layers %s have running statistics, but are no nn.BatchNorm: theirs "
             "stay the clients' mean, which may not fit the merged model",
             others,
         )
-    kept = set[str]()
+    frozen = set[str]()
     if request.options.get("frozen") is False:
-        kept = {prefix for prefix, norm in known.items() if is_frozen(norm)}
-    measured = [each for each in prefixes if each not in kept]
+        frozen = {prefix for prefix, norm in norms.items() if is_frozen(norm)}
+    measured = [prefix for prefix in prefixes if prefix not in frozen]
     shifts = zero_shifts(request.params, prefixes)
     shifts |= norm_shifts(problem.model, problem.train_batches, measured)
-    own = {name: value.to(request.params[name].dtype) for name, value in shifts.items()}
-    return Reply({}, Additive({NORMS: own}).to_arrays())
+    shifts = {k: value.to(request.params[k].dtype) for k, value in shifts.items()}
+    return Reply({}, Additive({NORMS: shifts}).to_arrays())
+
+
+def catch_up_norms(problem: LocalProblem) -> None:
+    """Recompute the norms' statistics if the model is far worse in eval mode.
+
+    With a small ``momentum``, or few batches, the running statistics belong to weights
+    from early in the training. With them, the model that is uploaded would not be the
+    model that was trained, and its Fisher would be wrong, too.
+    """
+    model, norms = problem.model, set(norms_by_prefix(problem.model).values())
+    if not norms:
+        return
+    with seeded(0):  # nothing else depends on these random numbers
+        few, count = [], 0
+        for batch in problem.trainloader:
+            read = problem.read(batch)
+            if len(read) > 1 and read.num_labels:
+                few.append(batch)
+                count += len(read)
+            if count >= _EXAMPLES:
+                break
+        first = Pairs(few, problem.batch_fn), problem.device, problem.loss
+        try:
+            in_eval, *_ = score(model, *first, classes=False)
+            with norms_training(model, norms):
+                in_train, *_ = score(model, *first, classes=False, as_it_is=True)
+        except FlwrFisherError:  # the labels are for another loss, in the user's loop
+            return
+        if not in_eval > _FACTOR * in_train + _MARGIN:
+            return
+        logger.warning(
+            "The batch norms' running statistics lag behind the trained model: its "
+            "loss is %.3g in eval mode and %.3g in train mode. Recomputing them from "
+            "the training data",
+            in_eval,
+            in_train,
+        )
+        refresh_norms(model, problem.train_batches)

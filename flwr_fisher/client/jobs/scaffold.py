@@ -7,7 +7,7 @@ import torch
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
-from flwr_fisher.client.limits import real_number
+from flwr_fisher.client.request import real_number
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.training import TrainFn, local_sgd
 from flwr_fisher.errors import ClientError

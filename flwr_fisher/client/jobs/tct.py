@@ -11,8 +11,6 @@ from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
 from flwr_fisher.client.jobs.tct_features import ClientFeatures, Examples
 from flwr_fisher.client.state import ClientState
-from flwr_fisher.client.trial import on_few_examples
-from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.errors import ClientError, ParamsError, check_positive
 from flwr_fisher.params import Params
 from flwr_fisher.tangent import (
@@ -48,13 +46,10 @@ def tct_check_job(problem: LocalProblem, request: Request) -> Reply:
         If there is no such head, or the model has no features.
     """
     problem.limits.steps(request.options, "local-steps", _STEPS)
-    ClientFeatures(problem, 0, 0, request.options).check_room(request.num_examples)
-
-    def check(problem: LocalProblem, batch: Batch) -> None:
-        features = ClientFeatures(problem, 0, 0, request.options)
-        features.check_classes(Examples.of([batch]))
-
-    on_few_examples(problem, check)
+    features = ClientFeatures(problem, 0, 0, request.options)
+    features.check_room(problem.count_examples(request.client))
+    batch = next(iter(problem.trainloader))
+    features.check_classes(Examples.of([problem.read(batch)]))
     return Reply({})
 
 

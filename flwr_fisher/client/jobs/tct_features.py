@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import LocalProblem
-from flwr_fisher.client.limits import whole_number
+from flwr_fisher.client.request import whole_number
 from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature.batch import IGNORED, Batch, Inputs, concatenated
 from flwr_fisher.curvature.batches import batches_of

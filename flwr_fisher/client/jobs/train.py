@@ -1,20 +1,13 @@
-"""The training job: FedFisher's training and Fisher, or FedAvg's training alone.
+"""The training job: FedFisher's training and Fisher, or FedAvg's training alone."""
 
-Long: the trial before training runs the same steps as the upload after it.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import update_wrapper
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from flwr.app import ArrayRecord
-from torch import Tensor, nn
 
-from flwr_fisher.client.batch_norms import catch_up_norms
 from flwr_fisher.client.jobs import (
-    Job,
     LocalProblem,
     Reply,
     Request,
@@ -22,21 +15,15 @@ from flwr_fisher.client.jobs import (
     register_job,
 )
 from flwr_fisher.client.jobs.evaluate import local_scores
-from flwr_fisher.client.training import LocalSGD, score
-from flwr_fisher.client.trial import (
-    check_outputs,
-    log_once,
-    on_few_examples,
-    upload_summary,
-)
+from flwr_fisher.client.jobs.norm_statistics import catch_up_norms
+from flwr_fisher.client.trial import try_upload, upload_summary
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
-from flwr_fisher.curvature.batch import Batch
-from flwr_fisher.curvature.batches import check_can_be_read_again, count_of
+from flwr_fisher.curvature.batches import check_can_be_read_again
 from flwr_fisher.curvature.models import device_of
-from flwr_fisher.errors import ClientError, check_number
-from flwr_fisher.log_lines import logger, watching
+from flwr_fisher.errors import ClientError, DataError, check_number
+from flwr_fisher.log_lines import log_once, logger, watching
 from flwr_fisher.merge import LocalPosterior
-from flwr_fisher.params import Params, check_finite
+from flwr_fisher.params import Params
 from flwr_fisher.wire import (
     NUM_EXAMPLES,
     REGRESSION,
@@ -49,31 +36,33 @@ from flwr_fisher.wire import (
 )
 from flwr_fisher.wire.answer import client_name
 
-_ENTRIES, _CUBES = 3 * 10**5, 10**8  # that take about a tenth of a second to pack
 J = TypeVar("J", bound="type[TrainingJob]")
 
 
 def training_job(name: str) -> Callable[[J], J]:
-    """Return a decorator that registers a :class:`TrainingJob`: try, train, upload.
+    """Return a decorator that registers a :class:`TrainingJob`: train, upload.
 
     With the option ``report-local``, the metrics also have ``local-loss`` and
     ``local-accuracy``.
     """
 
-    def register(job: J) -> J:
-        def run(problem: LocalProblem, request: Request) -> Reply:
-            return job.of(problem, request).reply(problem, request)
-
-        register_job(name)(update_wrapper(run, job, updated=()))
-        return job
+    def register(kind: J) -> J:
+        register_job(name)(Training(kind))
+        return kind
 
     return register
 
 
-def training_job_of(job: Job) -> "type[TrainingJob] | None":
-    """Return the class of a registered job, or None if it does not train."""
-    own = getattr(job, "__wrapped__", None)  # as `training_job` leaves it
-    return own if isinstance(own, type) and issubclass(own, TrainingJob) else None
+@dataclass(frozen=True)
+class Training:
+    """A registered job that trains, with the class that reads its options."""
+
+    kind: "type[TrainingJob]"
+    trains: ClassVar[bool] = True
+
+    def __call__(self, problem: LocalProblem, request: Request) -> Reply:
+        """Read the server's options, train, and return the upload."""
+        return self.kind.of(problem, request).reply(problem, request)
 
 
 def requested_training(options: Mapping[str, Any]) -> "type[TrainingJob]":
@@ -84,16 +73,15 @@ def requested_training(options: Mapping[str, Any]) -> "type[TrainingJob]":
     ClientError
         If the server requests another kind of job. It names the job and the way out.
     """
-    job: type[TrainingJob] | None = None
-    for name in (options.get("check", "train"), options.get("job")):
-        if (job := training_job_of(get_job(str(name or "train")))) is None:
+    names = [options.get("check", "train"), options.get("job", "train")]
+    jobs = {str(name): get_job(str(name)) for name in names}
+    for name, job in jobs.items():
+        if not isinstance(job, Training):
             raise ClientError(
-                f"the strategy requests the job {name!r:.80}, but fisher_arrays "
-                "supports only jobs that train: pass your model, loader and training "
-                "function to FisherClient(model, trainloader, train_fn=...)"
+                f"the strategy requests the job {name!r:.80}, but this app only "
+                "trains: use FisherClient(model, trainloader, train_fn=...)"
             )
-    assert job is not None
-    return job
+    return jobs[str(names[-1])].kind  # type: ignore[attr-defined, no-any-return]
 
 
 @training_job("train")
@@ -129,8 +117,6 @@ class TrainingJob:
         ConfigurationError
             If a name is unknown, a number out of range, or a codec's budget too small
             for the received parameters.
-        DataError
-            If the loader can be read only once, but the job must read it twice.
         """
         options = request.options
         structure = options.get("structure")
@@ -141,19 +127,12 @@ class TrainingJob:
         )
         if job.structure is not None:
             job.fisher_options.check([job.structure])
-        if structure == "ekfac":
-            check_can_be_read_again(
-                problem.trainloader, "structure='ekfac' reads the loader twice"
-            )
         return job
 
     def reply(self, problem: LocalProblem, request: Request) -> Reply:
-        """Try the upload, train, and return the upload."""
-        if self.structure is not None:
-            problem.check_can_be_read_again()
-        try_upload(problem, request, self)
-        metrics, curvature = self.train(problem, request.config)
-        count = request.weight(metrics, problem)
+        """Train, and return the upload."""
+        metrics, curvature = self.train(problem, request)
+        count = problem.weight(metrics, request.client)
         arrays = self.packed(problem, request, curvature, count)
         metrics |= local_scores(problem, request)
         name = client_name(request.client).capitalize()
@@ -161,38 +140,53 @@ class TrainingJob:
         return Reply({**metrics, NUM_EXAMPLES: count}, arrays)
 
     def train(
-        self, problem: LocalProblem, config: Mapping[str, Any]
+        self, problem: LocalProblem, request: Request
     ) -> tuple[dict[str, float], Curvature | None]:
         """Run the client's loop; return its metrics, and the Fisher if it has one."""
-        metrics = problem.train(config)
+        metrics = self.run_loop(problem, request)
         if self.structure is None:
             return metrics, None
         catch_up_norms(problem)
         if problem.likelihood == "gaussian":
             # By default the merge takes one iteration then: strategies/fedfisher.py.
             metrics = {**metrics, REGRESSION: 1}
-        loader: Iterable[Any] = problem.train_batches
-        if self.fisher_options.examples is None:
-            loader = problem.batches_trained_on(metrics)
-        return metrics, self.curvature(problem, loader)
+        return metrics, self.curvature(problem, problem.train_batches)
 
-    def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:
-        """Return a batch's cheap Fisher: K-FAC for E-KFAC, one pass an example."""
-        passes = 1 if self.fisher_options.expectation == "exact" else None
-        structure = "kfac" if self.structure == "ekfac" else self.structure
-        cheap = replace(self.fisher_options, max_passes=passes)
-        job = replace(self, structure=structure, fisher_options=cheap)
-        return job.curvature(problem, [batch])
+    def run_loop(
+        self, problem: LocalProblem, request: Request, **options: Any
+    ) -> dict[str, Any]:
+        """Run the client's loop, whose first batch is checked; return its metrics.
+
+        Parameters
+        ----------
+        problem, request
+            The job's.
+        **options
+            Keywords of the loop, such as ``LocalSGD``'s `on_gradients`.
+
+        Raises
+        ------
+        ConfigurationError, StructureError
+            If the model has no trainable parameter, or one that no Fisher covers.
+        """
+        if self.structure is not None:
+            device_of(problem.model, None)
+            check_can_be_read_again(problem.counted.loader, "a Fisher is taken of it")
+
+        def check(batch: Any) -> None:
+            try_upload(problem, request, self, batch)
+
+        first = None if self.structure is None else check
+        return problem.train(request.config, on_first_batch=first, **options)
 
     def curvature(self, problem: LocalProblem, loader: Iterable[Any]) -> Curvature:
         """Return the Fisher on some of the client's data, within its limits."""
-        count = count_of(problem.trainloader)
+        count = problem.num_examples or problem.counted.longest or None
         options = self.fisher_options.for_client(count)
         most = problem.limits.examples(options.pop("examples"))
         total = most if count is None else min(count, most or count)
-        readings = 2 if self.structure == "ekfac" else 1
         # At most so many are read; fewer if the bound on passes is reached first.
-        with watching("curvature", None if total is None else readings * total):
+        with watching("curvature", total):
             return fisher(
                 problem.model,
                 loader,
@@ -212,11 +206,15 @@ class TrainingJob:
     ) -> ArrayRecord:
         """Return the upload of a problem's trained model with weight `count`."""
         params = problem.state_like(request.params)
-        log_untrained_share(problem.model, params)
-        warn_if_unchanged(problem, request.params)
+        warn_of_upload(problem, request.params)
         if curvature is None:
             return tensors_to_arrays(params)
-        return self.arrays(LocalPosterior(params, curvature, count), request.params)
+        posterior = LocalPosterior(params, curvature, count)
+        with watching("packing", unit="steps"):
+            arrays = self.arrays(posterior, request.params)
+        size, fedavg = arrays_bytes(arrays), fedavg_bytes(request.params)
+        log_once(upload_summary(problem.model, curvature, size, fedavg))
+        return arrays
 
     def arrays(self, posterior: LocalPosterior, start: Params) -> ArrayRecord:
         """Return parameters and Fisher, packed.
@@ -228,99 +226,51 @@ class TrainingJob:
         start : Mapping[str, Tensor]
             Those before the training, for jobs that upload a step.
         """
-        with watching("packing", unit="steps"):
-            upload = FisherUpload(posterior.params, posterior.curvature)
-            return upload.to_arrays(self.codec)
+        upload = FisherUpload(posterior.params, posterior.curvature)
+        return upload.to_arrays(self.codec)
 
 
-def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> None:
-    """Compute a few examples' Fisher at the server's parameters, and pack it.
+def dry_run(problem: LocalProblem, request: Request) -> None:
+    """Do what a training job does after its training, on one batch of the loader.
 
-    If the client could not compute or upload something after its training, the same
-    error is raised now. This needs a few examples: see :func:`on_few_examples`. What
-    would take long to pack is not packed, because its codec is known to work. The log
-    says, once a process, which layer has which structure.
+    The log then has what an upload is made of, and its size.
 
     Raises
     ------
     FlwrFisherError
-        Any error of the computation that is tried. It is a :class:`DataError` or
-        :class:`ClientError` if the model's outputs are not finite.
+        What the job would raise after its training, as far as one batch shows it.
     """
+    job = requested_training(request.options).of(problem, request)
+    batch = next((each for each in problem.trainloader if each is not None), None)
+    if batch is None:
+        raise DataError("the trainloader has no batches")
+    device_of(problem.model, None)
     if job.structure is None:
         return
-    device_of(problem.model, None)  # which refuses a model without a Fisher
-
-    def attempt(problem: LocalProblem, batch: Batch) -> list[str]:
-        check_outputs(problem, batch)
-        curvature = job.trial_curvature(problem, batch)
-        if request.options.get("report-local"):
-            classes = problem.has_classes
-            score(problem.model, [batch], problem.device, problem.loss, classes=classes)
-        size = _size_in_words(problem, request, job, curvature)
-        return upload_summary(problem.model, curvature, job.structure, size)
-
-    if (lines := on_few_examples(problem, attempt)) is not None:
-        log_once(lines)
+    try_upload(problem, request, job, batch)
+    alone = replace(problem, trainloader=[batch])
+    count = alone.count_examples(request.client)
+    curvature = job.curvature(alone, alone.train_batches)
+    job.packed(alone, request, curvature, count)
 
 
-def log_untrained_share(model: nn.Module, params: Params) -> None:
-    """Log, once a process, that an upload has parameters that are not trained."""
-    frozen = [
-        params[name].nbytes
-        for name, parameter in model.named_parameters()
-        if name in params and not parameter.requires_grad
-    ]
-    if frozen:
-        share = sum(frozen) / sum(tensor.nbytes for tensor in params.values())
-        text = (
-            f"{len(frozen)} frozen parameters are {share:.0%} of the upload, since the "
-        )
-        text += "server sent them: start from shared_state(model), which has none"
-        log_once([text])
-
-
-def warn_if_unchanged(problem: LocalProblem, start: Params) -> None:
-    """Log a warning if a loop of the user's own has changed no parameter."""
-    own = problem.trainable().items()
-    if not isinstance(problem.train_fn, LocalSGD) and all(
-        torch.equal(tensor, start[name].to(tensor)) for name, tensor in own
-    ):
+def warn_of_upload(problem: LocalProblem, start: Params) -> None:
+    """Log what is odd about an upload: nothing trained, or much that is not trained."""
+    trained = problem.trainable()
+    if all(torch.equal(t, start[name].to(t)) for name, t in trained.items()):
         logger.warning(
-            "The training has changed no parameter, so the client uploads what the "
-            "server sent. If it trained a copy of the model, load the copy's "
-            "state_dict() into the model at the end"
+            "The training has changed no parameter. If it trained a copy of the model, "
+            "load the copy's state_dict() into the model at the end"
         )
-
-
-def _size_in_words(
-    problem: LocalProblem, request: Request, job: TrainingJob, curvature: Curvature
-) -> str:
-    """Return an upload's size in words, without packing large matrices."""
-    tensors = {f"tensor {i}": t for i, t in enumerate(curvature.tensors())}
-    check_finite(tensors, "the curvature of a few examples")
-    plain, codec = fedavg_bytes(request.params), job.codec
-    if codec.budget is not None and _takes_long(list(tensors.values())):
-        size, about = int(codec.budget * plain), "at most"
-    else:
-        params, count = problem.state_like(request.params), max(request.num_examples, 1)
-        posterior = LocalPosterior(params, curvature, count)
-        arrays = job.arrays(posterior, request.params)
-        size, about = arrays_bytes(arrays), "about"
-    return f"upload {about} {amount(size, plain)}"
-
-
-def amount(size: int, plain: int) -> str:
-    """Return an upload's size in words, with its ratio to FedAvg's plain upload."""
-    own = f"{size / 1e6:.2f} MB" if size >= 10**5 else f"{size / 1e3:.1f} kB"
-    return f"{own}, {size / plain:.2f} of FedAvg's"
-
-
-def _takes_long(tensors: Sequence[Tensor]) -> bool:
-    """Return whether packing takes long: many tensors, or large matrices."""
-    entries = sum(t.numel() for t in tensors)
-    cubes = sum(t.numel() * t.shape[-1] for t in tensors if t.dim() > 1)
-    return entries > _ENTRIES or cubes > _CUBES
+    parameters = dict(problem.model.named_parameters())
+    frozen = [n for n in start if n in parameters and n not in trained]
+    if frozen:
+        part = sum(start[name].nbytes for name in frozen)
+        share = part / sum(tensor.nbytes for tensor in start.values())
+        log_once(
+            f"{len(frozen)} frozen parameters are {share:.0%} of the upload, since the "
+            "server sent them: start from shared_state(model), which has none"
+        )
 
 
 def codec_of(request: Request) -> Codec:
