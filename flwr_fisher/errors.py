@@ -249,7 +249,7 @@ def extra(name: str) -> Iterator[None]:
 
     Examples
     --------
-    >>> with extra("tasks"):
+    >>> with extra("report"):
     ...     import math
     """
     try:

@@ -266,12 +266,8 @@ def test_what_is_no_numpy_client():
 
 
 def test_parts_that_are_not_where_they_are_said_to_be():
-    with pytest.raises(RoundError, match="Older has no attribute 'model', only"):
+    with pytest.raises(RoundError, match="no attribute 'model'"):
         one_shot().start(LocalGrid(older_app(model="model"), 2), tiny_arrays())
-    with pytest.raises(
-        RoundError, match=r"model='holding' must give an nn\.Module, not int"
-    ):
-        one_shot().start(LocalGrid(older_app(model="holding"), 2), tiny_arrays())
     app = older_app(model=lambda older: older.net)
     assert one_shot().start(LocalGrid(app, 2), tiny_arrays()).uploads
 

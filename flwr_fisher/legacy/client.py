@@ -132,15 +132,10 @@ def client_app(
     def make(context: Context) -> FisherClient:
         client = client_fn(context)
         client = getattr(client, "numpy_client", client)
-        network, train = _part(client, model), _part(client, trainloader)
-        if not isinstance(network, nn.Module):
-            raise ClientError(
-                f"model={model!r} must give an nn.Module, not {type(network).__name__}"
-            )
-        held_out = None if valloader is None else _part(client, valloader)
-        return from_numpy_client(
-            client, network, train, held_out, order=order, **options
-        )
+        parts = [_part(client, part) for part in (model, trainloader)]
+        if valloader is not None:
+            parts.append(_part(client, valloader))
+        return from_numpy_client(client, *parts, order=order, **options)
 
     return make_client_app(make, mods)
 
@@ -190,15 +185,8 @@ def _checked(returned: Any, method: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _part(client: Any, part: Part) -> Any:
-    """Return the client's model or loader."""
-    if callable(part):
-        return part(client)
-    if not hasattr(client, part):
-        raise ClientError(
-            f"{type(client).__name__} has no attribute '{part}', only "
-            f"{sorted(vars(client))}: name the right one, or pass a function"
-        )
-    return getattr(client, part)
+    """Return the client's model or loader, by an attribute's name or a function."""
+    return part(client) if callable(part) else getattr(client, part)
 
 
 def names_of(model: nn.Module, order: Order) -> list[str]:
