@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.merge.options import merge_settings
 from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies.baselines import head_exchange
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
 
@@ -235,6 +237,14 @@ def test_the_watched_run_leaves_the_best_model(my_app):
     ran("watching.md", epochs=1)
     model = Net()
     model.load_state_dict(load_file(Path.home() / "run" / "best.safetensors"))
+
+
+def test_a_shipped_strategy_takes_one_more_exchange():
+    names = {"FedFisherOneShot": FedFisherOneShot, "head_exchange": head_exchange}
+    for block in blocks(DOCS / "adding-a-method.md"):
+        exec(block, names)
+    *_, last = names["WithHead"]().exchanges(1)
+    assert last.name == "head"
 
 
 @pytest.mark.parametrize("name", ALONE)
