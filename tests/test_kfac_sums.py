@@ -28,7 +28,7 @@ from flwr_fisher.params import (
     subtract,
     weighted_mean,
 )
-from flwr_fisher.wire.layer_traces import LayerTraces
+from flwr_fisher.wire.additive import LayerTraces
 
 
 def grouped(seed):

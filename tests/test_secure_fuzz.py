@@ -25,8 +25,8 @@ from flwr_fisher.strategies.exchanges.private_sums import _read
 from flwr_fisher.tangent import feature_moments
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.additive import LayerTraces
 from flwr_fisher.wire.arrays import bytes_of
-from flwr_fisher.wire.layer_traces import LayerTraces
 from flwr_fisher.wire.tangent_sums import (
     eigenvalue_bin,
     moment_sums,

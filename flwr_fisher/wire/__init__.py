@@ -17,12 +17,12 @@ from flwr_fisher.wire.options import (
     REGRESSION,
     SERVER,
     ConfigValue,
+    Roster,
     join_groups,
     named_options,
     split_config,
     split_groups,
 )
-from flwr_fisher.wire.roster import Roster
 from flwr_fisher.wire.schema import Part, Payload, description, part
 from flwr_fisher.wire.size import arrays_bytes, fedavg_bytes, serialized_bytes
 

@@ -33,8 +33,7 @@ from flwr_fisher.wire import (
     RunningMean,
     tensors_to_curvature,
 )
-from flwr_fisher.wire.additive import PARAMS, PRODUCT
-from flwr_fisher.wire.layer_traces import LayerTraces
+from flwr_fisher.wire.additive import PARAMS, PRODUCT, LayerTraces
 
 _RUN, _TRACES = "sums", "traces"
 _DIRECTION = "direction"  # one of the groups of an Iterate

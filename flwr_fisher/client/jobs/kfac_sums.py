@@ -24,7 +24,7 @@ from flwr_fisher.wire import (
     curvature_to_tensors,
     tensors_to_curvature,
 )
-from flwr_fisher.wire.layer_traces import LayerTraces
+from flwr_fisher.wire.additive import LayerTraces
 
 _NAME, _PARAMS = "kfac-sums", "params/"
 
