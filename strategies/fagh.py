@@ -7,7 +7,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flwr_fisher.curvature.random_probe import random_probe
+from flwr_fisher.curvature.second_order import random_probe
 from flwr_fisher.errors import ConfigurationError, check_known
 from flwr_fisher.params import Params, dot, double, flatten, norm
 from flwr_fisher.randomness import derive_seed

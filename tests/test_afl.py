@@ -95,13 +95,6 @@ def test_numbers_are_regressed_on_as_they_are():
     torch.testing.assert_close(whole, pooled(model, 0.1, targets))
 
 
-def test_dependent_features_without_a_ridge_give_the_shortest_solution():
-    x = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
-    sums = head_sums(nn.Sequential(nn.Linear(2, 2, bias=False)), [(x, x)], "0")
-    (weight,) = closed_form_head(sums, bias=False, ridge=0.0)
-    torch.testing.assert_close(weight, torch.full((2, 2), 0.5, dtype=torch.float64))
-
-
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
@@ -225,31 +218,6 @@ def test_the_strategys_head_is_the_pooled_regression(bias, ridge):
     heads = [found[k].reshape(CLASSES, -1) for k in begin if k.startswith("2.")]
     want = pooled(backbone(bias), ridge).float()
     torch.testing.assert_close(torch.cat(heads, 1), want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("make", "head", "changed"),
-    [
-        (
-            lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)),
-            "0",
-            {"0.weight", "0.bias"},
-        ),
-        (lambda: nn.Linear(4, 3), None, {"weight", "bias"}),  # is its head
-    ],
-)
-def test_another_head_may_be_named(make, head, changed):
-    x, y = data()
-
-    def client_fn(context):
-        loader = DataLoader(TensorDataset(x, y), 32)
-        return FisherClient(make().double(), loader, device="cpu")
-
-    begin = shared_state(make().double())
-    result = run(make_client_app(client_fn), 2, ArrayRecord(begin), head=head)
-    after = arrays_to_tensors(result.arrays)
-    assert {k for k in begin if not torch.equal(begin[k], after[k])} == changed
-    assert AFL(ridge=0.5, head=head).settings() == {"ridge": 0.5, "head": head}
 
 
 def test_other_weights_than_the_sums_own_are_refused():

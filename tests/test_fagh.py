@@ -24,7 +24,7 @@ from virtual import (
 
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.curvature import gradient_and_hvp
-from flwr_fisher.curvature.random_probe import random_probe
+from flwr_fisher.curvature.second_order import random_probe
 from flwr_fisher.errors import ClientError, ConfigurationError, UnknownNameError
 from flwr_fisher.merge import refresh_norms
 from flwr_fisher.params import norm, shared_state, weighted_mean

@@ -3,7 +3,6 @@
 import pytest
 import rivals_path  # noqa: F401
 import torch
-from clocked import Behaviour, ClockedGrid
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
@@ -118,29 +117,6 @@ def test_a_numpy_client_is_told_before_it_trains():
             strategy.start(LocalGrid(app, 2), tiny_arrays(), num_rounds=3)
 
 
-class Mixed(ClientApp):
-    """Partition 0 runs another app."""
-
-    def __init__(self, other):
-        super().__init__()
-        self.other, self.app = other, tiny_app()
-
-    def __call__(self, message, context):
-        odd = context.node_config["partition-id"] == 0
-        return (self.other if odd else self.app)(message, context)
-
-
-def test_one_other_app_does_not_end_a_run_that_waits_for_more(clock):
-    late = {2: Behaviour(connected=lambda now: now > 60)}
-    grid = ClockedGrid(Mixed(Plain()), late, clock, 3)
-    result = FedFish(fraction_evaluate=0.0).start(grid, tiny_arrays(), num_rounds=1)
-    assert [upload.client for upload in result.uploads] == [
-        "partition-1",
-        "partition-2",
-    ]
-    assert 60 < clock.now < 70
-
-
 # Flower's own strategies take any client
 
 
@@ -170,22 +146,6 @@ def test_a_train_function_by_hand_uploads_what_ours_does(structure):
         assert close(*(r.arrays for r in results))
         names = [[u.client for u in r.uploads] for r in results]
         assert names[0] == names[1] == [f"partition-{p}" for p in range(3)]
-
-
-@pytest.mark.parametrize("ours", [False, True])
-def test_a_train_function_by_hand_answers_fedavg_and_fedfish(ours):
-    app = Plain(curvature=True)
-    if ours:  # which identifies itself
-        plain, app = app, OurApp()
-        app.train()(lambda message, context: plain(message, context))
-    else:
-        app.query()(identify)
-    for made in (FedAvg(fraction_evaluate=0.0), FedFish(fraction_evaluate=0.0)):
-        results = [
-            made.start(LocalGrid(own, 3), tiny_arrays(), num_rounds=2)
-            for own in (app, OURS)
-        ]
-        assert close(*(r.arrays for r in results))
 
 
 def test_what_a_train_function_by_hand_cannot_do_is_told():

@@ -129,18 +129,3 @@ def requoted(monkeypatch, tmp_path):
 
     yield write
     quotes._tables_of.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("title", "figure"),
-    [
-        ("ours :: CNN", "2.4"),
-        ("theirs :: 2", "3.3"),
-        ("Longer :: skew · 4 :: global", "91.7"),
-        ("shift :: global", "92.0"),
-        ("ours ::\n  CNN", "2.4"),
-    ],
-)
-def test_a_quoted_figure_is_the_cell_that_its_link_names(title, figure, requoted):
-    text = 'It is [{}](../results/some.md "{}") here, [see](../results/some.md).'
-    assert requoted(text.format("old", title)) == text.format(figure, title)

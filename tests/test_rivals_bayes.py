@@ -7,7 +7,6 @@ import rivals_path  # noqa: F401
 import torch
 from oracles import randn
 from rivals import fedbens, mats
-from test_merge_matching import same
 from torch.distributions import MultivariateNormal
 
 from flwr_fisher.curvature import Kronecker
@@ -28,12 +27,6 @@ def client(seed, examples=10.0, at=1.0):
     return LocalPosterior({"w": W, "scale": W[0]}, F, examples)
 
 
-def weighted(parts):
-    """Return the solution of the sum of (precision, centre), densely."""
-    total = sum(P for P, _ in parts)
-    return torch.linalg.solve(total, sum(P @ w for P, w in parts))
-
-
 # MaTS
 
 
@@ -52,22 +45,6 @@ def test_linear_regression_is_pooled_least_squares():
     x, y = map(torch.cat, zip(*data, strict=True))
     want = torch.linalg.lstsq(x, y).solution.T
     torch.testing.assert_close(mats(fits)["w"], want, rtol=1e-4, atol=1e-5)
-
-
-def test_the_fixed_point_is_the_dense_solve_from_any_start():
-    clients = [client(seed, examples) for seed, examples in ((0, 1.0), (10, 50.0))]
-    want = weighted(
-        [(p.curvature.to_dense(), p.params["w"].flatten()) for p in clients]
-    )
-    for start in (None, {"w": randn(5, 2, 3, dtype=torch.float64)}):
-        merged = mats(clients, start=start)
-        torch.testing.assert_close(merged["w"].flatten(), want, rtol=1e-4, atol=1e-4)
-        mean = (clients[0].params["scale"] + clients[1].params["scale"]) / 2
-        torch.testing.assert_close(merged["scale"], mean)
-    first = clients[0].params
-    same({"w": first["w"]}, {"w": mats(clients[:1])["w"]}, 0)
-    begun = mats(clients, start=first, iterations=0)
-    torch.testing.assert_close(begun["w"], first["w"])
 
 
 # FedBEns

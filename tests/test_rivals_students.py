@@ -1,19 +1,13 @@
 """DENSE and Co-Boosting: their terms by hand, and that students learn from models."""
 
-import copy
-import sys
-
 import pytest
 import rivals_path  # noqa: F401
 import torch
-import torch.nn.functional as F
 from oracles import randn
 from rivals import Normalised, co_boosting, dense
-from rivals.co_boosting import harder, reweighted
 from rivals.images import generator_of, reset
-from rivals.losses import disagreement, divergence, hard_cross_entropy, statistics_of
+from rivals.losses import divergence
 from rivals.synthesis import Synthesis
-from rivals.teacher import Ensemble
 from torch import nn
 
 SHAPE = (1, 8, 8)
@@ -70,67 +64,3 @@ def test_a_student_comes_nearer_to_the_ensemble(method, norm):
 
 
 # What is done in an epoch
-
-
-def test_co_boosting_takes_the_steps_that_it_says(monkeypatch):
-    module = sys.modules["rivals.co_boosting"]
-    models, student = [net(0), net(1)], net(9, True)
-    rates, moves, made = [], [], []
-
-    def reweigh(*arguments):
-        rates.append(arguments[3])
-        return reweighted(*arguments)
-
-    def move(teacher, shown, distance):
-        moves.append(distance)
-        assert student.training
-        return harder(teacher, shown, distance)
-
-    def synthesise(generator, loss, num_classes, how):
-        assert not student.training
-        images, labels = torch.rand(32, *SHAPE), torch.arange(32) % 4
-        if not made:  # the ensemble's weights are equal yet
-            both = Ensemble.of(models), student
-            logits, own = (model(INPUTS(images)).detach() for model in both)
-            want = hard_cross_entropy(logits, labels, 2.0)
-            want -= 0.5 * divergence(own, logits, 3.0).mean()
-            torch.testing.assert_close(loss(images, labels).detach(), want)
-        made.append(how)
-        return images, labels
-
-    monkeypatch.setattr(module, "reweighted", reweigh)
-    monkeypatch.setattr(module, "harder", move)
-    monkeypatch.setattr(module, "synthesised", synthesise)
-    co_boosting(
-        models, student, INPUTS, num_classes=4, epochs=3, batch_size=32,
-        weight_lr=0.1, weight_decay_rate=0.5, perturbation=0.2, hardness=2.0,
-        adversarial=0.5,
-    )  # fmt: skip
-    assert rates == [0.05] * 2 + [0.025] * 3  # a step on each batch, from the second on
-    assert moves == [0.2] * 6
-    assert [(how.clip, how.count) for how in made] == [(10.0, 32)] * 3
-
-
-def test_denses_loss_is_the_sum_of_its_three_terms(monkeypatch):
-    module = sys.modules["rivals.dense"]
-    monkeypatch.setattr(module, "augmented", lambda images: images)
-    models, student = [net(i, True).eval() for i in range(2)], net(9, True)
-    checked = []
-
-    def synthesise(generator, loss, num_classes, how):
-        images, labels = torch.rand(32, *SHAPE), torch.arange(32) % 4
-        other = copy.deepcopy(student).train()
-        assert student.training
-        with statistics_of(models) as found:
-            logits = sum(model(INPUTS(images)) for model in models) / 2
-        apart = disagreement(other(INPUTS(images)), logits)
-        want = F.cross_entropy(logits, labels) + 3.0 * sum(found) - 2.0 * apart
-        for _ in range(2):  # what batch norms collect is of one pass alone
-            torch.testing.assert_close(loss(images, labels), want)
-        checked.append(how)
-        return images, labels
-
-    monkeypatch.setattr(module, "synthesised", synthesise)
-    own = {"num_classes": 4, "epochs": 1, "batch_norm": 3.0, "adversarial": 2.0}
-    dense(models, student, INPUTS, **own)
-    assert checked

@@ -175,8 +175,8 @@ REFUSED = [
     (lambda: fagh_first(g=UNUSABLE), "'w' holds NaN"),
     (lambda: fagh_first(hvp=UNUSABLE), "'w' holds NaN"),
     (lambda: fagh_first(c=NAN), "probe_dot"),
-    (lambda: fagh_first(t=2), "got no moments"),
-    (lambda: fagh_first(moments=fagh_first().moments), "got moments"),
+    (lambda: fagh_first(t=2), "step 2 of FAGH"),
+    (lambda: fagh_first(moments=fagh_first().moments), "step 1 of FAGH"),
     (lambda: fagh_first(V, V, V, t=2, moments=fagh_first().moments), "moments"),
     (lambda: fagh_first(t=2, moments=halved()), r"moments .*\['w'\]"),
     *(
@@ -198,15 +198,8 @@ REFUSED = [
     ),
     (lambda: fedfish(deltas=[A, {}, A]), r"client 1 .*\['w'\]"),
     (lambda: fedfish(fishers=[{**A, **V}] * 3), "client 0's Fisher.*'v'"),
-    (lambda: fedfish(fishers=[A, A]), "2 Fishers and 3"),
     (lambda: fedfish_average([], [], []), "0 sets of params"),
     (lambda: fedfish(deltas=[A, UNUSABLE, A]), "client 1: 'w'"),
-    (
-        lambda: fedfish(
-            [{"n": torch.tensor(i)} for i in range(3)], [{"n": torch.tensor(1.0)}] * 3
-        ),
-        "client 0's Fisher covers 'n'",
-    ),
 ]
 
 

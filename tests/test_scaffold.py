@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 import virtual
 from flwr.app import ArrayRecord
-from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
@@ -18,7 +17,6 @@ from virtual import (
     close,
     plane,
     same_bits,
-    tiny_app,
     tiny_client,
     tiny_data,
 )
@@ -203,25 +201,6 @@ def test_a_lost_state_starts_from_zero_is_logged_and_counted(caplog):
     assert f"Ignoring {damaged}, which is damaged" in caplog.text
     assert "Ignoring the state of another model" in caplog.text
     assert "with a new one: partition-0, partition-1, partition-2" in caplog.text
-
-
-def test_the_state_is_on_the_clients_disk_and_not_in_its_context():
-    """Two runs share none."""
-    contexts = []
-    app = tiny_app()
-
-    class Spy(ClientApp):
-        def __call__(self, message, context):
-            contexts.append(context)
-            return app(message, context)
-
-    first = run(scaffold(), Spy(), num_rounds=3)
-    assert all(not context.state for context in contexts)
-    kept = [f"{p.parents[1].name}/{p.name}" for p in state_files()]
-    steps = [f"control-{step:06d}.safetensors" for step in (2, 3)]
-    assert kept == [f"partition-{i}/{step}" for i in range(3) for step in steps]
-    assert same_bits(run(scaffold(), num_rounds=3).arrays, first.arrays)
-    assert len({p.parent.name for p in state_files()}) == 2
 
 
 # Stopped, and resumed

@@ -1,9 +1,7 @@
 """FAGH's server step: Newton's direction from one Hessian row (Sen, Qin & Mohan)."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -158,13 +156,10 @@ def fagh_step(
     _check_numbers(t, lr, rho, betas, epsilon)
     _check_inputs(params, gradient, hvp)
     c = float(probe_dot)
-    if not -float("inf") < c < float("inf"):
+    if not math.isfinite(c):
         raise ParamsError(f"probe_dot must be finite, got {c}")
     if (t == 1) == (moments is not None):
-        raise ParamsError(
-            f"step {t} of FAGH got {'' if t == 1 else 'no '}moments: pass the moments "
-            "that the last step returned, and none to step 1"
-        )
+        raise ParamsError(f"step {t} of FAGH: only the first step has no moments")
     betas = float(betas[0]), float(betas[1])
     M1 = _moment(gradient, moments.gradient if moments else None, betas[0])
     M2 = _moment(hvp, moments.hvp if moments else None, betas[1])
@@ -222,8 +217,7 @@ def _check_numbers(
     check_range("epsilon", epsilon, 0, 1)
     check_positive("lr", lr, or_zero=True)
     check_positive("rho", rho)
-    pair = tuple(betas) if isinstance(betas, Sequence) else ()
-    if [isinstance(beta, Real) and 0 <= beta < 1 for beta in pair] != [True, True]:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigurationError(f"betas must be two numbers in [0, 1), got {betas}")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.request import whole_number
 from flwr_fisher.curvature import gradient, gradient_and_hvp
-from flwr_fisher.curvature.random_probe import random_probe
+from flwr_fisher.curvature.second_order import random_probe
 from flwr_fisher.errors import check_known
 from flwr_fisher.params import Params
 from flwr_fisher.wire import Additive
