@@ -5,7 +5,7 @@
 MNIST over 100 clients of some 600 images (``dirichlet-client``, alpha = 0.5), LeNet,
 ten epochs of SGD, one round; three seeds. What is protected is a client with all that
 it has, delta = 0.001. One round of FedAvg (`FedAvg(privacy=...)`) and of
-FedFisher (`FedFisherOneShot(structure="diagonal", aggregate="sums", privacy=...)`) on
+FedFisher with diagonals, from noisy sums (`rivals/private_sums.py`), on
 the same clients; every client counts once. Noise is that of a sum without shares; with
 secure sums and `honest=0.5` its variance is twice that. For each epsilon the clipping
 norm, and FedFisher's anchor, are those that are best on 500 validation images (public
@@ -34,17 +34,13 @@ from harness.splits import on_splits
 from harness.stats import spread
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
+from rivals.private_sums import contribution, noised, private_sums
 from torch import Tensor
 
-from flwr_fisher.merge import (
-    LocalPosterior,
-    contribution,
-    fedfisher_from_sums,
-    private_sums,
-)
+from flwr_fisher.merge import LocalPosterior, fedfisher_from_sums
 from flwr_fisher.params import clipped, subtract
 from flwr_fisher.report import accuracies
-from flwr_fisher.server.privacy import Privacy, noised
+from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import Additive
 
 SEEDS, CLIENTS, DELTA = sized(3, 2), sized(100, 10), 1e-3

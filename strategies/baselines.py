@@ -43,8 +43,8 @@ class FedAvg(CurvatureStrategy):
     privacy : Privacy, optional
         With `secure`: DP-FedAvg (McMahan, Ramage, Talwar & Zhang, ICLR 2018). Each
         client clips its step, which counts once, and adds a share of the noise. Without
-        secure sums Flower's ``DifferentialPrivacyServerSideFixedClipping`` does the
-        same.
+        secure sums, Flower's own ``FedAvg`` in its
+        ``DifferentialPrivacyServerSideFixedClipping`` does the same.
     **kwargs
         :class:`CurvatureStrategy`'s: Flower's FedAvg's sampling keywords, ``seed`` and
         ``secure``.

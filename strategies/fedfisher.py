@@ -44,11 +44,9 @@ from flwr_fisher.server.exchange import (
     Summation,
     Uploads,
 )
-from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
 from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
-from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     LOSSLESS,
     REGRESSION,
@@ -118,12 +116,6 @@ class FedFisherOneShot(CurvatureStrategy):
         Uploads are not packed. A client's weight is its number of examples; with
         ``kfac`` this is divided by its Fisher's trace to the power `balance`, here 1 by
         default. `robust`, `max_share`, `outlier` and `trust` need more than sums.
-    privacy : Privacy, optional
-        For ``aggregate="sums"`` and ``structure="diagonal"``: differential privacy of
-        the sums. Each client counts once (:mod:`flwr_fisher.merge.private_sums`), its
-        contribution is clipped, and noise is added. With `secure` each client adds a
-        share of the noise; without it, the server adds all of it. Buffers stay as they
-        are. The figures in :doc:`/differential-privacy` show when this is of no use.
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data. To be sure that it
         works, the server also calls it once with the model before clients train.
@@ -131,8 +123,8 @@ class FedFisherOneShot(CurvatureStrategy):
         Where the server merges clients' parts; by default on the GPU, if there is one.
         Sums are merged on the CPU.
     norm_statistics : "refresh" | "average", optional
-        As for :class:`CurvatureStrategy`, but ``refresh`` by default, unless there is
-        `privacy`. With averaged statistics, a merged network with batch norm can be far
+        As for :class:`CurvatureStrategy`, but ``refresh`` by default.
+        With averaged statistics, a merged network with batch norm can be far
         worse than it has to be (:doc:`/pretrained`).
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``. With
@@ -176,14 +168,11 @@ class FedFisherOneShot(CurvatureStrategy):
         matching: bool = False,
         codec: str | Codec = "auto",
         aggregate: str = "parts",
-        privacy: Privacy | None = None,
         score: Score | None = None,
         device: torch.device | str | None = None,
-        norm_statistics: str | None = None,
+        norm_statistics: str = "refresh",
         **kwargs: Any,
     ) -> None:
-        if norm_statistics is None:
-            norm_statistics = "refresh" if privacy is None else "average"
         super().__init__(norm_statistics=norm_statistics, **kwargs)
         self.device = default_device()
         if device is not None:
@@ -195,7 +184,6 @@ class FedFisherOneShot(CurvatureStrategy):
         self.structure, self.fisher = structure, fisher.for_structure(structure)
         self.codec, self.score = Codec.of("codec", codec), score
         self.aggregate = aggregate
-        self.privacy = check_privacy(privacy, norm_statistics)
         if aggregate == "parts":
             # The merge limits each client's share of a layer's curvature (`max_share`).
             self.policy = replace(self.policy, max_curvature=math.inf)
@@ -219,11 +207,6 @@ class FedFisherOneShot(CurvatureStrategy):
             )
         if aggregate == "sums":
             self._check_sums()
-        if privacy is not None and (aggregate, structure) != ("sums", "diagonal"):
-            raise ConfigurationError(
-                "privacy= needs aggregate='sums' and structure='diagonal', because "
-                "noise on more numbers would hide everything"
-            )
 
     def _check_sums(self) -> None:
         """Raise an error for options that do not work with sums."""
@@ -252,9 +235,6 @@ class FedFisherOneShot(CurvatureStrategy):
             merge, keep_all = self._merge_of_model, self.policy.limits
             sums = KfacSums(merge, own, keep_all, step_of).exchanges()
             return [*sums, *norm_exchanges(self)]
-        if (privacy := self.privacy) is not None:
-            secure, merge_sums = self.secure is not None, self._merge_sums
-            return [private_exchange(privacy, own, merge_sums, secure=secure)]
         return [self._of_diagonal_sums(own), *norm_exchanges(self)]
 
     def _of_uploads(self, server_round: int, own: _Options) -> Exchange[Any]:
@@ -359,7 +339,7 @@ class FedFisherOneShot(CurvatureStrategy):
 
     def _settings(self, merge: dict[str, Any]) -> dict[str, Any]:
         wanted = {f"client-{name}": n for name, n in self._requested().items()}
-        own = {"aggregate": self.aggregate, **settings_of(self.privacy)}
+        own: dict[str, Any] = {"aggregate": self.aggregate}
         own |= {"matching": True} if self.matching else {}
         own |= {} if self.score is None else {"score": "given"}
         return wanted | merge | own

@@ -618,10 +618,6 @@ def test_nothing_more_is_asked_without_batch_norm_or_by_other_strategies():
 
 def test_noise_of_clients_is_not_gone_round():
     privacy = Privacy(clipping_norm=1.0, noise_multiplier=1.0)
-    own = {**SUMS, "privacy": privacy}
-    assert FedFisherOneShot(**own).norm_statistics == "average"
-    with pytest.raises(ConfigurationError, match="without noise"):
-        FedFisherOneShot(**own, **REFRESH)
     with pytest.raises(ConfigurationError, match="without noise"):
         FedAvg(privacy=privacy, **REFRESH)
 

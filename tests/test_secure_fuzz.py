@@ -19,9 +19,7 @@ from flwr_fisher.secure.payload import SecureUpload
 from flwr_fisher.strategies import (
     FedFisherOneShot,
     MergeOptions,
-    Privacy,
 )
-from flwr_fisher.strategies.exchanges.private_sums import _read
 from flwr_fisher.tangent import feature_moments
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, arrays_to_tensors, tensors_to_arrays
@@ -36,7 +34,6 @@ from flwr_fisher.wire.tangent_sums import (
 
 PLAIN = {"aggregate": "sums", "fraction_evaluate": 0.0}
 DIAGONAL = {**PLAIN, "structure": "diagonal"}
-PRIVATE = Privacy(noise_multiplier=1.0, clipping_norm=1.0)
 
 
 def spoiled(record, rng):
@@ -92,9 +89,6 @@ def test_spoiled_replies_are_read_or_refused(tmp_path, monkeypatch):
         FedFisherOneShot(**PLAIN, merge=MergeOptions(iterations=1), policy=LIFTED),
         tmp_path,
     )
-    private = replies_of(
-        FedFisherOneShot(**DIAGONAL, privacy=PRIVATE, policy=LIFTED), tmp_path
-    )
     control = Additive({"params": like, "control": {"0.bias": like["0.bias"]}})
     digest = {"digest": bytes_of("d")}
     moments = moment_sums(feature_moments(torch.randn(5, 4)), 3, "head") | digest
@@ -103,7 +97,6 @@ def test_spoiled_replies_are_read_or_refused(tmp_path, monkeypatch):
         *((SecureUpload.from_arrays, record) for record in secure),
         *((LayerTraces.read_traces, record) for record in sums[3:6]),
         *((Additive.reader("product"), record) for record in sums[6:9]),
-        *((_read, record) for record in private),
         (Additive.reader("params", "control"), control.to_arrays()),
         (partial(read_moment_sums, 4), named(moments)),
         (read_eigenvalues, named(counts)),
@@ -139,10 +132,7 @@ def test_a_round_with_a_spoiler_ends_with_a_model_or_a_round_error(seed, tmp_pat
             return reply
 
     app = make_client_app(client_of, mods=[Spoiling()])
-    options = rng.choice(({}, {"privacy": PRIVATE}))
-    strategy = FedFisherOneShot(
-        **DIAGONAL, **options, secure=SecureSums(), min_train_nodes=3
-    )
+    strategy = FedFisherOneShot(**DIAGONAL, secure=SecureSums(), min_train_nodes=3)
     try:
         result = merged(strategy, app, clients=5)
     except RoundError:

@@ -11,7 +11,6 @@ from flwr_fisher.merge.options import (
     merge_settings,
 )
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
-from flwr_fisher.merge.private_sums import contribution, private_sums
 from flwr_fisher.merge.refresh import refresh_norms
 from flwr_fisher.merge.solve import MergeResult
 from flwr_fisher.merge.sums import DiagonalSums, fedfisher_from_sums, sums_settings
@@ -25,7 +24,6 @@ __all__ = [
     "MergeResult",
     "MergeSettings",
     "balanced",
-    "contribution",
     "fedavg",
     "fedfisher",
     "fedfisher_from_sums",
@@ -34,7 +32,6 @@ __all__ = [
     "matched",
     "merge_settings",
     "partial_traces",
-    "private_sums",
     "refresh_norms",
     "sums_settings",
 ]

@@ -27,7 +27,6 @@ from flwr_fisher.errors import (
     extra,
 )
 from flwr_fisher.options import Options, option
-from flwr_fisher.params import Params
 
 _BEYOND = 10.0  # standard deviations at which noise is cut, once in 1e23 draws
 
@@ -119,11 +118,6 @@ def with_noise(tensors: Mapping[str, Tensor], deviation: float) -> dict[str, Ten
 def exponent_for(most: float, deviation: float) -> int:
     """Return an e, independent of the data: noisy entries are below ``2**e``."""
     return math.frexp(most + _BEYOND * deviation)[1]
-
-
-def noised(mean: Params, privacy: Privacy, clients: int) -> dict[str, Tensor]:
-    """Return the mean of contributions of norm 1 at most, with a sum's noise."""
-    return with_noise(mean, privacy.noise_multiplier / clients)
 
 
 def check_privacy(privacy: Privacy | None, norm_statistics: str) -> Privacy | None:

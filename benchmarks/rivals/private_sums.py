@@ -20,6 +20,7 @@ from torch import Tensor
 from flwr_fisher.errors import ParamsError
 from flwr_fisher.merge.sums import DiagonalSums
 from flwr_fisher.params import Params, clipped, double, norm, scale, select, subtract
+from flwr_fisher.server.privacy import Privacy, with_noise
 
 VECTORS = ("displacement", "fisher", "product")
 # About the ratio of a product's norm to its displacement's; measured:
@@ -98,3 +99,8 @@ def private_sums(mean: Params, start: Params, clipping_norm: float) -> DiagonalS
         for name, entry in entries.items()
     }
     return DiagonalSums(params, entries, products)
+
+
+def noised(mean: Params, privacy: Privacy, clients: int) -> dict[str, Tensor]:
+    """Return the mean of contributions of norm 1 at most, with a sum's noise."""
+    return with_noise(mean, privacy.noise_multiplier / clients)
