@@ -1,11 +1,6 @@
-from functools import cache
-
-import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, RecordDict
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from flwr.app import RecordDict
 from torch import nn
 from virtual import FEATURES, tiny_model
 
@@ -269,64 +264,3 @@ def test_a_scalar_parameter_has_no_factors():
     }
     with pytest.raises(WireError, match=r"weight of shape \(\)"):
         tensors_to_curvature(extras, {"scale": torch.ones(())})
-
-
-SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=150)
-
-
-@cache
-def good_upload():
-    return upload_of(tiny_model(), "kfac")
-
-
-FLOATS = st.floats(width=32)
-
-
-@SETTINGS
-@given(data=st.data())
-def test_no_values_crash_the_reading_of_an_upload(data):
-    record = good_upload().to_arrays()
-    key = data.draw(st.sampled_from(sorted(record)))
-    shape = data.draw(st.lists(st.integers(0, 5), max_size=4))
-    size = int(np.prod(shape))
-    values = data.draw(st.lists(FLOATS, min_size=size, max_size=size))
-    dtype = data.draw(st.sampled_from([np.float32, np.float16, np.float64, np.int64]))
-    with np.errstate(all="ignore"):
-        array = np.array(values, np.float32).reshape(shape).astype(dtype)
-    check_an_upload(ArrayRecord({**record, key: Array(array)}))
-
-
-@SETTINGS
-@given(
-    groups=st.integers(0, 6),
-    n=st.integers(0, 6),
-    m=st.integers(0, 6),
-    weight=st.sampled_from(["0", "1", "3"]),
-)
-def test_factors_of_any_shape_fit_or_are_rejected(groups, n, m, weight):
-    pair = {
-        "A": torch.eye(n).repeat(groups, 1, 1),
-        "G": torch.eye(m).repeat(groups, 1, 1),
-    }
-    extras = tensors_to_arrays(
-        {f"curvature/kfac/{weight}.weight/{side}": f for side, f in pair.items()}
-    )
-    plain = tensors_to_arrays(good_upload().params | format_entry())
-    check_an_upload(ArrayRecord({**plain, **extras}))
-
-
-def check_an_upload(record):
-    """It is rejected by name, or everything a merge does with it works."""
-    try:
-        upload = FisherUpload.from_arrays(record, good_upload().params)
-    except WireError as error:
-        assert f"'{error.field}'" in str(error)  # noqa: PT017
-        return
-    assert {k: (v.shape, v.dtype) for k, v in upload.params.items()} == {
-        k: (v.shape, v.dtype) for k, v in good_upload().params.items()
-    }
-    curvature = upload.curvature
-    vector = {name: upload.params[name] for name in curvature.shapes}
-    product = curvature.scaled(0.5).matvec(vector)
-    assert {k: v.shape for k, v in product.items()} == curvature.shapes
-    assert all(v.dtype == vector[k].dtype for k, v in product.items())
