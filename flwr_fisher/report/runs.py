@@ -137,8 +137,8 @@ def report_one_shot(
     plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])
     for title, value in titled.items():
         logger.info("%-25s %5.1f %%", title, 100 * value)
-    measured = {"accuracy": accuracy, "clients": clients}
-    _write_metrics(path, result, final, measured, config, seconds)
+    metrics = {"accuracy": accuracy, "clients": clients, "seconds": seconds}
+    _write_metrics(path, result, final, {**metrics, "config": dict(config or {})})
     return accuracy
 
 
@@ -199,8 +199,8 @@ def report_rounds(
         text = "%s: test %s %.3f (round %d), %.3f (round %d)"
         (first, start), (final, end) = points[0], points[-1]
         logger.info(text, method, key, start, first, end, final)
-    measured = {"accuracy": accuracy, "rounds": rounds}
-    _write_metrics(path, result, params, measured, config, seconds)
+    metrics = {"accuracy": accuracy, "rounds": rounds, "seconds": seconds}
+    _write_metrics(path, result, params, {**metrics, "config": dict(config or {})})
     return accuracy
 
 
@@ -231,21 +231,15 @@ def _save_model(path: str | Path, params: Params) -> Path:
 
 
 def _write_metrics(
-    path: Path,
-    result: Result,
-    params: Params,
-    measured: dict[str, Any],
-    config: Mapping[str, Any] | None,
-    seconds: float | None,
+    path: Path, result: Result, params: Params, metrics: dict[str, Any]
 ) -> None:
     """Write ``metrics.json``; log the size of an upload, and the folder."""
     if isinstance(result, CurvatureResult) and result.uploads:
         sizes = result.upload_bytes, arrays_bytes(tensors_to_arrays(params))
         keys = "upload_per_client", "fedavg_per_client"
-        measured["bytes"] = dict(zip(keys, sizes, strict=True))
+        metrics["bytes"] = dict(zip(keys, sizes, strict=True))
         kilobytes = [size / 1e3 for size in sizes]
         logger.info("Upload: %.0f kB a client (FedAvg: %.0f kB)", *kilobytes)
-    content = {**measured, "config": dict(config or {}), "seconds": seconds}
-    text = json.dumps(content, indent=2, default=float)
+    text = json.dumps(metrics, indent=2, default=float)
     (path / "metrics.json").write_text(text + "\n")
     logger.info("Results are in %s", path)
