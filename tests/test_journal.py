@@ -294,7 +294,7 @@ def test_without_its_opening_nobody_who_has_replied_is_asked_again(run, expected
 # Other folders
 
 
-@pytest.mark.parametrize("name", ["run.json", "journal.jsonl", "gone", "states"])
+@pytest.mark.parametrize("name", ["journal.jsonl", "gone", "states"])
 def test_a_folder_of_another_format_or_half_a_one_is_refused(run, name):
     file, reason = run / "journal.jsonl", "resume with the version of flwr-fisher that"
     if name == "journal.jsonl":
@@ -307,10 +307,6 @@ def test_a_folder_of_another_format_or_half_a_one_is_refused(run, name):
     else:
         file.unlink()
         reason = "is missing or incomplete"
-    if name == "run.json":
-        file = run / "run.json"
-        file.write_text("{}")
-        reason = "resume with the version of flwr-fisher that"
     before = sorted(run.rglob("*"))
     for resume in (True, False):
         with pytest.raises(CheckpointError, match=reason) as caught:

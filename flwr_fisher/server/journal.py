@@ -21,8 +21,6 @@ its line. So a file is written first (under another name, then renamed, and its 
 synced), and its line afterwards. A crash can leave a file without a line, or the
 beginning of a last line; both are ignored. A later version reads this format, or
 refuses it by its number.
-
-Long: writer and reader of the format, side by side.
 """
 
 import json
@@ -68,7 +66,6 @@ FORMAT = "6"
 # busy machine, while the next one has started.
 PATIENCE = 60.0  # seconds
 _FILE, _SET_ASIDE = "journal.jsonl", "set-aside"
-_FORMER = "run.json"  # in formats up to 5
 _STATE = re.compile(r"round-(\d{4,})\.safetensors")
 _LONGEST = 160  # characters of a client's name in a file's name
 _ELSEWHERE = "begin a new run in another checkpoint_dir"
@@ -200,8 +197,6 @@ class Journal:
 
     def _check_whole(self, path: Path) -> None:
         """Check that the journal's lines and the folder's files agree."""
-        if not self._end and (path / _FORMER).exists():
-            raise _other_format(path / _FORMER, "up to '5'")
         matches = (_STATE.fullmatch(name) for name in os.listdir(path))
         states = {int(match[1]) for match in matches if match}
         last = max(self.finished, default=-1)
@@ -265,8 +260,9 @@ class Journal:
             case "finished":
                 last = event["round"]
                 self.finished[last] = event
-                own = {k: e for k, e in self._exchanges.items() if k[0] >= last}
-                self._exchanges = own
+                self._exchanges = {
+                    k: e for k, e in self._exchanges.items() if k[0] >= last
+                }
             case kind:
                 if kind == "opened":  # perhaps again; the round has begun
                     self.finished.pop(event["round"], None)
@@ -368,23 +364,9 @@ class Journal:
         self.read(
             self._state(before), self.finished[before], "resume without reopen=True"
         )
-        self._warn_of_left_out(last)
         if last.record is not None:
             last.note(replace(last.record, opened=time.time(), closed=None))
         return True
-
-    def _warn_of_left_out(self, last: "ExchangeJournal") -> None:
-        """Warn of clients that missed an exchange before the one to open again."""
-        number = last.server_round
-        earlier = (self.exchange_journal(number, n) for n in range(1, last.index))
-        missing = {name for e in earlier if e.record for name in e.record.missing}
-        if missing:
-            logger.warning(
-                "reopen: opening the last exchange of round %s without %s, who missed "
-                "an earlier one",
-                last.server_round,
-                ", ".join(sorted(missing)),
-            )
 
     def last_exchange(self, server_round: int) -> "ExchangeJournal | None":
         """Return the last exchange of a round that is not optional, if there is one."""
@@ -453,8 +435,8 @@ class ExchangeJournal:
     @property
     def folder(self) -> Path:
         """The folder of the exchange's files."""
-        own = f"uploads-{self.server_round:04d}/exchange-{self.index}"
-        return (self._journal.path or Path()) / own
+        name = f"uploads-{self.server_round:04d}/exchange-{self.index}"
+        return (self._journal.path or Path()) / name
 
     @property
     def on_disk(self) -> bool:
@@ -624,11 +606,11 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._lock = FileLock(folder / "lock")
         self._holder = folder / "holder.txt"
-        own = f"process {os.getpid()} on {socket.gethostname()}"
+        process = f"process {os.getpid()} on {socket.gethostname()}"
         if not self._acquired(0):
             holder = self._name()
             taken = f"{folder} is in use by another run ({holder})"
-            ours = holder.startswith(f"{own},")  # it cannot end while we wait
+            ours = holder.startswith(f"{process},")  # it cannot end while we wait
             if not ours:
                 logger.warning("%s: waiting %.0f s for it to end", taken, PATIENCE)
             if ours or not self._acquired(PATIENCE):
@@ -639,7 +621,7 @@ class FolderLock:
                     "checkpoint_dir"
                 )
         since = datetime.now(UTC).isoformat(" ", "seconds")
-        self._holder.write_text(f"{own}, since {since}\n")
+        self._holder.write_text(f"{process}, since {since}\n")
 
     def release(self) -> None:
         """Release the folder."""

@@ -126,16 +126,16 @@ class Mailbox:
         return f"unsent-{self._num_unsent}", reply
 
     def pull(
-        self, own: Iterable[str] = (), at_once: int | None = None
+        self, wanted: Iterable[str] = (), at_once: int | None = None
     ) -> list[tuple[str, NodeReply]]:
-        """Return the replies to `own` messages; pass other replies to their senders.
+        """Return the replies to `wanted` messages; pass others to their senders.
 
         `at_once` is how many replies are held at most; by default all that have come.
         """
-        own = set(own)
-        replies = [(id_, reply) for id_, reply in self._held if id_ in own]
-        self._held = [held for held in self._held if held[0] not in own]
-        self._forget(own)
+        wanted = set(wanted)
+        replies = [(id_, reply) for id_, reply in self._held if id_ in wanted]
+        self._held = [held for held in self._held if held[0] not in wanted]
+        self._forget(wanted)
         if not self._due:
             return replies
         for message in self._some(at_once):
@@ -143,7 +143,7 @@ class Mailbox:
             if (due := self._due.pop(id_, None)) is None:
                 continue  # it answers no known message
             reply = NodeReply(due.node, message)
-            if id_ in own:
+            if id_ in wanted:
                 replies.append((id_, reply))
             elif id_ in self.awaited:
                 self._held.append((id_, reply))
@@ -164,13 +164,13 @@ class Mailbox:
                 self._due[id_] = self._due.pop(id_)
         return []
 
-    def _forget(self, own: set[str]) -> None:
+    def _forget(self, wanted: set[str]) -> None:
         """Forget expired messages of other senders, which the SuperLink has dropped."""
         now = time.monotonic()
         if now <= self._first_expires:
             return
         for id_ in [i for i, due in self._due.items() if due.expires < now]:
-            if id_ not in own:
+            if id_ not in wanted:
                 del self._due[id_]
         left = (due.expires for due in self._due.values() if due.expires >= now)
         self._first_expires = min(left, default=inf)

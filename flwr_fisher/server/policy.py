@@ -168,10 +168,10 @@ class Policy(Options):
             return list(uploads)
         weights = self.weights([upload.num_examples for upload in uploads])
         curvatures = [
-            {name: weight * norm for name, norm in own.curvature_norms.items()}
-            for weight, own in zip(weights, sizes, strict=True)
+            {name: weight * norm for name, norm in size.curvature_norms.items()}
+            for weight, size in zip(weights, sizes, strict=True)
         ]
-        steps = [own.step_norms for own in sizes]
+        steps = [size.step_norms for size in sizes]
         far = _factors(steps, lambda name, d: self.distances(d, references.get(name)))
         large = _factors(curvatures, lambda _, c: self.curvatures(c))
         return [
@@ -209,7 +209,7 @@ class Policy(Options):
             return {}
         lengths = {}
         for name in sizes[0].step_norms:
-            median = statistics.median(own.step_norms[name] for own in sizes)
+            median = statistics.median(size.step_norms[name] for size in sizes)
             most = self.max_distance * before.get(_FIRST + name, inf)
             lengths[name] = min(median, most)
         if kept in lengths:
@@ -302,8 +302,10 @@ def _factors(
     """Return the factors of each client's parts other than 1."""
     factors: list[dict[str, float]] = [{} for _ in sizes]
     for name in sizes[0]:
-        own = [size[name] for size in sizes]
-        for mine, before, after in zip(factors, own, limit(name, own), strict=True):
+        values = [size[name] for size in sizes]
+        for mine, before, after in zip(
+            factors, values, limit(name, values), strict=True
+        ):
             if after < before:
                 mine[name] = after / before
     return factors
