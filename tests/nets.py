@@ -280,12 +280,15 @@ NETS = {
         IMAGES,
         BEHIND,
     ),
-    "attention": Net(Attention, randn(5, 5, 3, 4)),
-    # Attention puts the batch first by itself.
+    "attention": Net(
+        Attention,
+        randn(5, 5, 3, 4),
+        {f"attention.{name}" for name in Attention().attention.state_dict()},
+    ),
     "encoder": Net(
         Encoder,
         randn(7, 3, 2, 4),
-        {f"encoder.{k}" for k in Encoder().encoder.state_dict() if "attn" not in k},
+        {f"encoder.{name}" for name in Encoder().encoder.state_dict()},
     ),
     "raw parameter": Net(RawParameter, VECTORS, {"temperature"}),
     "in place": Net(lambda: mlp(nn.Linear(3, 3), nn.ReLU(inplace=True)), VECTORS),
@@ -307,8 +310,9 @@ NETS = {
         VECTORS,
         {"0.layer.weight", "0.layer.bias"},
     ),
-    "pads itself": Net(on_images(lambda: PadsItself(2, 2, 2)), IMAGES),
-    "a larger kernel": Net(on_images(lambda: PadsItself(2, 2, 4)), IMAGES),
+    "pads itself": Net(
+        on_images(lambda: PadsItself(2, 2, 2)), IMAGES, {"0.0.weight", "0.0.bias"}
+    ),
     "weight norm": Net(
         lambda: mlp(weight_norm(nn.Linear(3, 3)), nn.Tanh()),
         VECTORS,

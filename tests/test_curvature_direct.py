@@ -1,4 +1,4 @@
-"""Norms, embeddings and parameters of all examples: exact without Jacobians."""
+"""Layers by their types, checked on the first batch; everything else is exact, too."""
 
 from functools import partial
 
@@ -15,12 +15,12 @@ from nets import (
     then_tanh,
     with_statistics,
 )
-from oracles import check_exact, diagonal_fisher, headed, randn, relative, seeded
+from oracles import check_exact, headed, randn, seeded
 from torch import nn
 
-from flwr_fisher.curvature import fisher, fisher_plan, gradient
+from flwr_fisher.curvature import fisher, gradient
 from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.estimate.forms import FormTrial, shared_parameters
+from flwr_fisher.curvature.estimate.forms import Forms
 from flwr_fisher.errors import StructureError
 
 
@@ -47,24 +47,6 @@ class Lookup(nn.Module):
         return self.head(self.rows(x).tanh().sum(1))
 
 
-STEPS, FEATURES = SERIES.shape[1:]
-
-
-class Tokens(nn.Module):
-    """As in a vision transformer: a class token in front, and positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Parameter(randn(1, 1, 1, FEATURES))
-        self.places = nn.Parameter(randn(2, 1, STEPS + 3, FEATURES))  # more than taken
-        self.mix, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 3)
-
-    def forward(self, x):
-        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
-        x = x + self.places[:, : x.shape[1]]
-        return self.head(self.mix(x).tanh().sum(1))
-
-
 class Times(nn.Module):
     """Multiplies by a parameter, entry by entry: a layer's scale."""
 
@@ -74,17 +56,6 @@ class Times(nn.Module):
 
     def forward(self, x):
         return (self.scale * x).tanh()
-
-
-class Projected(nn.Module):
-    """A matrix that is no layer's."""
-
-    def __init__(self):
-        super().__init__()
-        self.matrix = nn.Parameter(randn(4, FEATURES, FEATURES))
-
-    def forward(self, x):
-        return (x @ self.matrix).tanh()
 
 
 def on(inputs, layer):
@@ -98,11 +69,6 @@ CASES = {
         VECTORS,
     ),
     "group norm": (lambda: after_conv(nn.GroupNorm(2, 4)), IMAGES),
-    "instance norm": (lambda: after_conv(nn.InstanceNorm2d(4, affine=True)), IMAGES),
-    "instance norm, running": (
-        lambda: after_conv(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
-        IMAGES,
-    ),
     "layer norm": (lambda: on_series(nn.LayerNorm(SERIES.shape[-1])), SERIES),
     "layer norm, two axes": (lambda: on_series(nn.LayerNorm(SERIES.shape[1:])), SERIES),
     "rms norm": (lambda: on_series(nn.RMSNorm(SERIES.shape[-1])), SERIES),
@@ -112,13 +78,6 @@ CASES = {
     ),
     "embedding": (Lookup, TOKENS),
     "embedding, padded": (lambda: Lookup(padding_idx=2), TOKENS),
-    "class token and positions": (Tokens, SERIES),
-    "a scale of vectors": (on(VECTORS, lambda: Times(3)), VECTORS),
-    "a scale of tokens": (on(SERIES, lambda: Times(FEATURES)), SERIES),
-    "a scale of images' channels": (on(IMAGES, lambda: Times(2, 1, 1)), IMAGES),
-    "a scale of pixels": (on(IMAGES, lambda: Times(3)), IMAGES),
-    "one number for all": (on(IMAGES, Times), IMAGES),
-    "a matrix": (on(SERIES, Projected), SERIES),
 }
 
 
@@ -175,38 +134,6 @@ class Reused(nn.Module):
         return F.linear(self.rows(x).tanh().mean(1), self.rows.weight)
 
 
-class Flipped(Times):
-    """Gives each example another one's share of the parameter."""
-
-    def forward(self, x):
-        scale = self.scale.expand(len(x), FEATURES) if self.scale.dim() == 1 else None
-        return (x * (self.scale if scale is None else scale).flip(0)).tanh()
-
-
-class Ignored(Times):
-    """Has a parameter that nothing hangs on."""
-
-    def forward(self, x):
-        return x.tanh()
-
-
-class Summation(Times):
-    """Sees all of the parameter at once."""
-
-    def forward(self, x):
-        return x * self.scale.sum()
-
-
-class FirstCopy(Times):
-    """Reads the first copy alone, as a kernel may that does not look at shapes."""
-
-    def forward(self, x):
-        return (x * self.scale.flatten()[:FEATURES]).tanh()
-
-
-COPIES = (Flipped, Ignored, Summation, FirstCopy)
-
-
 class Listed(nn.Module):
     """Reaches its parameters by a plain list, which torch.func does not replace."""
 
@@ -241,44 +168,71 @@ class Routed(nn.Module):
         return self.head(out)
 
 
+class Reversed(nn.Module):
+    """Its layer sees the examples in another order."""
+
+    def __init__(self, pairs=False):
+        super().__init__()
+        self.fc, self.head, self.pairs = nn.Linear(3, 3), nn.Linear(3, 3), pairs
+
+    def forward(self, x):
+        order = torch.arange(len(x) - 1, -1, -1)
+        if self.pairs:  # only two examples change their places
+            order = torch.cat([order[-2:], order.flip(0)[2:]])
+        return self.head(self.fc(x[order]).tanh()[order.argsort()])
+
+
+class OneExample(nn.Linear):
+    """It computes something else for one kind of example."""
+
+    def forward(self, x):
+        odd = x[:, :1].eq(x[:, :1].max())
+        return super().forward(x) + odd * F.linear(x, self.weight**3)
+
+
 @pytest.mark.parametrize(
-    ("make", "inputs"),
+    ("make", "inputs", "others"),
     [
-        (lambda: after_conv(ChannelsLast(4)), IMAGES),
-        (lambda: after_conv(ChannelsLast(4), size=1), IMAGES),
-        (Twice, VECTORS),
-        (Places, TOKENS),
-        (lambda: nn.Sequential(Doubled(3), nn.Tanh(), nn.Linear(3, 3)), VECTORS),
-        (Reused, TOKENS),
+        (lambda: after_conv(ChannelsLast(4)), IMAGES, {"0.1.weight", "0.1.bias"}),
+        (lambda: after_conv(ChannelsLast(4), size=1), IMAGES, None),
+        (Twice, VECTORS, {"norm.weight", "norm.bias"}),
+        (Places, TOKENS, {"places.weight"}),
+        (
+            lambda: nn.Sequential(Doubled(3), nn.Tanh(), nn.Linear(3, 3)),
+            VECTORS,
+            {"0.weight"},
+        ),
+        (Reused, TOKENS, {"rows.weight"}),
         # The gradient of its weight is far below that of its bias.
-        (then_tanh(SquaredWeight, 3, 3), VECTORS / 1000),
-        (then_tanh(SquaredWeight, 3, 3), VECTORS / 1e7),
-        (Listed, VECTORS),
-        *((on(VECTORS, partial(layer, 3)), VECTORS) for layer in COPIES),
+        (then_tanh(SquaredWeight, 3, 3), VECTORS / 1000, {"0.weight", "0.bias"}),
+        (then_tanh(SquaredWeight, 3, 3), VECTORS / 1e7, {"0.weight", "0.bias"}),
+        (Listed, VECTORS, {"one", "two"}),
+        (on(SERIES, lambda: Times(SERIES.shape[-1])), SERIES, {"0.scale"}),
+        (on(IMAGES, Times), IMAGES, {"0.scale"}),
+        (Routed, VECTORS, None),
+        (Reversed, VECTORS, {"fc.weight", "fc.bias"}),
+        (Reversed, VECTORS[:2], {"fc.weight", "fc.bias"}),
+        (partial(Reversed, pairs=True), VECTORS, {"fc.weight", "fc.bias"}),
     ],
 )
-def test_what_is_no_plain_call_has_its_jacobian(make, inputs):
+def test_what_is_no_plain_call_is_taken_example_by_example(make, inputs, others):
     model = seeded(make)
-    if "0.scale" in dict(model.named_parameters()):
-        assert not shared_parameters(
-            FormTrial(model, Inputs((inputs,)), {}), ["0.scale"]
-        )
-    got = fisher(model, [inputs], structure="diagonal", tolerance=0).diagonal()
-    for key, want in diagonal_fisher(model, inputs).items():
-        assert relative(got[key], want) < 1e-5, key
+    check_exact(model, inputs, slow=others)
 
 
-def test_layers_that_are_called_with_some_of_the_examples_are_exact():
-    model, x = seeded(Routed), torch.cat([VECTORS.abs(), -VECTORS.abs()])[:8]
-    # It is tried on the first five, which one expert has.
-    structures, batches = ("kfac", "ekfac", "block", "diagonal"), x.split(6)
-    found = fisher(model, batches, structure=structures, tolerance=0)
-    for key, want in diagonal_fisher(model, x).items():
-        for structure, curvature in zip(structures, found, strict=True):
-            if structure in ("block", "diagonal") or not key.startswith("head"):
-                assert relative(curvature.diagonal()[key], want) < 1e-5
-    with pytest.raises(StructureError, match=r"mixture of experts.*read again"):
-        fisher(model, iter(batches))
+def test_all_examples_of_the_first_batch_are_checked():
+    model = seeded(then_tanh(OneExample, 3, 3)).double()
+    x = torch.cat([VECTORS[:1].expand(40, -1), 2 * VECTORS[:1].abs()]).double()
+    for batch in (x, x.flip(0)):
+        assert Forms.of(model.eval(), Inputs((batch,))).others == ["0.weight", "0.bias"]
+        # Also where memory allows only a few at once.
+        assert Forms.of(model, Inputs((batch,)), 1).others == ["0.weight", "0.bias"]
+
+
+def test_a_layer_that_a_later_batch_calls_otherwise_is_refused():
+    x = torch.cat([VECTORS.abs(), -VECTORS.abs()])
+    with pytest.raises(StructureError, match=r"'experts.0.0' .* shuffle the loader"):
+        fisher(seeded(Routed), x.split(5), structure="diagonal")
 
 
 def test_no_gradient_is_scaled_by_frequency():
@@ -290,62 +244,3 @@ def test_no_gradient_is_scaled_by_frequency():
         found[-1] |= {f"g {k}": v for k, v in gradient(model, [(x, y)])[0].items()}
         assert model.rows.scale_grad_by_freq == scaled
     torch.testing.assert_close(*found)
-
-
-class Conv1D(nn.Module):
-    """transformers': a linear layer whose weight is ``[in, out]``."""
-
-    def __init__(self, nf, nx):
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight, self.bias = (
-            nn.Parameter(torch.randn(nx, nf)),
-            nn.Parameter(torch.randn(nf)),
-        )
-
-    def forward(self, x):
-        out = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
-        return out.view(*x.shape[:-1], self.nf)
-
-
-class OfConv1D(nn.Module):
-    """Tokens through two such layers, one of them square."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.one, self.two, self.head = kind(4, 3), kind(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))).mean(1))
-
-
-@pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal", "block"])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_a_linear_layer_by_its_rows_has_the_curvature_of_the_other(structure, sharing):
-    if sharing == "reduce" and structure not in ("kfac", "ekfac"):
-        pytest.skip("K-FAC's")
-    model = seeded(partial(OfConv1D, Conv1D))
-    twin = OfConv1D(lambda out, size: nn.Linear(size, out))
-    ours = ("one.weight", "two.weight")
-    state = model.state_dict().items()
-    twin.load_state_dict({k: v.mT if k in ours else v for k, v in state})
-    x = torch.randn(5, 6, 3, generator=torch.Generator().manual_seed(0))
-    options = {"structure": structure, "tolerance": 0, "weight_sharing": sharing}
-    got, want = (fisher(m, [x], **options) for m in (model, twin))
-    assert not fisher_plan(model, x, structure=structure).layers[0].slow
-    if structure in ("kfac", "ekfac"):
-        blocks = {b.weight: b for b in got.blocks() if hasattr(b, "weight")}
-        assert {"one.weight", "two.weight", "head.weight"} <= blocks.keys()
-    for name, value in got.diagonal().items():
-        other = want.diagonal()[name]
-        other = other.mT if name in ours else other
-        if structure == "ekfac":  # in a basis without the bias, of the same trace
-            continue
-        if name.endswith("weight") or structure in ("diagonal", "block"):
-            assert relative(value, other) < 1e-4, name
-    exact = diagonal_fisher(model, x)
-    for name in ("one.bias", "two.bias"):
-        assert relative(got.diagonal()[name], exact[name]) < 1e-5
-    if structure != "kfac":
-        for name in ours:
-            assert relative(got.diagonal()[name].sum(), exact[name].sum()) < 1e-4

@@ -103,7 +103,7 @@ def test_no_more_passes_than_by_groups_of_alike(kinds, batch, memory):
     # Beside the largest of their group: as many as the next power of two, less one.
     most = (2 ** (count.log2().floor() + 1) - 1).sum()
     once = len(x)  # forwards, before a group's own
-    tried = 3 * 5 + 1  # there and back, and there again; one alone
+    tried = 2 * 5 + 1 + 3 * batch  # there, and there again; the check of the first
     assert once + count.sum() <= model.seen.passes - tried <= 2 * once + most
     often = (torch.bincount(kind, minlength=kinds) / len(x)).double()
     pairs = zip(often, torch.eye(kinds).split(1), strict=True)
@@ -293,7 +293,9 @@ def test_a_bound_on_memory_is_what_is_held_at_once(monkeypatch):
         model, "forward", lambda x: (seen.append(len(x)), forward(x))[1]
     )
     fisher(model, [x], tolerance=0, max_batch_bytes=1)
-    assert set(seen[2:]) == {1}  # two calls show how the model works
+    assert set(seen[2:3]) == {1}  # one alone
+    assert set(seen[3:33]) == {2}  # the check, of an example and itself
+    assert set(seen[33:]) == {1}
 
 
 def many_batches(dtype):

@@ -12,8 +12,7 @@ from torch import nn
 
 from flwr_fisher.curvature import fisher
 from flwr_fisher.curvature.estimate.accumulators import side_by_side
-from flwr_fisher.curvature.estimate.layers import KroneckerLayer
-from flwr_fisher.curvature.estimate.positions import Positions, _steps
+from flwr_fisher.curvature.estimate.layers import Positions, grid_steps, layer_of
 
 LAYERS = {
     "tokens": (nn.Linear(3, 4), (2, 11, 3)),
@@ -33,7 +32,7 @@ LAYERS = {
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 100))
 @settings(max_examples=200, deadline=None)
 def test_a_grid_leaves_about_so_many(sizes, most):
-    steps = _steps(sizes, most)
+    steps = grid_steps(sizes, most)
     kept = [-(-size // step) for size, step in zip(sizes, steps, strict=True)]
     assert math.prod(kept) <= most
     assert all(1 <= step <= size for size, step in zip(sizes, steps, strict=True))
@@ -56,9 +55,9 @@ def test_a_grid_leaves_about_so_many(sizes, most):
 def test_all_origins_together_are_every_position_once(name, most):
     layer, shape = LAYERS[name]
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    kronecker = KroneckerLayer.of("", layer, bias=layer.bias is not None)
+    kronecker = layer_of(layer, "weight", "bias" if layer.bias is not None else None)
     outputs = layer(inputs).detach()
-    steps = _steps(kronecker.positions(inputs.shape), most)
+    steps = grid_steps(kronecker.positions(inputs.shape), most)
 
     def moments(grid):
         columns = (

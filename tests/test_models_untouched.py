@@ -194,7 +194,6 @@ def made_in_inference_mode():
         (fisher, CheckpointedFirst, "pass use_reentrant=False to checkpoint"),
         (gradient, CheckpointedFirst, "pass use_reentrant=False to checkpoint"),
         (gradient_and_hvp, CheckpointedFirst, "pass use_reentrant=False"),
-        (fisher, Caching, "keeps a tensor with a gradient .* in eval mode"),
         (refresh_norms, made_in_inference_mode, "was made under torch.inference_mode"),
     ],
 )

@@ -578,29 +578,3 @@ def test_batches_of_unlike_lengths_have_the_fisher_of_each_example():
             if structure == "diagonal":
                 mean = torch.stack([p.diagonal()[name] for p in parts]).mean(0)
                 assert relative(value, mean) < 5e-2  # the tolerance, of small traces
-
-
-# Numbers
-
-
-@pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
-@pytest.mark.parametrize("expectation", ["exact", "sampled", "empirical"])
-def test_a_fisher_that_is_not_finite_names_the_example(structure, expectation):
-    options = {"structure": structure, "expectation": expectation}
-    for value in (float("nan"), float("inf")):
-        x = X.clone()
-        x[7, 2] = value
-        batches = list(zip(x.split(5), Y.split(5), strict=True))
-        model = nn.Sequential(nn.Linear(D, C), nn.Tanh(), nn.Linear(C, C))
-        with pytest.raises(DataError, match="of example 7"):
-            fisher(model, batches, **options)
-
-
-@pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
-def test_a_fisher_that_is_not_finite_names_the_layer(structure):
-    model = nn.Sequential(nn.Linear(D, C), nn.Hardtanh(), nn.Linear(C, C))
-    model[0].weight.data.mul_(1e-30)
-    with pytest.raises(
-        DataError, match=r"Fisher of '[02]\.weight' is not finite: check"
-    ):
-        fisher(model, [X * 1e25], structure=structure)

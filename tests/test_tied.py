@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient
-from flwr_fisher.curvature import STRUCTURES, fisher, fisher_plan
+from flwr_fisher.curvature import STRUCTURES, fisher
 from flwr_fisher.errors import RoundError, StructureError
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot
@@ -85,8 +85,7 @@ NEXT = torch.tensor([[2, 1, -100], [0, 4, 3], [0, 2, 1], [4, 4, -100], [3, 0, 2]
 @pytest.mark.parametrize("padding", [None, 0])
 @pytest.mark.parametrize("use", ["twice", "bias", "scaled", "again"])
 @pytest.mark.parametrize("structure", ["kfac", "diagonal"])
-def test_a_tied_weights_diagonal_is_each_examples(padding, use, structure, monkeypatch):
-    monkeypatch.setattr("flwr_fisher.curvature.estimate.tied_layers._AT_ONCE", 45)
+def test_a_tied_weights_diagonal_is_each_examples(padding, use, structure):
     torch.manual_seed(0)
     model = Writer(padding, use).double()
     want = torch.zeros_like(model.embed.weight)
@@ -98,10 +97,3 @@ def test_a_tied_weights_diagonal_is_each_examples(padding, use, structure, monke
     for batches in ([(IDS, NEXT)], list(zip(IDS.split(2), NEXT.split(2), strict=True))):
         got = fisher(model, batches, **options).diagonal()["embed.weight"]
         assert torch.allclose(got, want, 1e-9, 1e-12)
-
-
-@pytest.mark.parametrize(("use", "slow"), [("twice", False), ("scaled", True)])
-def test_the_plan_tells_whether_a_tied_weight_is_slow(use, slow):
-    layers = fisher_plan(Writer(use=use), IDS).layers
-    (mine,) = [each for each in layers if "embed.weight" in each.parameters]
-    assert mine.slow == slow

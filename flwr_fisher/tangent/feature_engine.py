@@ -6,25 +6,20 @@ its output's gradient, and only the chosen entries are computed. All other param
 use ``torch.func``.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batch import Inputs, concatenated
-from flwr_fisher.curvature.estimate.forms import explained_layers
+from flwr_fisher.curvature.estimate.forms import Forms
 from flwr_fisher.curvature.estimate.jacobians import Jacobians
-from flwr_fisher.curvature.estimate.layers import (
-    KroneckerLayer,
-    PackedProjection,
-    TransposedLinear,
-)
-from flwr_fisher.curvature.estimate.taps import Tap, UnlikeCallsError, tapped_once
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer
+from flwr_fisher.curvature.estimate.taps import tapped_once
 from flwr_fisher.errors import StructureError
 
-_FEW = 16  # examples of the first batch, for the trial of layers
-_TURNED = 5  # of these, run once more in reverse order
+_FEW = 16  # examples that show the outputs' shape
 _AT_ONCE = 2**24  # entries of activations, 64 MiB in float32
 # Entries of a layer's products at once. On a CPU they stay in its cache.
 _PRODUCTS = {"cpu": 2**19}
@@ -70,20 +65,16 @@ class FeatureEngine:
         self, network: nn.Module, chosen: Mapping[str, Chosen], inputs: Inputs
     ) -> None:
         self.network, self.chosen = network, chosen
+        if len(inputs) == 1:  # a second example may change its output
+            inputs = concatenated([inputs, inputs.mapped(torch.zeros_like)])
         few = inputs[:_FEW]
-        if len(few) == 1:  # a second example may change its output
-            few = concatenated([few, few.mapped(torch.zeros_like)])
         with torch.no_grad():
             _check_shape(few(network), len(few))
-        kinds = PackedProjection | TransposedLinear
-        layers, taps, self.spread = explained_layers(network, few, kinds)
-        # A layer's rows may be in another order, if the model sorts its examples.
-        turned = few[:_TURNED].mapped(lambda tensor: tensor.flip(0))
-        in_order, *_ = explained_layers(network, turned, kinds)
+        forms = Forms.of(network, inputs, 4 * _AT_ONCE)
         self.layers = {
             name: layer
-            for name, layer in layers.items()
-            if name in in_order and (layer.weight in chosen or layer.bias in chosen)
+            for name, layer in forms.layers.items()
+            if layer.weight in chosen or layer.bias in chosen
         }
         self.weights = {
             layer.weight: _Weight(layer, chosen[layer.weight].entries)
@@ -93,10 +84,9 @@ class FeatureEngine:
         taken = {p for x in self.layers.values() for p in (x.weight, x.bias)}
         self.rest = [name for name in chosen if name not in taken]
         self.jacobians = Jacobians(network, self.rest)
-        sizes = [_entries(layers[name], tap) for name, tap in taps.items()]
-        self.chunk = max(
-            1, _AT_ONCE // max(sum(sizes), sum(t[0].numel() for t in few.tensors), 1)
-        )
+        entries = sum(_entries(x, forms.inputs[n]) for n, x in forms.layers.items())
+        entries = max(entries, sum(t[0].numel() for t in inputs.tensors), 1)
+        self.chunk = max(1, _AT_ONCE // entries)
 
     def write(self, inputs: Inputs, out: Tensor) -> None:
         """Write the examples' features into a tensor ``[n, p]``."""
@@ -107,21 +97,8 @@ class FeatureEngine:
             if self.rest:
                 self._write_rest(x, rows)
 
-    def _leave_out(self, names: Iterable[str]) -> None:
-        """Take the parameters of some layers example by example from now on."""
-        for layer in map(self.layers.pop, names):
-            own = (layer.weight, layer.bias)
-            self.rest += [p for p in own if p and p in self.chosen]
-        self.jacobians = Jacobians(self.network, self.rest)
-
     def _write_layers(self, x: Inputs, out: Tensor) -> None:
-        try:
-            outputs, calls = tapped_once(
-                self.network, x, self.layers, spread=self.spread
-            )
-        except UnlikeCallsError as error:
-            self._leave_out(error.layers)
-            return self._write_layers(x, out) if self.layers else None
+        outputs, calls = tapped_once(self.network, x, self.layers)
         _check_shape(outputs, len(x))
         edges = [tap.edge() for tap in calls.values()]
         gradients = torch.autograd.grad(outputs.sum(), edges)
@@ -188,10 +165,10 @@ class _Weight:
         out.copy_(product.flatten(1).index_select(1, self.entries))
 
 
-def _entries(layer: KroneckerLayer, tap: Tap) -> int:
+def _entries(layer: KroneckerLayer, inputs: Tensor) -> int:
     """Return about how many entries an example takes in a layer, both ways."""
-    columns = layer.input_columns(tap.inputs[:1])
-    return 2 * (tap.inputs[:1].numel() + len(layer.kernel) * columns.shape[3])
+    columns = layer.input_columns(inputs[:1])
+    return 2 * (inputs[:1].numel() + len(layer.kernel) * columns.shape[3])
 
 
 def _check_shape(outputs: Tensor, examples: int) -> None:

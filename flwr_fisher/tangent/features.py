@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.estimate.taps import layer_by_layer
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import DataError, check_whole
 from flwr_fisher.randomness import random_stream
@@ -149,7 +148,7 @@ class TangentFeatures:
                 f"examples must be a tensor, or Inputs, got {type(x).__name__}"
             )
         x = replace(x, output_fn=None)  # the new head's output takes its place
-        with evaluating(self._network), layer_by_layer(self._network):
+        with evaluating(self._network):
             x = x.mapped(lambda t: t.clone() if t.is_inference() else t.detach())
             shape = len(x), self.num_features
             out = torch.empty(shape, dtype=self.dtype, device=self.device)

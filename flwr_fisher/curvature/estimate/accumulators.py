@@ -9,11 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.estimate.layers import (
-    ConvolutionLayer,
-    KroneckerLayer,
-    TransposedLinear,
-)
+from flwr_fisher.curvature.estimate.layers import ConvolutionLayer, KroneckerLayer
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.operators.plain import Dense, Diagonal
@@ -174,8 +170,6 @@ class KroneckerAccumulator(LayerAccumulator):
         """Return the layer's Kronecker product."""
         shape = self.layer.kernel.shape
         A, G = (self.rounded(x.mean(num_examples)) for x in (self.A, self.G))
-        if isinstance(self.layer, TransposedLinear):
-            A, G = G, A  # of the transposed weight, with outputs as columns
         return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
 
 
@@ -270,11 +264,8 @@ class EigenAccumulator(DiagonalAccumulator):
 
     def __init__(self, layer: KroneckerLayer, kfac: Kronecker) -> None:
         super().__init__(layer)
-        factors = (kfac.A, kfac.G)
-        self.turned = isinstance(layer, TransposedLinear)
-        A, G = reversed(factors) if self.turned else factors
-        self.basis_A = _eigenvectors(A, layer.dtype)
-        self.basis_G = _eigenvectors(G, layer.dtype)
+        self.basis_A = _eigenvectors(kfac.A, layer.dtype)
+        self.basis_G = _eigenvectors(kfac.G, layer.dtype)
         self._last: tuple[Tensor, Tensor] | None = None
 
     def add_pairs(self, inputs: Tensor, gradients: Columns) -> None:
@@ -286,15 +277,12 @@ class EigenAccumulator(DiagonalAccumulator):
 
     def mean(self, num_examples: int) -> EigenKronecker:
         """Return the layer's curvature in the eigenbasis."""
-        bases, moments = [self.basis_A, self.basis_G], self.total.div_(num_examples)
-        if self.turned:
-            bases, moments = bases[::-1], moments.mT
         return EigenKronecker(
             self.layer.weight,
             self.layer.kernel.shape,
-            self.rounded(bases[0]),
-            self.rounded(bases[1]),
-            self.rounded(moments),
+            self.rounded(self.basis_A),
+            self.rounded(self.basis_G),
+            self.rounded(self.total.div_(num_examples)),
             self.layer.bias,
         )
 

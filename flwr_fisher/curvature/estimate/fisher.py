@@ -15,7 +15,6 @@ from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.batches import (
     at_most,
     batches_of,
-    can_be_read_again,
     check_can_be_read_again,
     count_of,
     reads_at_random,
@@ -25,6 +24,7 @@ from flwr_fisher.curvature.estimate.expectation import (
     Expectation,
     squared_batch_gradients,
 )
+from flwr_fisher.curvature.estimate.layers import Positions
 from flwr_fisher.curvature.estimate.likelihood import (
     LIKELIHOODS,
     Likelihood,
@@ -33,8 +33,6 @@ from flwr_fisher.curvature.estimate.likelihood import (
 from flwr_fisher.curvature.estimate.memory import examples_at_once
 from flwr_fisher.curvature.estimate.model_sums import make_sums
 from flwr_fisher.curvature.estimate.options import TOLERANCE, FisherOptions
-from flwr_fisher.curvature.estimate.positions import Positions
-from flwr_fisher.curvature.estimate.taps import UnlikeCallsError, layer_by_layer
 from flwr_fisher.curvature.models import device_of, evaluating
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.devices import check_float64
@@ -253,7 +251,7 @@ def fisher(
     )
     readings = 2 if "ekfac" in structures else 1  # K-FAC's eigenbasis comes first
     budget = _Budget(examples, total_passes, over_labels, readings)
-    with evaluating(model), layer_by_layer(model):
+    with evaluating(model):
         loader = budget.chosen(loader, model, seed)
         if engine == "nngeometry":
             results = _by_nngeometry(model, loader, device, structures, over_labels)
@@ -338,22 +336,9 @@ def _by_examples(
     weight_sharing: str,
     max_batch_bytes: int | None,
 ) -> list[Curvature]:
-    """Read the loader once; twice for E-KFAC, which needs K-FAC's eigenbasis first.
-
-    Also again where a batch shows that a layer's calls depend on the data.
-    """
-    without: set[str] = set()  # layers that are called in another way in some batch
+    """Read the loader once; twice for E-KFAC, which needs K-FAC's eigenbasis first."""
 
     def read(wanted: list[str], kfac: Curvature | None = None) -> dict[str, Curvature]:
-        while True:
-            try:
-                return read_once(wanted, kfac)
-            except UnlikeCallsError as error:
-                if not can_be_read_again(loader):
-                    raise
-                without.update(error.layers)
-
-    def read_once(wanted: list[str], kfac: Curvature | None) -> dict[str, Curvature]:
         engine: Engine | None = None
         for whole in batches_of(loader, model, None):
             # Rows are chosen where the labels come from, mostly on the CPU: to count
@@ -377,12 +362,12 @@ def _by_examples(
 
     def begun(batch: Batch, wanted: list[str], kfac: Curvature | None) -> Engine:
         forms, sums = make_sums(
-            model, batch.inputs, wanted, weight_sharing, kfac, without
+            model, batch.inputs, wanted, weight_sharing, kfac, max_batch_bytes
         )
         chunk = examples_at_once(
             model, forms, sums, positions, len(batch), max_batch_bytes
         )
-        return Engine(model, sums, expectation, positions, chunk, forms.spread)
+        return Engine(model, sums, expectation, positions, chunk)
 
     if "ekfac" not in structures:
         results = read(structures)

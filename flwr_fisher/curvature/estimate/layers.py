@@ -1,35 +1,98 @@
-r"""Layers with a Kronecker form, seen as matrix products over positions.
+r"""The layers whose per-example gradients follow from one call of the layer.
 
-Each computes, at each of T output positions (T = 1 for a plain linear layer), an output
-column :math:`W a_t` from an input column :math:`a_t`. With a batch's columns as
-``[n, groups, size, T]`` an example's gradient is :math:`\sum_t g_t a_t^\top`, and
-K-FAC's factors are second moments of the columns.
+The type of a layer decides its form. Each form computes an example's gradient from the
+layer's input :math:`a` and the gradient :math:`g` of its output:
 
-Long: all kinds of such layers, side by side.
+- A :class:`KroneckerLayer` computes, at each of T output positions (T = 1 for a plain
+  linear layer), an output column :math:`W a_t` from an input column :math:`a_t`. With a
+  batch's columns as ``[n, groups, size, T]`` an example's gradient is
+  :math:`\sum_t g_t a_t^\top`, and K-FAC's factors are second moments of the columns.
+- A :class:`DirectLayer`, a norm or an embedding, has so few gradient entries that each
+  example's gradient is computed as it is.
+
+A type is no proof. :mod:`flwr_fisher.curvature.estimate.forms` checks each layer on a
+batch.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import grad
 
-from flwr_fisher.curvature.estimate.positions import Grid
 from flwr_fisher.curvature.operators.layer import from_matrices, to_matrices
+from flwr_fisher.curvature.sums import Sums
+from flwr_fisher.randomness import random_stream
 
 _FEW = 8  # channels of a group up to which a convolution is faster than columns
 _FEW_POSITIONS, _FEW_OFFSETS = 64, 9  # so few positions, or so many offsets: slow
-_OF_WEIGHT: list[Callable[..., Tensor]] = [
+_GRADIENT_OF_WEIGHT: list[Callable[..., Tensor]] = [
     grad.conv1d_weight,
     grad.conv2d_weight,
     grad.conv3d_weight,
 ]
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_FEATURE_NORMS = (nn.LayerNorm, nn.RMSNorm)  # over the last dimensions
+
+Grid = tuple[slice, ...]  # along each axis of positions
+
+
+class Positions:
+    """Draws positions of a layer, each with the same probability.
+
+    They lie on a grid with a random origin, so that no two are next to each other: the
+    inputs of a convolution's neighbouring positions are nearly the same.
+
+    Parameters
+    ----------
+    most : int, optional
+        About how many positions of an example count in the inputs' factor; by default
+        all. In the gradients' factor it is twice as many, because gradients vary more
+        from one position to the next.
+    seed : int
+        The seed of the origins.
+    """
+
+    def __init__(self, most: int | None, seed: int) -> None:
+        self.most, self._draw = most, random_stream(seed, "positions")
+
+    def of_inputs(self, sizes: Sequence[int]) -> tuple[Grid, int]:
+        """Return a grid of positions, and how many positions each point stands for.
+
+        `sizes` are the numbers of positions along each axis.
+        """
+        return self._grid(sizes, self.most)
+
+    def of_gradients(self, sizes: Sequence[int]) -> tuple[Grid, int]:
+        """Return the same for the gradients of the outputs."""
+        return self._grid(sizes, None if self.most is None else 2 * self.most)
+
+    def _grid(self, sizes: Sequence[int], most: int | None) -> tuple[Grid, int]:
+        if most is None:
+            return (slice(None),) * len(sizes), 1
+        steps = grid_steps(sizes, most)
+        origins = [int(self._draw.integers(step)) for step in steps]
+        slices = (slice(o, None, step) for o, step in zip(origins, steps, strict=True))
+        return tuple(slices), math.prod(steps)
+
+
+def grid_steps(sizes: Sequence[int], most: int) -> list[int]:
+    """Return the smallest steps that leave at most `most` points, about square."""
+    steps = [1] * len(sizes)
+
+    def points(axis: int) -> int:
+        return -(-sizes[axis] // steps[axis])
+
+    while math.prod(map(points, range(len(sizes)))) > most:
+        widest = max(range(len(sizes)), key=points)
+        steps[widest] += 1
+    return steps
 
 
 @dataclass(frozen=True)
@@ -39,29 +102,6 @@ class KroneckerLayer(ABC):
     layer: nn.Module
     weight: str
     bias: str | None  # None if it has no trained bias
-    own: ClassVar[tuple[str, str]] = ("weight", "bias")
-    """The layer's own names of them."""
-
-    @staticmethod
-    def of(name: str, layer: nn.Module, *, bias: bool) -> "KroneckerLayer | None":
-        """Return the layer of this name, or None if it has no Kronecker form.
-
-        `bias` says whether it has a bias that is trained.
-        """
-        kind: type[KroneckerLayer]
-        if isinstance(layer, nn.Linear):
-            kind = LinearLayer
-        elif isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            kind = ConvolutionLayer
-        elif is_packed(layer):
-            kind = PackedProjection
-        elif is_transposed(layer):
-            # Here the bias cannot be the last column of the weight's matrix.
-            kind, bias = TransposedLinear, False
-        else:
-            return None
-        weight, of_bias = (f"{name}.{own}" if name else own for own in kind.own)
-        return kind(layer, weight, of_bias if bias else None)
 
     @abstractmethod
     def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
@@ -95,17 +135,22 @@ class KroneckerLayer(ABC):
 
     @abstractmethod
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether these shapes are those of one plain call of the layer."""
+        """Return whether these shapes are those of a call of the layer."""
 
     @property
     def groups(self) -> int:
         """The number of groups of outputs; each group has its own factors."""
         return 1
 
+    @property
+    def names(self) -> list[str]:
+        """The trained parameters' names in the model, weight first."""
+        return [name for name in (self.weight, self.bias) if name is not None]
+
     def parameters(self) -> list[Tensor]:
         """Return the trained parameters, weight first."""
-        names = zip(self.own, (self.weight, self.bias), strict=True)
-        return [getattr(self.layer, own) for own, name in names if name is not None]
+        trained = ["weight", "bias"][: len(self.names)]
+        return [getattr(self.layer, name) for name in trained]
 
     @property
     def kernel(self) -> Tensor:
@@ -167,46 +212,8 @@ class LinearLayer(KroneckerLayer):
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
         """Return whether features are last, and each row of inputs has outputs."""
         rows, columns = self.kernel.shape
-        plain = len(inputs) > 1 and inputs[-1] == columns
-        return plain and output == torch.Size([*inputs[:-1], rows])
-
-
-class TransposedLinear(LinearLayer):
-    """A linear layer whose weight is ``[in, out]``, as transformers' ``Conv1D`` is."""
-
-    def matrices(self) -> Tensor:
-        """Return the weight as ``[1, out, in]``."""
-        return self.kernel.mT.unsqueeze(0)
-
-    def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
-        """Return the weight of such matrices: the inverse of `matrices`."""
-        return {self.weight: matrices.squeeze(0).mT}
-
-    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether features are last, and each row of inputs has outputs."""
-        columns, rows = self.kernel.shape
-        plain = len(inputs) > 1 and inputs[-1] == columns
-        return plain and output == torch.Size([*inputs[:-1], rows])
-
-
-class PackedProjection(LinearLayer):
-    """The packed projection to queries, keys and values of self-attention."""
-
-    own = ("in_proj_weight", "in_proj_bias")
-
-    @property
-    def groups(self) -> int:
-        """Three groups: queries, keys and values."""
-        return 3
-
-    def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
-        """Return the tokens as columns, the same for all three."""
-        return super().input_columns(inputs, grid).expand(-1, 3, -1, -1)
-
-    def output_columns(self, outputs: Tensor, grid: Grid | None = None) -> Tensor:
-        """Return queries, keys and values as columns."""
-        columns = super().output_columns(outputs, grid)  # [n, 1, 3 E, T]
-        return columns.view(len(columns), 3, -1, columns.shape[-1])
+        features_last = len(inputs) > 1 and inputs[-1] == columns
+        return features_last and output == torch.Size([*inputs[:-1], rows])
 
 
 class ConvolutionLayer(KroneckerLayer):
@@ -248,9 +255,9 @@ class ConvolutionLayer(KroneckerLayer):
         positions, offsets = output[0, 0].numel(), self.kernel[0, 0].numel()
         depthwise = len(self.kernel) == self.groups == inputs.shape[1]
         small = positions <= _FEW_POSITIONS and offsets > _FEW_OFFSETS
-        of = self._by_offset if depthwise and small else self._by_convolution
+        compute = self._by_offset if depthwise and small else self._by_convolution
         shape = len(inputs), self.groups, len(self.kernel) // self.groups, -1
-        rows = of(inputs, output).reshape(shape)
+        rows = compute(inputs, output).reshape(shape)
         if self.bias is None:
             return rows
         ones = self.output_columns(output).sum(3, keepdim=True)
@@ -259,7 +266,7 @@ class ConvolutionLayer(KroneckerLayer):
     def _by_convolution(self, inputs: Tensor, output: Tensor) -> Tensor:
         """Compute the gradients by one convolution that has all examples' groups."""
         n = len(inputs)
-        return _OF_WEIGHT[inputs.dim() - 3](
+        return _GRADIENT_OF_WEIGHT[inputs.dim() - 3](
             inputs.reshape(1, -1, *inputs.shape[2:]),
             (n * len(self.kernel), *self.kernel.shape[1:]),
             output.reshape(1, -1, *output.shape[2:]),
@@ -276,14 +283,14 @@ class ConvolutionLayer(KroneckerLayer):
         """
         x, g = (y.flatten(0, 1).movedim(0, -1).contiguous() for y in (inputs, output))
         steps = list(zip(self.layer.dilation, self.layer.stride, g.shape, strict=False))
-        found = []
+        entries = []
         for offset in product(*map(range, self.layer.kernel_size)):
             starts = [
                 (o * d, s, size) for o, (d, s, size) in zip(offset, steps, strict=True)
             ]
             seen = x[*(slice(o, o + s * (size - 1) + 1, s) for o, s, size in starts)]
-            found.append((g * seen).flatten(0, -2).sum(0))
-        return torch.stack(found, 1)
+            entries.append((g * seen).flatten(0, -2).sum(0))
+        return torch.stack(entries, 1)
 
     def output_columns(self, outputs: Tensor, grid: Grid | None = None) -> Tensor:
         """Return the outputs as columns, group by group."""
@@ -323,8 +330,8 @@ class ConvolutionLayer(KroneckerLayer):
         layer, spatial = self.layer, inputs.dim() - 2
         inputs = self._padded(inputs)
         for axis in range(spatial):
-            every = inputs.unfold(2 + axis, self._reach(axis), layer.stride[axis])
-            inputs = every[..., :: layer.dilation[axis]]
+            windows = inputs.unfold(2 + axis, self._reach(axis), layer.stride[axis])
+            inputs = windows[..., :: layer.dilation[axis]]
         if grid is not None:
             inputs = inputs[:, :, *grid]
         channels = inputs.shape[1] // layer.groups
@@ -354,51 +361,187 @@ class ConvolutionLayer(KroneckerLayer):
         return amounts
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer with weight ``[in, out]``."""
-    own = dict(module.named_parameters(recurse=False))
-    sizes = getattr(module, "nx", None), getattr(module, "nf", None)
-    named = type(module).__name__ == "Conv1D" and "weight" in own
-    return named and own["weight"].shape == torch.Size(
-        [size for size in sizes if isinstance(size, int)]
-    )
+@dataclass(frozen=True)
+class DirectLayer(ABC):
+    """A layer with cheap per-example gradients, and its trained parameters' names.
 
-
-def prepares_inputs(module: nn.Module) -> bool:
-    """Return whether a convolution's class overrides ``forward``.
-
-    It pads its inputs, for instance, as TensorFlow's "same" does.
+    Parameters
+    ----------
+    layer : nn.Module
+        In eval mode.
+    weight, bias : str | None
+        The names in the model; None where it has no such trained parameter.
     """
-    plain = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
-    return (
-        isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        and type(module).forward not in plain
-        and "forward" not in vars(module)
-    )
+
+    layer: nn.Module
+    weight: str | None
+    bias: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """The trained parameters' names in the model, weight first."""
+        return [name for name in (self.weight, self.bias) if name is not None]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the trained parameters, in the order of `names`."""
+        named = (("weight", self.weight), ("bias", self.bias))
+        return [self.layer.get_parameter(k) for k, name in named if name is not None]
+
+    def widened(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in at least float32, and in the parameters' dtype."""
+        dtype = self.parameters()[0].dtype
+        return tensor.to(torch.promote_types(dtype, torch.float32))
+
+    def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
+        """Return the parameters' gradients for a given gradient of the output."""
+        return self.reduced(self.prepared(inputs), output, lambda gradient: gradient)
+
+    @abstractmethod
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether these shapes are those of a call of the layer."""
+
+    @abstractmethod
+    def entries(self, inputs: Tensor) -> int:
+        """Return how many entries an example's gradient takes, for such inputs."""
+
+    @abstractmethod
+    def prepared(self, inputs: Tensor) -> Any:
+        """Return what :meth:`reduced` needs from the layer's input."""
+
+    @abstractmethod
+    def reduced(
+        self, prepared: Any, output: Tensor, function: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Apply a function to the examples' gradients; return its sum by parameter.
+
+        Parameters
+        ----------
+        prepared : Any
+            What :meth:`prepared` returned for an input ``[n, ...]``.
+        output : Tensor
+            The gradient of the layer's output, ``[n, ...]``.
+        function : Callable[[Tensor], Tensor]
+            A function of each entry, 0 at 0.
+        """
 
 
-class ByLayer(partial[Any]):
-    """A ``forward`` that computes an attention from its layers."""
+class AffineNorm(DirectLayer):
+    """The weight and bias of a batch, group, layer or RMS norm in eval mode."""
+
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether the features are in the dimension that the norm expects."""
+        shape = self.parameters()[0].shape
+        trailing = isinstance(self.layer, _FEATURE_NORMS)
+        features = inputs[-len(shape) :] if trailing else inputs[1:2]
+        return inputs == output and features == shape
+
+    def entries(self, inputs: Tensor) -> int:
+        """Return an example's inputs, of which each is normalised."""
+        return inputs[:1].numel()
+
+    def prepared(self, inputs: Tensor) -> Tensor:
+        """Return the normalised input, which the norm multiplies by the weight."""
+        layer, x = self.layer, self.widened(inputs)
+        if isinstance(layer, nn.LayerNorm):
+            return F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+        if isinstance(layer, nn.RMSNorm):
+            return F.rms_norm(x, layer.normalized_shape, eps=layer.eps)
+        if isinstance(layer, nn.GroupNorm):
+            return F.group_norm(x, layer.num_groups, eps=layer.eps)
+        assert isinstance(layer, _BATCH_NORMS)
+        statistics = (layer.running_mean, layer.running_var)
+        mean, variance = (None if s is None else s.to(x.dtype) for s in statistics)
+        return F.batch_norm(x, mean, variance, eps=layer.eps)
+
+    def reduced(
+        self, prepared: Tensor, output: Tensor, function: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Return the sums, each in its parameter's shape."""
+        gradient = self.widened(output)
+        sums = []
+        if self.weight is not None:
+            sums.append(function(self._rows(gradient * prepared)).sum(0))
+        if self.bias is not None:
+            sums.append(function(self._rows(gradient)).sum(0))
+        return sums
+
+    def _rows(self, products: Tensor) -> Tensor:
+        """Return each example's sums over positions, ``[n, *shape]``."""
+        n = len(products)
+        if isinstance(self.layer, _FEATURE_NORMS):
+            return products.reshape(n, -1, *self.layer.normalized_shape).sum(1)
+        return products.reshape(n, products.shape[1], -1).sum(2)
 
 
-def is_packed(module: nn.Module) -> bool:
-    """Return whether a module is self-attention with a packed projection."""
-    own = vars(module).get("forward")
-    return (
-        isinstance(module, nn.MultiheadAttention)
-        and type(module).forward is nn.MultiheadAttention.forward
-        and (isinstance(own, ByLayer) or (own is None and _is_plain(module.out_proj)))
-        and module.in_proj_weight is not None
-        and module.bias_k is None
-        and not module.add_zero_attn
-    )
+class EmbeddingRows(DirectLayer):
+    """An embedding; an example has gradients only for the rows that it looks up."""
+
+    layer: nn.Embedding
+
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether the output has one row for each index."""
+        return output == torch.Size([*inputs, self.layer.embedding_dim])
+
+    def entries(self, inputs: Tensor) -> int:
+        """Return an example's number of indices times a row's length."""
+        return inputs[:1].numel() * self.layer.embedding_dim
+
+    def prepared(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each pair of example and row, and the pair of every index."""
+        examples = torch.arange(len(inputs), device=inputs.device)
+        number = self.layer.num_embeddings
+        keys = inputs.reshape(len(inputs), -1) + number * examples.unsqueeze(1)
+        pairs, pair_of_index = torch.unique(keys, return_inverse=True)
+        return pairs % number, pair_of_index.flatten()
+
+    def reduced(
+        self,
+        prepared: tuple[Tensor, Tensor],
+        output: Tensor,
+        function: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        """Return the sum, in the weight's shape."""
+        layer, (rows, pair_of_index) = self.layer, prepared
+        gradient = self.widened(output).reshape(-1, layer.embedding_dim)
+        of_pairs = gradient.new_zeros(len(rows), layer.embedding_dim)
+        of_pairs.index_add_(0, pair_of_index, gradient)
+        if layer.padding_idx is not None:  # which is not trained
+            of_pairs[rows == layer.padding_idx] = 0
+        total = gradient.new_zeros(layer.num_embeddings, layer.embedding_dim)
+        return [total.index_add_(0, rows, function(of_pairs))]
 
 
-def _is_plain(layer: nn.Linear) -> bool:
-    """Return whether an attention's last layer computes no more than its weight says.
+class SquaredGradients:
+    """The sum over examples of a layer's squared gradients: its exact diagonal."""
 
-    The attention itself takes its weight, and never calls it.
+    def __init__(self, layer: DirectLayer) -> None:
+        self.layer = layer
+        self.sums = Sums(dict(zip(layer.names, layer.parameters(), strict=True)))
+
+    def add(self, prepared: Any, output: Tensor) -> None:
+        """Add the squares of the gradients of some examples."""
+        self.sums.add(self.layer.reduced(prepared, output, torch.square))
+
+
+Layer = KroneckerLayer | DirectLayer
+
+
+def layer_of(module: nn.Module, weight: str | None, bias: str | None) -> Layer | None:
+    """Return the form of a module by its type; None if its type has none.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The module.
+    weight, bias : str | None
+        The names in the model of its trained weight and bias; None where it has none.
     """
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
-    own = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
-    return own and not any(hooks)
+    if isinstance(module, nn.Linear) and weight is not None:
+        return LinearLayer(module, weight, bias)
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and weight is not None:
+        return ConvolutionLayer(module, weight, bias)
+    if isinstance(module, nn.Embedding):
+        return EmbeddingRows(module, weight, bias)
+    if isinstance(module, (*_BATCH_NORMS, *_FEATURE_NORMS, nn.GroupNorm)):
+        return AffineNorm(module, weight, bias)
+    return None

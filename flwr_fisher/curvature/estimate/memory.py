@@ -7,11 +7,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
-from flwr_fisher.curvature.estimate.direct_layers import DirectLayer
 from flwr_fisher.curvature.estimate.forms import Forms
-from flwr_fisher.curvature.estimate.layers import KroneckerLayer
+from flwr_fisher.curvature.estimate.layers import (
+    DirectLayer,
+    KroneckerLayer,
+    Positions,
+)
 from flwr_fisher.curvature.estimate.model_sums import ModelSums
-from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.params import trainable
 
 _SHARE = 1.1  # of a training step's memory, by estimate, that may be taken

@@ -1,6 +1,6 @@
 """The sums over examples of a model's layers, and of its other parameters."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,23 +12,21 @@ from flwr_fisher.curvature.estimate.accumulators import (
     EigenAccumulator,
     LayerAccumulator,
 )
-from flwr_fisher.curvature.estimate.direct_layers import SquaredGradients
 from flwr_fisher.curvature.estimate.forms import Forms
 from flwr_fisher.curvature.estimate.jacobians import (
     DenseJacobian,
     DiagonalJacobian,
     JacobianAccumulator,
 )
-from flwr_fisher.curvature.estimate.layers import KroneckerLayer
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer, SquaredGradients
 from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
-from flwr_fisher.curvature.estimate.tied_layers import TiedSquares
 from flwr_fisher.curvature.model_checks import check_examples_are_independent
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal
 from flwr_fisher.curvature.structures import STRUCTURES, Form
 from flwr_fisher.errors import StructureError
-from flwr_fisher.params import first_not_finite, trainable
+from flwr_fisher.params import trainable
 
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
 
@@ -82,9 +80,9 @@ def make_sums(
     structures: Sequence[str],
     weight_sharing: str = "expand",
     kfac: Curvature | None = None,
-    without: Container[str] = (),
+    max_bytes: int | None = None,
 ) -> tuple[Forms, ModelSums]:
-    """Return the form of each parameter, found by a trial, and empty sums for them.
+    """Return the form of each parameter, and empty sums for them.
 
     Parameters
     ----------
@@ -99,7 +97,7 @@ def make_sums(
     kfac : Curvature | None
         The K-FAC of the same model; ``ekfac`` takes its eigenbasis. A layer that has
         none has its diagonal.
-    without : Container[str], default ()
+    max_bytes : int, optional
         As for :meth:`Forms.of`.
 
     Raises
@@ -109,7 +107,7 @@ def make_sums(
     """
     check_examples_are_independent(model, "an example has no Fisher of its own")
     by_layer = [s for s in structures if s != "dense"]
-    forms = Forms.of(model, inputs, by_layer=bool(by_layer), without=without)
+    forms = Forms.of(model, inputs, max_bytes)
     if "block" in structures:
         _check_size([layer.matrices().numel() for layer in forms.layers.values()])
     blocks = kfac.blocks() if kfac is not None else []
@@ -137,25 +135,16 @@ def make_sums(
         for name, layer in forms.layers.items()
     }
     direct = {name: SquaredGradients(each) for name, each in forms.direct.items()}
-    for names, pair in forms.tied.items():
-        direct |= zip(names, TiedSquares(pair).parts(), strict=True)
+    if not by_layer:  # a dense matrix is of per-example gradients alone
+        accumulators, direct = {}, {}
     jacobians: dict[str, JacobianAccumulator] = {}
-    if forms.others:
+    if forms.others and by_layer:
         jacobians["others"] = DiagonalJacobian(model, forms.others)
     parameters = trainable(model)
     if "dense" in structures:
         _check_size([sum(p.numel() for p in parameters.values())])
         jacobians["dense"] = DenseJacobian(model, list(parameters))
     return forms, ModelSums(list(parameters), accumulators, direct, jacobians)
-
-
-def not_finite(curvature: Curvature) -> str | None:
-    """Return the first parameter with a curvature that is not finite, if any."""
-    return first_not_finite(
-        (next(iter(block.shapes)), tensor)
-        for block in curvature.blocks()
-        for tensor in block.tensors()
-    )
 
 
 def _check_size(sizes: list[int]) -> None:

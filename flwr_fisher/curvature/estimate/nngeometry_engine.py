@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.estimate.layers import KroneckerLayer
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer, layer_of
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.operators.plain import BlockDiagonal, Dense, Diagonal
@@ -116,8 +116,12 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, KroneckerLayer]]:
             raise StructureError(
                 f"layer '{name}' through nngeometry: {reason}. Leave engine out"
             )
-        layer = KroneckerLayer.of(name, module, bias=len(own) > 1)
-        assert layer is not None
+        layer = layer_of(
+            module,
+            f"{name}.weight".lstrip("."),
+            f"{name}.bias".lstrip(".") if len(own) > 1 else None,
+        )
+        assert isinstance(layer, KroneckerLayer)
         seen.update(own)
         yield name, layer
 

@@ -6,11 +6,10 @@ from typing import Any
 from torch import nn
 
 from flwr_fisher.curvature.batch import read
+from flwr_fisher.curvature.estimate.layers import Positions
 from flwr_fisher.curvature.estimate.memory import examples_at_once
 from flwr_fisher.curvature.estimate.model_sums import make_sums
 from flwr_fisher.curvature.estimate.options import STRUCTURES
-from flwr_fisher.curvature.estimate.positions import Positions
-from flwr_fisher.curvature.estimate.taps import layer_by_layer
 from flwr_fisher.curvature.models import device_of, evaluating
 from flwr_fisher.errors import check_known, check_range
 
@@ -115,7 +114,7 @@ def fisher_plan(
     # E-KFAC has K-FAC's factors as its basis.
     basis = structure == "ekfac"
     kind = "kfac" if basis else structure
-    with evaluating(model), layer_by_layer(model):
+    with evaluating(model):
         forms, sums = make_sums(model, inputs, [kind])
         chunk = examples_at_once(
             model, forms, sums, Positions(None, 0), len(inputs), max_batch_bytes
@@ -132,10 +131,8 @@ def fisher_plan(
         nbytes = nbytes * layer.kernel.element_size() // layer.dtype.itemsize
         layers.append(LayerPlan(names, form, nbytes))
     for direct in sums.direct.values():
-        if not (own := direct.sums.parameters):  # of a tied weight, in another row
-            continue
-        size = sum(parameter.nbytes for parameter in own.values())
-        layers.append(LayerPlan(tuple(own), "diagonal", size))
+        size = sum(parameter.nbytes for parameter in direct.layer.parameters())
+        layers.append(LayerPlan(tuple(direct.layer.names), "diagonal", size))
     for name, jacobian in sums.jacobians.items():
         numel = sum(p.numel() for p in jacobian.params.values())
         entries = numel**2 if name == "dense" else numel
