@@ -22,9 +22,9 @@ averages all but so many) and the trimmed mean (which cuts that share at each en
 are not: *FedFisher* is ``fedfisher(uploads)`` after the server's default ``Policy``,
 which is for honest clients: a step from the start of at most 1000 times the median
 length, and 1000 times the median number of examples. *Strict policy* is
-``Policy.strict()``, the median of either. *Robust* is ``outlier=1.5``, chosen in
-attacks_defaults.md. *Left out by hand* is FedFisher of the other clients alone: what a
-merge can know at best.
+``Policy.strict()``, the median of either. *Robust* leaves out clients that are 1.5
+medians away from the others (``rivals.outliers``). *Left out by hand* is FedFisher of
+the other clients alone: what a merge can know at best.
 
 **Bold**: at least 90 % of the same method's accuracy without attackers, on the mean
 over seeds. A method that is poor without attackers has little to lose: Krum is one

@@ -13,7 +13,7 @@ epochs, two columns for the 30 of the final runs, which leaves some so sure of
 themselves that their Fishers all but vanish. Fishers are those that
 ``FedFisherOneShot`` asks for by default.
 
-The default is the candidate that attacks move least (attacks_defaults.md) of those
+The default is the candidate that attacks move least of those
 that are level with the best.
 
 A candidate is *weights* (`balance` and `robust`), `anchor`, and `shrink` with

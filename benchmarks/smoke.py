@@ -50,7 +50,6 @@ SCRIPTS = {  # the longest first
     "rounds": PLAIN,
     "tct": PLAIN,
     "fedfisher_defaults": PLAIN,
-    "attacks_defaults": PLAIN,
     "accelerator": Script(data=False, programs=("c++",)),
     "attacks": PLAIN,
     "budget": PLAIN,

@@ -8,7 +8,7 @@ Mean ± standard deviation of the test accuracy over seeds.
 
 **Unlike starts.** Every client trains from initial weights of its own. *Matched* merges
 permute each client's hidden units to the first's before they merge (Git Re-Basin;
-``FedFisherOneShot(matching=True)``).
+``rivals.git_rebasin``).
 
 **Several posteriors a client** (FedBEns, Talpini et al., ICML 2025). All clients train
 from one start, and again from a second and a third: three uploads each. The mixture of
@@ -36,9 +36,10 @@ from harness.splits import on_splits
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
+from rivals.git_rebasin import matched
 from studies.papers.found import ahead
 
-from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, matched
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.params import Params, dot, select, subtract
 from flwr_fisher.report import accuracies, ensemble_accuracy
 

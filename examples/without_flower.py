@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.curvature import fisher
-from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, influence
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.params import add, dot, scale, shared_state, subtract
 from flwr_fisher.report import accuracies, plot_accuracies
 
@@ -198,9 +198,7 @@ for name, params in points.items():
 # All four, and the structures
 # ----------------------------
 #
-# Structures are merged in the same way. :func:`~flwr_fisher.merge.influence` merges
-# once more without each of the models, and says how far that moves the result; a model
-# that moves it further than all others together deserves a look.
+# Structures are merged in the same way.
 
 test_loader = DataLoader(TensorDataset(*test), batch_size=512)
 of_diagonals = [
@@ -218,13 +216,8 @@ candidates = {
 }
 accuracy = accuracies(network(), candidates, test_loader)
 
-for kinds, share, each in zip(
-    KINDS, merged.shares, influence(posteriors, merged), strict=True
-):
-    print(
-        f"owner of {kinds!s:11}{share:6.1%} of the curvature, "
-        f"moves the merge by {each.distance:.2f} of its length"
-    )
+for kinds, share in zip(KINDS, merged.shares, strict=True):
+    print(f"owner of {kinds!s:11}{share:6.1%} of the curvature")
 
 for name, value in accuracy.items():
     print(f"{name:20}{value:.1%}")

@@ -4,17 +4,15 @@ No other file asks torch for the accelerator: a CUDA or XPU GPU, or another one 
 :mod:`torch.accelerator` knows.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError
 
 CPU = torch.device("cpu")
-T = TypeVar("T")
 
 
 def accelerator() -> torch.device | None:
@@ -150,87 +148,3 @@ def set_random_states(states: dict[str, Any]) -> None:
         module.set_rng_state(*states["states"])
     else:
         every(states["states"])
-
-
-class Reads:
-    """A queue of tensors that are copied to the CPU together.
-
-    Every copy from an accelerator waits until its work is done. The queue waits once
-    for all tensors in it.
-
-    Examples
-    --------
-    >>> reads = Reads()
-    >>> later = reads.queue(torch.ones(2))
-    >>> now = reads.queue(torch.zeros(1))
-    >>> now.values(), later.values()
-    ([tensor([0.])], [tensor([1., 1.])])
-    """
-
-    def __init__(self) -> None:
-        self._queued: list[Read] = []
-
-    def queue(self, *tensors: Tensor) -> "Read":
-        """Queue tensors; return the object that will have them on the CPU."""
-        read = Read(self, tensors)
-        self._queued.append(read)
-        return read
-
-    def copy(self) -> None:
-        """Copy all that is queued to the CPU, in one wait for a device."""
-        queued, self._queued = self._queued, []
-        copies = iter(_on_cpu([tensor for read in queued for tensor in read.tensors]))
-        for read in queued:
-            read.tensors = [next(copies) for _ in read.tensors]
-            read.copied = True
-
-
-class Read:
-    """Queued tensors, as :meth:`Reads.queue` returns them."""
-
-    def __init__(self, reads: Reads, tensors: Sequence[Tensor]) -> None:
-        self.tensors, self.copied, self._reads = list(tensors), False, reads
-
-    def values(self) -> list[Tensor]:
-        """Return the tensors on the CPU; the rest of the queue is copied with them."""
-        if not self.copied:
-            self._reads.copy()
-        return self.tensors
-
-
-def one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Yield each item when the next one has been made; the last one at the end.
-
-    An accelerator is then waited for once an item: what was queued for one is read
-    together with what the next one is made of (:class:`Reads`).
-
-    Examples
-    --------
-    >>> made = (print("make", i) or i for i in range(2))
-    >>> for item in one_ahead(made):
-    ...     print("use", item)
-    make 0
-    make 1
-    use 0
-    use 1
-    """
-    before: list[T] = []
-    for item in items:
-        yield from before
-        before = [item]
-    yield from before
-
-
-def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors on the CPU, copied where they are not there already."""
-    copies = list(tensors)
-    away = [i for i, tensor in enumerate(copies) if tensor.device.type != "cpu"]
-    if not away:
-        return copies
-    own = [copies[i].contiguous().reshape(-1).view(torch.uint8) for i in away]
-    parts = torch.split(torch.cat(own).cpu(), [len(each) for each in own])
-    for i, part in zip(away, parts, strict=True):
-        # A view in a wider dtype needs aligned bytes, and a clone is aligned.
-        like = copies[i]
-        copies[i] = part.clone().view(like.dtype).view(like.shape)
-    return copies

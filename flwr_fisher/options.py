@@ -41,7 +41,8 @@ def option(
     Parameters
     ----------
     default : Any
-        The value of an option that is not given.
+        The value of an option that is not given. None is allowed for every type: it
+        stands for a value that the class fills in later.
     says : str
         What the option does: the sentences of the class's docstring.
     low, high : float, optional
@@ -211,7 +212,7 @@ def _check(declared: "Field[Any]", value: Any, kinds: tuple[Any, ...]) -> None:
     name, facts = declared.name, declared.metadata
     if not all(kind in _PLAIN for kind in kinds):
         return  # a function or an object, which its class checks itself
-    if value is None and type(None) in kinds:
+    if value is None and (type(None) in kinds or declared.default is None):
         return
     if bool in kinds and isinstance(value, bool):
         return

@@ -5,7 +5,7 @@ Long: a third of it is the docstring of a strategy with many options.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,14 +27,10 @@ from flwr_fisher.merge import (
     DiagonalSums,
     MergeOptions,
     MergeResult,
-    MergeSettings,
-    matched,
-    sums_settings,
+    fedfisher_from_sums,
 )
 from flwr_fisher.merge.fedfisher import merge_posteriors
-from flwr_fisher.merge.matching import RENUMBERED, check_matching
 from flwr_fisher.merge.options import Report, Score, check_score
-from flwr_fisher.merge.sums import merge_from_sums
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -85,21 +81,14 @@ class FedFisherOneShot(CurvatureStrategy):
     ----------
     structure : "kfac" | "diagonal", default "kfac"
         What clients upload beside their parameters.
-    solver : "pcg" | "cg" | "closed-form" | "adam" | "gd", default "pcg"
-        See :func:`flwr_fisher.merge.fedfisher`.
+    solver : "pcg" | "cg" | "closed-form" | "adam" | "gd", optional
+        Short for ``merge=MergeOptions(solver=…)``.
     fisher : FisherOptions, optional
         How clients compute their Fishers: from how many examples, over which labels, …;
         see :class:`flwr_fisher.curvature.FisherOptions`.
     merge : MergeOptions, optional
-        How the server merges: regularisation, the clients' weights, robust merging; see
-        :class:`flwr_fisher.merge.MergeOptions`. A client that `outlier` leaves out is
-        logged; its ``client-share`` is 0.
-    matching : bool, default False
-        Permute clients' hidden units to one order before the merge
-        (:func:`flwr_fisher.merge.matched`, Git Re-Basin). Use it for clients that did
-        not start from one model. The network's layers must follow one another, and
-        `structure` must be ``kfac``, ``ekfac`` or ``diagonal``. It needs SciPy:
-        ``pip install "flwr-fisher[matching]"``.
+        How the server merges: the solver, regularisation and the clients' weights; see
+        :class:`flwr_fisher.merge.MergeOptions`.
     codec : "auto" | "fedavg" | "lossless" | Codec, default "auto"
         How uploads are packed: at FedAvg's size (``fedavg``),
         or not at all (``lossless``). ``auto`` is ``fedavg``, and ``lossless`` for a
@@ -115,7 +104,7 @@ class FedFisherOneShot(CurvatureStrategy):
         :math:`n_i`, :math:`n_i\theta_i`, :math:`n_iF_i` and :math:`n_iF_i\theta_i`.
         Uploads are not packed. A client's weight is its number of examples; with
         ``kfac`` this is divided by its Fisher's trace to the power `balance`, here 1 by
-        default. `robust`, `max_share`, `outlier` and `trust` need more than sums.
+        default. `robust`, `max_share` and `trust` need more than sums.
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data. To be sure that it
         works, the server also calls it once with the model before clients train.
@@ -155,17 +144,16 @@ class FedFisherOneShot(CurvatureStrategy):
 
     grouped: ClassVar[Mapping[str, str]] = {
         **{f.name: f"fisher=FisherOptions({f.name}=…)" for f in fields(FisherOptions)},
-        **{f.name: f"merge=MergeOptions({f.name}=…)" for f in fields(MergeOptions)},
+        **{name: f"merge=MergeOptions({name}=…)" for name in MergeOptions.names()},
     }
 
     def __init__(
         self,
         *,
         structure: str = "kfac",
-        solver: str = "pcg",
+        solver: str | None = None,
         fisher: FisherOptions | None = None,
         merge: MergeOptions | None = None,
-        matching: bool = False,
         codec: str | Codec = "auto",
         aggregate: str = "parts",
         score: Score | None = None,
@@ -179,29 +167,19 @@ class FedFisherOneShot(CurvatureStrategy):
             self.device = usable_device(device, "merge on the CPU, device='cpu'")
         check_known("aggregate", aggregate, ("parts", "sums"))
         fisher = given("fisher", fisher, FisherOptions)
-        merge = given("merge", merge, MergeOptions)
+        merge = MergeOptions.of("merge", merge)
+        merge = merge if solver is None else replace(merge, solver=solver)
         check_known("structure", structure, STRUCTURES)
         self.structure, self.fisher = structure, fisher.for_structure(structure)
         self.codec, self.score = Codec.of("codec", codec), score
         self.aggregate = aggregate
-        if aggregate == "parts":
-            # The merge limits each client's share of a layer's curvature (`max_share`).
+        self.merge = merge.for_sums(structure) if aggregate == "sums" else merge
+        self._filled = self.merge.filled()  # `check` has the model's own defaults
+        if aggregate == "parts" and self._filled.max_share < 1:
+            # The merge limits each client's share of a layer's curvature.
             self.policy = replace(self.policy, max_curvature=math.inf)
-        if aggregate == "sums":
-            self.merge = sums_settings(solver, structure=structure, **asdict(merge))
-        else:
-            self.merge = merge.settings(solver)
-        self._merge_of_model = self.merge.of_model({})  # `check` has the model itself
-        self._iterations_by_default = merge.iterations is None and solver == "pcg"
-        self.matching = matching
-        if matching and (aggregate == "sums" or structure not in RENUMBERED):
-            raise ConfigurationError(
-                "matching=True needs aggregate='parts' and a structure among "
-                f"{', '.join(RENUMBERED)}, not aggregate='{aggregate}' and "
-                f"structure='{structure}'"
-            )
-        check_score(score, solver)
-        if solver == "closed-form" and structure != "diagonal":
+        check_score(score, merge.solver)
+        if merge.solver == "closed-form" and structure != "diagonal":
             raise ConfigurationError(
                 f"solver='closed-form' needs structure='diagonal', not '{structure}'"
             )
@@ -232,13 +210,15 @@ class FedFisherOneShot(CurvatureStrategy):
         if self.aggregate == "parts":
             return [self._of_uploads(server_round, own), *norm_exchanges(self)]
         if self.structure == "kfac":
-            merge, keep_all = self._merge_of_model, self.policy.limits
+            merge, keep_all = self._filled, self.policy.limits
             sums = KfacSums(merge, own, keep_all, step_of).exchanges()
             return [*sums, *norm_exchanges(self)]
         return [self._of_diagonal_sums(own), *norm_exchanges(self)]
 
     def _of_uploads(self, server_round: int, own: _Options) -> Exchange[Any]:
-        step = partial(self._merge_uploads, self.merge.for_round(server_round))
+        # A first merge has no usual length of moves, which `trust` could limit.
+        trust = math.inf if server_round == 1 else self.merge.trust
+        step = partial(self._merge_uploads, replace(self.merge, trust=trust))
         return Exchange(own, self._read, step, require_same_parameters=True)
 
     def _of_diagonal_sums(self, own: _Options) -> Exchange[Any]:
@@ -269,15 +249,13 @@ class FedFisherOneShot(CurvatureStrategy):
         return FisherUpload.from_arrays(record, like, codec, structure=self.structure)
 
     def check(self, state: ServerState) -> None:
-        """Raise an error if the model does not fit the budget or the matching.
+        """Raise an error if the model does not fit the budget.
 
         Also if `score` returns something else than a number for it.
         """
         if self.score is not None:
             check_number("score's result", plain(self.score(dict(state.params))))
-        if self.matching:
-            check_matching(state.params)
-        self._merge_of_model = self.merge.of_model(state.params)
+        self._filled = self.merge.filled(state.params)
         codec = resolve(self.codec, state.params)
         if self.codec.name == "auto" and codec == LOSSLESS:
             logger.info(
@@ -285,16 +263,14 @@ class FedFisherOneShot(CurvatureStrategy):
             )
 
     def _merge_uploads(
-        self, merge: MergeSettings, state: ServerState, uploads: Uploads[FisherUpload]
+        self, merge: MergeOptions, state: ServerState, uploads: Uploads[FisherUpload]
     ) -> Step:
         """Return the step to the merge of the uploads."""
-        if self._iterations_by_default and any(
-            u.metrics.get(REGRESSION) for u in uploads
-        ):
+        regressions = sum(bool(u.metrics.get(REGRESSION)) for u in uploads)
+        by_default = merge.solver == "pcg" and merge.iterations is None
+        if by_default and 2 * regressions > len(uploads):
             merge = replace(merge, iterations=1)
         posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
-        if self.matching:
-            posteriors = matched(posteriors)
         merged = merge_posteriors(
             posteriors,
             merge,
@@ -302,15 +278,6 @@ class FedFisherOneShot(CurvatureStrategy):
             progress=_progress_of_merge(),
             device=self.device,
         )
-        for place, distance in merged.outliers.items():
-            logger.warning(
-                "aggregate_train: leaving %s out of the merge: its model is %.3g "
-                "times as far from the median model as the median client's "
-                "(outlier=%g)",
-                uploads[place].client,
-                distance,
-                merge.outlier,
-            )
         return step_of(merged)
 
     def _step_from_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
@@ -320,27 +287,27 @@ class FedFisherOneShot(CurvatureStrategy):
         return self._merge_sums(state, DiagonalSums(*parts))
 
     def _merge_sums(self, state: ServerState, sums: DiagonalSums) -> Step:
-        merged = merge_from_sums(
+        merged = fedfisher_from_sums(
             sums,
-            self.merge,
             like=state.params,
             score=self.score,
             progress=_progress_of_merge(),
+            **self.merge.settings(),
         )
         return step_of(merged)
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
-        return self._settings(asdict(self.merge))
+        return self._settings(self.merge.settings())
 
     def used_settings(self) -> dict[str, Any]:
-        """Return the settings without those that the solver does not use."""
-        return self._settings(self.merge.used())
+        """Return the settings that the solver uses, with its defaults."""
+        merge = self._filled.settings()
+        return self._settings({k: v for k, v in merge.items() if v is not None})
 
     def _settings(self, merge: dict[str, Any]) -> dict[str, Any]:
         wanted = {f"client-{name}": n for name, n in self._requested().items()}
         own: dict[str, Any] = {"aggregate": self.aggregate}
-        own |= {"matching": True} if self.matching else {}
         own |= {} if self.score is None else {"score": "given"}
         return wanted | merge | own
 
@@ -362,10 +329,10 @@ def step_of(merged: MergeResult) -> Step:
     Warn about parameters whose system was not solved.
     """
     solver, stops = "sums", ""
-    if (settings := merged.settings) is not None:
-        solver = settings.solver
-        if solver == "pcg" and merged.iterations == settings.iterations:
-            stops = f"; it stops there by design (iterations={settings.iterations})"
+    if (options := merged.options) is not None:
+        solver = options.solver
+        if solver == "pcg" and merged.iterations == options.iterations:
+            stops = f"; it stops there by design (iterations={options.iterations})"
     logger.info(
         "merged by %s: %d iterations left %.1e of the residual%s",
         solver,
@@ -384,7 +351,5 @@ def step_of(merged: MergeResult) -> Step:
         "solver-residual": merged.residuals[-1],
         "solver-fallbacks": len(merged.unsolved),
     }
-    if merged.outliers:
-        metrics["num-outliers"] = len(merged.outliers)
     shares = {"client-share": merged.shares} if merged.shares else {}
     return Step(ServerState(merged.params), {**metrics, **shares}, merged)

@@ -8,7 +8,7 @@ from flwr_fisher import errors
 
 MADE = {
     errors.UnknownNameError: ("structure", "kfca", ["diagonal", "kfac"]),
-    errors.MissingExtraError: ("scipy", "matching"),
+    errors.MissingExtraError: ("sklearn", "tasks"),
 }
 EVERY = [
     kind

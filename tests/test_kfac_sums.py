@@ -10,16 +10,24 @@ from oracles import randn, random_dense, random_kronecker, relative
 
 from flwr_fisher.curvature import BlockDiagonal, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.factors import DenseFactor
+from flwr_fisher.curvature.operators.solvers import Iterate
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge import (
     LocalPosterior,
+    MergeOptions,
     balanced,
     fedavg,
     fedfisher,
-    merge_settings,
     partial_traces,
 )
-from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged, own_move
+from flwr_fisher.merge.sums_solver import (
+    advanced,
+    begin,
+    from_groups,
+    merged,
+    own_move,
+    to_groups,
+)
 from flwr_fisher.params import (
     flatten,
     norm,
@@ -80,12 +88,17 @@ def from_sums(posteriors, options):
         for F, p in zip(own, posteriors, strict=True)
     ]
     traces = summed([partial_traces(F) for F in own], weights)
-    iterate = begin(traces, weighted_mean(pulls, weights), options)
+    layers = begin(traces, weighted_mean(pulls, weights), options.anchor)
     for _ in range(options.iterations):
-        iterate = Iterate.from_groups(iterate.to_groups())  # as between exchanges
-        products = [F.matvec(iterate.direction) for F in own]
-        iterate = advanced(traces, iterate, weighted_mean(products, weights), options)
-    return merged(mean, iterate, [list(b.shapes) for b in traces.blocks()]).params
+        layers = from_groups(to_groups(layers), traces)  # as between exchanges
+        direction = {k: v for layer in layers for k, v in layer.direction.items()}
+        products = [F.matvec(direction) for F in own]
+        layers = advanced(traces, layers, weighted_mean(products, weights), options)
+    return merged(mean, layers).params
+
+
+def options_of(**options):
+    return MergeOptions(**options).filled()
 
 
 def summed(curvatures, weights):
@@ -125,14 +138,14 @@ def test_iterations_from_sums_are_those_from_parts(name, iterations, own):
     options["iterations"] = iterations
     made = clients(name)
     expected = fedfisher(made, **options).params
-    got = from_sums(made, merge_settings(**options))
+    got = from_sums(made, options_of(**options))
     for key, value in expected.items():
         assert relative(got[key], value) <= 1e-5, key
 
 
 def test_many_iterations_solve_the_dense_system():
     made = clients("layers", 3)
-    options = merge_settings(
+    options = options_of(
         shrink=0.0, balance=0.0, robust=0.0, anchor=0.05, iterations=60, tolerance=0
     )
     got, mean = from_sums(made, options), fedavg(made)
@@ -157,7 +170,7 @@ def test_many_iterations_solve_the_dense_system():
 
 def test_identical_clients_give_their_model():
     one = clients("grouped", 1)[0]
-    got = from_sums([one, one, one], merge_settings(iterations=2))
+    got = from_sums([one, one, one], options_of(iterations=2))
     for key, value in one.params.items():
         assert relative(got[key], value) <= 1e-12
 
@@ -167,7 +180,7 @@ def test_a_layer_without_curvature_stays_at_the_mean():
         LocalPosterior(p.params, p.curvature.scaled(0.0), p.num_examples)
         for p in clients("grouped")
     ]
-    got, mean = from_sums(made, merge_settings(iterations=2)), fedavg(made)
+    got, mean = from_sums(made, options_of(iterations=2)), fedavg(made)
     assert all(torch.equal(got[key], mean[key]) for key in mean)
 
 
@@ -176,13 +189,20 @@ def test_what_has_no_partial_traces_is_named():
         partial_traces(random_dense(3, 4, w=(2, 2)))
 
 
+def at(name, value, norms):
+    """A layer's state of one number, with the norms of its residuals."""
+    solution = {name: torch.tensor([value], dtype=torch.float64)}
+    state = Iterate.start(solution)
+    numbers = [torch.tensor(norm, dtype=torch.float64) for norm in norms]
+    steps = torch.tensor(len(norms) - 1.0).double()
+    return replace(state, solution=solution, norms=numbers, steps=steps)
+
+
 def test_a_block_that_is_not_solved_stays_at_the_mean():
     mean = {k: torch.ones(1) for k in "abcd"}
     found = {"a": 1.0, "b": math.nan, "c": 0.0, "d": 1e300}
-    step = {k: torch.tensor([v], dtype=torch.float64) for k, v in found.items()}
     norms = [[4.0, 2.0, 1.0], [2.0, 1.0], [3.0], [2.0, 0.0]]
-    iterate = Iterate(step, step, step, [1.0] * 4, norms)
-    got = merged(mean, iterate, [["a"], ["b"], ["c"], ["d"]])
+    got = merged(mean, [at(k, v, n) for (k, v), n in zip(found.items(), norms)])  # noqa: B905
     assert got.unsolved == ["b", "c", "d"]
     assert float(got.params["a"]) == 2.0
     assert all(torch.equal(got.params[k], mean[k]) for k in "bcd")
@@ -196,9 +216,7 @@ def test_a_block_that_is_not_solved_stays_at_the_mean():
 
 @pytest.mark.parametrize(("norms", "unsolved"), [([0.0], []), ([1.0, math.inf], ["a"])])
 def test_where_there_is_nothing_to_solve_nothing_is_unsolved(norms, unsolved):
-    zero = {"a": torch.zeros(1, dtype=torch.float64)}
-    iterate = Iterate(zero, {}, {}, [0.0], [norms])
-    assert merged({"a": torch.ones(1)}, iterate, [["a"]]).unsolved == unsolved
+    assert merged({"a": torch.ones(1)}, [at("a", 0.0, norms)]).unsolved == unsolved
 
 
 def test_what_is_solved_at_once_or_well_enough_moves_no_more():
@@ -207,17 +225,18 @@ def test_what_is_solved_at_once_or_well_enough_moves_no_more():
     own = [balanced(p.curvature, **plain) for p in made]
     traces = summed([partial_traces(F) for F in own], [p.num_examples for p in made])
     pull = own[0].matvec(made[0].params)
-    enough, more = (merge_settings(iterations=2, tolerance=t) for t in (1.0, 0.0))
-    start = begin(traces, pull, enough)
-    assert not start.direction["norm"].any()
-    assert not start.residual["norm"].any()
-    product = own[0].matvec(start.direction)
+    enough, more = (options_of(iterations=2, tolerance=t) for t in (1.0, 0.0))
+    start = begin(traces, pull, enough.anchor)
+    layer, norm = start
+    assert not norm.direction["norm"].any()
+    assert not norm.residual["norm"].any()
+    product = own[0].matvec(layer.direction | norm.direction)
     after = advanced(traces, start, product, enough)
-    assert not any(value.any() for value in after.direction.values())
-    assert [len(n) for n in after.norms] == [len(n) for n in start.norms]
+    assert not any(v.any() for state in after for v in state.direction.values())
+    assert [len(state.norms) for state in after] == [1, 2]
     after = advanced(traces, start, product, more)
-    assert torch.equal(after.solution["norm"], start.solution["norm"])
-    assert [len(n) for n in after.norms] == [2, 2]
+    assert torch.equal(after[1].solution["norm"], norm.solution["norm"])
+    assert [len(state.norms) for state in after] == [2, 2]
 
 
 # How far one client's pull leads

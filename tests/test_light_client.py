@@ -17,7 +17,6 @@ BEYOND = {
     "report": {"matplotlib"},
     "curvature": {"nngeometry"},  # one engine, asked for by name
     "server": {"opacus"},  # the accountant
-    "merge": {"scipy"},  # linear assignment
 }
 
 ROUND = """

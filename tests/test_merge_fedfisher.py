@@ -37,11 +37,11 @@ from flwr_fisher.errors import (
 from flwr_fisher.merge import (
     SOLVERS,
     LocalPosterior,
+    MergeOptions,
     MergeResult,
     fedavg,
     fedfisher,
     fisher_merge,
-    merge_settings,
 )
 from flwr_fisher.merge.paper_solvers import largest_eigenvalue
 
@@ -176,14 +176,13 @@ def test_float32_is_enough_for_the_defaults():
 
 def test_the_paper_solvers_use_no_regularisation_unless_told():
     for solver in SOLVERS:
-        options = merge_settings(solver)
+        options = MergeOptions(solver=solver).filled()
         regularised = {k: getattr(options, k) for k in PLAIN}
         assert (regularised == PLAIN) is (solver not in ("pcg", "cg"))
-        assert options.iterations == {"pcg": 4, "cg": 100}.get(solver, 2000)
-    explicit = merge_settings(**CG)
+        most = {"pcg": 4, "cg": 100, "closed-form": None}
+        assert options.iterations == most.get(solver, 2000)
+    explicit = MergeOptions(**CG).filled()
     assert {k: getattr(explicit, k) for k in PLAIN} == PLAIN
-    nothing = dict.fromkeys(("trust", "outlier", "tolerance", "shrink"))
-    assert merge_settings(**nothing) == merge_settings()
 
 
 # --- exact cases ----------------------------------------------------------------------
@@ -435,7 +434,6 @@ OUT_OF_RANGE = {
     "balance": (-0.1, 1.1),
     "robust": (-0.1,),
     "max_share": (0.49, 1.1, math.nan),
-    "outlier": (0.9, math.nan, "1.5"),
     "trust": (-0.1,),
     "iterations": (0, 2.5),
     "tolerance": (-1.0, 1.1),
@@ -449,13 +447,17 @@ OUT_OF_RANGE = {
 def test_an_option_out_of_range_is_named(name, value):
     solver = "adam" if name == "lr" else "pcg"
     with pytest.raises(ConfigurationError, match=f"^{name} must be "):
-        merge_settings(solver, **{name: value})
+        MergeOptions(solver=solver, **{name: value})
+
+
+def test_a_misspelt_option_is_named():
+    with pytest.raises(TypeError, match=r"\['anchr'\]; did you mean anchor for anchr"):
+        fedfisher([alone("w", w=torch.ones(1))], anchr=0.1)
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"anchr": 0.1}, "unknown option of fedfisher 'anchr'; known: solver, anchor,"),
         ({"lr": 0.01}, "solver='pcg' does not use lr: leave it out"),
         ({"solver": "adam", "tolerance": 0.1}, "'adam' does not use tolerance"),
         ({"solver": "closed-form", "iterations": 3}, "-form' does not use iterations"),

@@ -20,7 +20,7 @@ from oracles import (
 from flwr_fisher.curvature import BlockDiagonal, Dense, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.factors import LowRankFactor
 from flwr_fisher.curvature.structures import preconditioner
-from flwr_fisher.merge import MergeResult, fedavg, fedfisher, merge_settings
+from flwr_fisher.merge import MergeOptions, MergeResult, fedavg, fedfisher
 from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.params import unflatten
 from flwr_fisher.strategies.fedfisher import step_of
@@ -248,6 +248,6 @@ def test_it_merges_where_it_is_told_to(solver, device):
 @pytest.mark.parametrize("used", [3, 7])
 def test_a_merge_stops_by_design_where_the_iterations_end(used, caplog):
     caplog.set_level("INFO", logger="flwr")
-    settings = merge_settings("pcg", iterations=7)
-    step_of(MergeResult({}, [1.0, 0.1], used, settings=settings))
+    options = MergeOptions(iterations=7)
+    step_of(MergeResult({}, [1.0, 0.1], used, options=options))
     assert ("by design (iterations=7)" in caplog.text) == (used == 7)

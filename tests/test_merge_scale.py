@@ -338,7 +338,6 @@ def test_what_is_not_solved_is_the_mean_and_named(solver):
     merged = fedfisher(clients, solver=solver, progress=lines.append, iterations=400)
     assert merged.unsolved == ["w"]
     assert torch.equal(merged.params["w"], fedavg(clients)["w"])
-    assert any("w not solved" in line for line in lines)
     assert all(map(math.isfinite, merged.residuals))
     # The other layer is merged as if it were alone.
     alone = [

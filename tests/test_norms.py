@@ -42,11 +42,7 @@ from flwr_fisher.errors import (
     ParamsError,
 )
 from flwr_fisher.merge import refresh_norms
-from flwr_fisher.merge.batch_norms import (
-    moved_norms,
-    with_shifts,
-)
-from flwr_fisher.merge.refresh import norm_shifts
+from flwr_fisher.merge.batch_norms import moved_norms, norm_shifts, with_shifts
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.server.privacy import Privacy
@@ -272,46 +268,6 @@ def test_what_is_frozen_or_is_no_batch_norm_is_left_alone():
     assert_stays(both, before, but=[f"2.{name}" for name in STATISTICS])
     both[1].eval()
     assert torch.allclose(both[2].running_mean, both[1](both[0](x)).mean(0), atol=1e-6)
-
-
-class Last(nn.BatchNorm1d):
-    """Channels are last."""
-
-    def forward(self, x):
-        return super().forward(x.movedim(-1, 1)).movedim(1, -1)
-
-
-class Unpadded(nn.BatchNorm1d):
-    """Tokens whose first entry is below zero are padding."""
-
-    def forward(self, x):
-        given = x[..., 0] > 0
-        return torch.zeros_like(x).masked_scatter(
-            given.unsqueeze(-1), super().forward(x[given])
-        )
-
-
-class OwnFormula(nn.BatchNorm1d):
-    def forward(self, x):
-        return (x - x.mean(0)) / x.std(0) * self.weight
-
-
-@pytest.mark.parametrize(
-    ("norm", "shape", "seen"),
-    [
-        (Last, (5, 3), lambda x: x),
-        (Last, (3, 3), lambda x: x),
-        (Last, (1, 3), lambda x: x),
-        (Unpadded, (3, 3), lambda x: x[x[..., 0] > 0]),
-        (OwnFormula, (3,), lambda x: x),
-    ],
-)
-def test_what_a_subclass_hands_on_is_what_counts(norm, shape, seen):
-    model, x = norm(3), randn(6, 12, *shape) * torch.tensor([1.0, 2, 5]) + 1
-    expected = seen(x).reshape(-1, 3)
-    refresh_norms(model, x.split(4))
-    assert torch.allclose(model.running_mean, expected.mean(0), 1e-5)
-    assert torch.allclose(model.running_var, expected.var(0, correction=0), 1e-5)
 
 
 def test_a_norm_that_is_not_used_keeps_its_statistics():

@@ -36,7 +36,7 @@ STRATEGIES = {
 }
 OPTIONS = {
     FisherOptions: {"examples": 5, "max_passes": 2, "tolerance": 0.5},
-    MergeOptions: {"anchor": 0.5, "outlier": 2.0, "iterations": 3},
+    MergeOptions: {"anchor": 0.5, "trust": 2.0, "iterations": 3},
     partial(Codec, "fedavg"): {"budget": 1.5},
     Policy: {"max_weight": 1.5, "max_distance": 2},
     Privacy: {"noise_multiplier": 1.0, "clipping_norm": 0.5},

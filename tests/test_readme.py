@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flwr_fisher.merge.options import merge_settings
+from flwr_fisher.merge import MergeOptions
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.strategies.baselines import head_exchange
@@ -281,7 +281,7 @@ def test_the_table_of_options_has_the_merges_defaults():
     shown = {}
     for names, values in re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE):
         shown |= zip(re.findall(r"`(\w+)`", names), values.split(", "), strict=False)
-    options = merge_settings().of_model({})
+    options = MergeOptions().filled()
     for name in ("anchor", "shrink", "damping", "balance", "robust", "iterations"):
         assert float(shown[name]) == getattr(options, name)
     assert shown["solver"] == f'`"{options.solver}"`'

@@ -10,15 +10,15 @@ import torch
 from oracles import randn, rng
 from rivals import fedlpa, otfusion, pfnm
 from rivals.fedlpa import ADDED
+from rivals.git_rebasin import chain_of, renumbered
 from rivals.otfusion import transport
 from rivals.pfnm import _Units
-from test_merge_matching import drawn, plain, rival, same, small
+from test_rivals_git_rebasin import drawn, plain, rival, same, small
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.curvature import Kronecker, fisher
 from flwr_fisher.merge import LocalPosterior, fedavg
-from flwr_fisher.merge.matching import chain_of, renumbered
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import random_stream
 

@@ -829,7 +829,6 @@ WRONG = {
         "damping": (-0.1, 1.5),
         "balance": (-0.1, 1.5),
         "iterations": (0, -5),
-        "outlier": (0.9,),
         "max_share": (0.49, 1.1),
         "trust": (-1.0,),
     },

@@ -109,7 +109,7 @@ def _layer(
         tolerance=_TOLERANCE * float(norm(target)) / remaining,
     )
     what = f"MaTS' solution for {list(total.shapes)}"
-    return finite(add(here, step.values), what)
+    return finite(add(here, step.solution), what)
 
 
 def task_arithmetic(

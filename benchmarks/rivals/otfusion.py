@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from flwr_fisher.errors import extra
-from flwr_fisher.merge.matching import Layer, Order, chain_of, inputs_of, renumbered
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import Params, weighted_mean
+from rivals.git_rebasin import Layer, Order, chain_of, inputs_of, renumbered
 
 
 def otfusion(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:
@@ -25,7 +25,7 @@ def otfusion(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:
     ----------
     posteriors : Sequence[LocalPosterior]
         Of networks whose layers follow one another
-        (``flwr_fisher.merge.matching.chain_of``); curvatures are not used.
+        (``rivals.git_rebasin.chain_of``); curvatures are not used.
 
     Raises
     ------
@@ -59,9 +59,6 @@ def transport(
     layers : Sequence[Layer]
         Both networks'.
     """
-    with extra("matching"):
-        from scipy.optimize import linear_sum_assignment
-
     orders: list[Order] = []
     for layer in layers[:-1]:
         there = slice(None) if not orders else inputs_of(orders[-1], layer.repeats)

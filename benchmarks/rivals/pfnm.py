@@ -7,13 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from flwr_fisher.errors import check_positive, check_whole, extra
-from flwr_fisher.merge.matching import Layer, chain_of, inputs_of
+from flwr_fisher.errors import check_positive, check_whole
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import Params, weighted_mean
 from flwr_fisher.randomness import random_stream
+from rivals.git_rebasin import Layer, chain_of, inputs_of
 
 _MEAN_BIAS = 0.1  # the prior's, of the released code
 _POPULAR, _WIDEST = 10, 700  # beyond which a unit's clients, and units, do not count
@@ -43,7 +44,7 @@ def pfnm(
     ----------
     posteriors : Sequence[LocalPosterior]
         Of networks whose layers follow one another
-        (``flwr_fisher.merge.matching.chain_of``); curvatures are not used.
+        (``rivals.git_rebasin.chain_of``); curvatures are not used.
     sigma, sigma0 : float, default 1
         Variances of a client's unit around the global one, and of that around 0: the
         released code's, which the FedFisher paper keeps, as `gamma`.
@@ -125,9 +126,6 @@ class _Units:
         self, own: Tensor, total: Tensor, count: Tensor, prior: Tensor, clients: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Assign a client's units to global ones or new ones; return all, and where."""
-        with extra("matching"):
-            from scipy.optimize import linear_sum_assignment
-
         precision = self._precision(count).squeeze(1)
         lengths = total.square().sum(1)
         sums = own.square().sum(1, keepdim=True) + lengths + 2 * own @ total.mT

@@ -1,4 +1,4 @@
-"""Running statistics of batch norms as tensors: which have moved, and by what shift.
+"""Running statistics of batch norms: which have moved, and those of a merged model.
 
 After a merge they are means over the clients' statistics, which belong to the clients'
 own weights. A *shift* is the distance from them to the statistics of the merged model's
@@ -7,12 +7,19 @@ mean is counted in deviations, and one of the variance in variances, so that all
 have one scale.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from flwr_fisher.errors import ParamsError
+from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.models import TOO_FEW, evaluating, is_frozen
+from flwr_fisher.devices import has_float64
+from flwr_fisher.errors import DataError, ParamsError
+from flwr_fisher.log_lines import watching
 from flwr_fisher.params import NORM_STATISTICS, Params
 
 MEAN, VARIANCE, _COUNT = NORM_STATISTICS
@@ -60,10 +67,10 @@ def moved_norms(before: Params, after: Params, *, in_eval: bool = False) -> list
 
     def moved(prefix: str) -> bool:
         names = _STEPPED if in_eval else (_COUNT,)
-        own = [prefix + name for name in names if prefix + name in before]
-        if not own and not in_eval:
-            own = [prefix + MEAN, prefix + VARIANCE]
-        return not own or any(not torch.equal(before[n], after[n]) for n in own)
+        known = [prefix + name for name in names if prefix + name in before]
+        if not known and not in_eval:
+            known = [prefix + MEAN, prefix + VARIANCE]
+        return not known or any(not torch.equal(before[n], after[n]) for n in known)
 
     return [prefix for prefix in norms_of(after) if moved(prefix)]
 
@@ -137,3 +144,208 @@ def zero_shifts(params: Params, prefixes: Iterable[str]) -> dict[str, Tensor]:
     """Return shifts of zero for some norms, under their statistics' names."""
     names = (prefix + name for prefix in prefixes for name in (MEAN, VARIANCE))
     return {name: torch.zeros_like(params[name]) for name in names}
+
+
+# A pass over data
+
+
+def refresh_norms(model: nn.Module, loader: Iterable[Any]) -> None:
+    r"""Set a model's batch norms to the statistics of their inputs on some data.
+
+    Use it for merged models. The running statistics of their batch norms are means over
+    the clients' statistics, which belong to other weights. In eval mode, such a model
+    can be far worse than the clients' models. One forward pass corrects this: with the
+    batch norms in train mode, and all other modules in eval mode, the statistics become
+
+    .. math:: \mu = E[x], \qquad \sigma^2 = E[x^2] - E[x]^2
+
+    over all inputs x of a norm, of all batches, whatever its ``momentum``. A norm in
+    train mode normalises by its batch. So, as in training, the statistics of all norms
+    but the first depend on how examples are batched. Frozen norms (with parameters,
+    none of them trained) and norms without running statistics stay as they are.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model, whose statistics are changed in place; its parameters and modes stay
+        as they are.
+    loader : Iterable
+        Batches as a training has them; labels are not used. For the data of several
+        clients, pass ``itertools.chain(*loaders)``. A batch of one example is left out
+        if a norm refuses it in train mode.
+
+    Raises
+    ------
+    DataError
+        If the loader has no batch that a norm accepts in train mode.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 2))
+    >>> refresh_norms(model, [torch.tensor([[0.0], [4.0], [8.0]])])
+    >>> model[0].running_mean
+    tensor([4.])
+    """
+    if not (prefixes := _trained(model)):
+        return
+    state = dict(model.named_buffers(remove_duplicate=False))
+    new = with_shifts(state, norm_shifts(model, loader, prefixes))
+    with torch.no_grad():
+        for prefix in prefixes:
+            for name in (prefix + MEAN, prefix + VARIANCE):
+                state[name].copy_(new[name])
+
+
+def norm_shifts(
+    model: nn.Module,
+    loader: Iterable[Any],
+    prefixes: Collection[str] | None = None,
+) -> dict[str, Tensor]:
+    """Return the shifts from batch norms' running statistics to those of their inputs.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model, which is left as it was.
+    loader : Iterable
+        As for :func:`refresh_norms`.
+    prefixes : Collection[str], optional
+        The norms to measure, by the names of
+        :func:`~flwr_fisher.merge.batch_norms.norms_of`. All others stay in eval mode.
+        Default: all norms that are not frozen.
+
+    Returns
+    -------
+    dict[str, Tensor]
+        The shifts of :func:`~flwr_fisher.merge.batch_norms.shifts_of`, in float64 on
+        the CPU, under the names of the statistics. A shift is zero if its name is not a
+        batch norm's, or the norm is not used.
+
+    Raises
+    ------
+    DataError
+        As for :func:`refresh_norms`.
+    """
+    known = norms_by_prefix(model)
+    prefixes = _trained(model) if prefixes is None else prefixes
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    shifts = {k: v.cpu().double() for k, v in zero_shifts(buffers, prefixes).items()}
+    meant = {prefix: known[prefix] for prefix in prefixes if prefix in known}
+    if not meant:
+        return shifts
+    sums = _input_sums(model, loader, set(meant.values()))
+    for prefix, norm in meant.items():
+        if sums[norm].count:
+            names = prefix + MEAN, prefix + VARIANCE
+            variance = buffers[names[1]].cpu().double()
+            measured = shifts_of(*sums[norm].means(), variance)
+            shifts |= dict(zip(names, measured, strict=True))
+    return shifts
+
+
+class _InputSums:
+    """Sums over a norm's inputs minus its running mean, by channel."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        assert norm.running_mean is not None
+        self.mean = norm.running_mean.clone()
+        wide = torch.float64 if has_float64(self.mean.device) else torch.float32
+        self.first = torch.zeros_like(self.mean, dtype=wide)
+        self.second, self.count = self.first.clone(), 0
+        self._batch: list[tuple[Tensor, Tensor, int]] = []
+
+    def see(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Add one input to the sums of the current batch: a hook before the norm."""
+        x = args[0]
+        over, wide = [0, *range(2, x.dim())], self.first.dtype
+        shape, count = [1, -1, *(1 for _ in over[1:])], x.numel() // x.shape[1]
+        off = x.detach().to(self.mean.dtype) - self.mean.reshape(shape)
+        first = off.sum(over, dtype=wide)
+        # Squares of large numbers would lose their differences to rounding.
+        centre = (first / count).to(off.dtype)
+        squares = (off - centre.reshape(shape)).square().sum(over, dtype=wide)
+        centre = centre.to(wide)
+        second = squares + centre * (2 * first - count * centre)
+        self._batch.append((first, second, count))
+
+    def end_batch(self, *, keep: bool) -> None:
+        """Add the sums of the current batch to the total, or forget them."""
+        for first, second, count in self._batch if keep else []:
+            self.first += first
+            self.second += second
+            self.count += count
+        self._batch = []
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Return both sums divided by the count, in float64 on the CPU."""
+        both = torch.stack([self.first, self.second]).cpu().double() / self.count
+        return both[0], both[1]
+
+
+def _input_sums(
+    model: nn.Module, loader: Iterable[Any], norms: Collection[_BatchNorm]
+) -> dict[_BatchNorm, _InputSums]:
+    """Run a model over a loader, norms in train mode; return their inputs' sums."""
+    batches, usable = 0, 0
+    with watching("norm statistics"), norms_training(model, norms), torch.no_grad():
+        sums = {norm: _InputSums(norm) for norm in norms}
+        hooks = [norm.register_forward_pre_hook(sums[norm].see) for norm in norms]
+        try:
+            device = next(iter(sums.values())).mean.device
+            for batch in batches_of(loader, model, device):
+                batches += 1
+                fits = True
+                try:
+                    batch.inputs(model)
+                except ValueError as error:
+                    if TOO_FEW not in str(error):
+                        raise
+                    fits = False
+                usable += fits
+                for each in sums.values():
+                    each.end_batch(keep=fits)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    if not batches:
+        raise DataError("the loader has no examples, so norms have no statistics")
+    if not usable:
+        raise DataError(
+            f"batch norm can use none of the loader's {batches} batches in train mode: "
+            "it needs batches of two examples or more"
+        )
+    return sums
+
+
+@contextmanager
+def norms_training(model: nn.Module, norms: Collection[_BatchNorm]) -> Iterator[None]:
+    """Put norms in train mode and the rest in eval mode, in a ``with`` block.
+
+    The norms normalise by their batches, and their running statistics stay.
+    """
+    with evaluating(model):
+        for norm in norms:
+            norm.training, norm.track_running_stats = True, False
+        try:
+            yield
+        finally:
+            for norm in norms:
+                norm.track_running_stats = True
+
+
+def norms_by_prefix(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the batch norms with running statistics, by the prefix of their names.
+
+    A norm with several names is returned under each of them.
+    """
+    return {
+        f"{name}." if name else "": module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    }
+
+
+def _trained(model: nn.Module) -> list[str]:
+    """Return norms that are not frozen: without parameters, or with a trained one."""
+    norms = norms_by_prefix(model).items()
+    return [prefix for prefix, norm in norms if not is_frozen(norm)]

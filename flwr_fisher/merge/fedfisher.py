@@ -2,23 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from flwr_fisher.devices import usable_device
 from flwr_fisher.merge.linear_system import Device, linear_systems
-from flwr_fisher.merge.options import (
-    MergeSettings,
-    Report,
-    Score,
-    check_score,
-    merge_settings,
-)
-from flwr_fisher.merge.outliers import without_outliers
-from flwr_fisher.merge.posterior import LocalPosterior, check_is_sequence, fedavg
+from flwr_fisher.merge.options import MergeOptions, Report, Score, check_score
+from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.merge.solve import MergeResult, solve
+from flwr_fisher.params import weighted_mean
 
 
 def fedfisher(
@@ -87,22 +80,6 @@ def fedfisher(
         In [0.5, 1]: of a layer's :math:`\sum_i w_i \operatorname{tr} F_i`, one client
         of three or more has at most this share; its :math:`w_i` is lowered to that.
         Default 0.5 with ``pcg`` and ``cg``, otherwise 1.
-    outlier : float, default inf
-        Robust merging, for three clients or more; :doc:`figures for 1.5
-        </benchmarks/attacks>`. A client is left out if its distance :math:`d_i` from
-        the median model is more than this times the median distance,
-
-        .. math:: d_i^2 = \operatorname{mean}_\ell \operatorname{median}_{j \ne i}
-                  \frac{\|\theta_i - c\|^2_{F_{j\ell}}}
-                  {\operatorname{median}_k \|\theta_k - c\|^2_{F_{j\ell}}}, \qquad
-                  c = \operatorname{median}_i \theta_i \text{ (of each entry)},
-
-        which only the other clients' Fishers measure, not its own. For the clients that
-        stay, :math:`n_i` is limited to this times the median of all, and so is
-        :math:`w_i \operatorname{tr} F_i` in each layer. It costs :math:`M^2` products
-        with a Fisher, 20 M for more than 20 clients. Directions that no client's data
-        determine are not measured; the limits on uploads restrict how far a client may
-        go in them.
     trust : float, default inf
         A layer's move away from the mean is at most this times :math:`\sqrt{M - 1}`
         times the root of :math:`\sum_i p_i \|\theta_i - \bar\theta\|^2`, for M clients.
@@ -126,26 +103,25 @@ def fedfisher(
         The device where layers are merged, one after another. By default that of the
         clients' tensors.
     **options
-        `solver` and the eleven after it, as described above.
+        `solver` and the ten after it: the fields of
+        :class:`~flwr_fisher.merge.MergeOptions`.
 
     Returns
     -------
     MergeResult
         The merged model, on the device of the clients' parameters. A layer that the
-        solver did not solve stays at the mean, and ``unsolved`` names it. A client that
-        is left out has the share 0.
+        solver did not solve stays at the mean, and ``unsolved`` names it.
 
     Raises
     ------
-    UnknownNameError
-        If `solver` or an option is not known.
+    TypeError
+        If an option is not known.
     ConfigurationError
         If a number is out of range, the solver does not use `score`, `lr`, `tolerance`
         or `iterations`, which is given, or the device has no float64.
     ParamsError
         If there is no posterior, their layouts or dtypes differ, a client's parameters
-        or curvature are not finite, its curvature is negative, or its parameters were
-        changed in place after the posterior was made.
+        or curvature are not finite, or its curvature is negative.
     StructureError
         If curvatures cover different parameters, or a structure has no closed form but
         the solver needs one.
@@ -182,38 +158,33 @@ def fedfisher(
     >>> fedfisher([sure, unsure], solver="closed-form").params
     {'w': tensor([0.2000])}
     """
-    settings = merge_settings(**options)
+    merge = MergeOptions(**({"trust": math.inf} | options))
+    check_score(score, merge.solver)
+    check_posteriors(posteriors)
+    if device is not None:
+        usable_device(device, "merge on the CPU, device='cpu'")
     return merge_posteriors(
-        posteriors, settings, score=score, progress=progress, device=device
+        posteriors, merge, score=score, progress=progress, device=device
     )
 
 
 def merge_posteriors(
     posteriors: Sequence[LocalPosterior],
-    settings: MergeSettings,
+    options: MergeOptions,
     *,
     score: Score | None = None,
     progress: Report | None = None,
     device: Device = None,
 ) -> MergeResult:
-    """Merge as :func:`fedfisher` does, with its options in one object."""
-    check_score(score, settings.solver)
-    check_is_sequence(posteriors)
-    if posteriors:
-        settings = settings.of_model(posteriors[0].params)
-    if device is not None:
-        usable_device(device, "merge on the CPU, device='cpu'")
-    number, outliers = len(posteriors), dict[int, float]()
-    if settings.outlier < math.inf:
-        screened = without_outliers(posteriors, settings.outlier, device)
-        posteriors, outliers = screened.posteriors, screened.outliers()
-    mean = fedavg(posteriors)
-    systems = linear_systems(posteriors, mean, settings, device)
+    """Merge as :func:`fedfisher` does, without its checks, which uploads have passed.
+
+    `options` may have None for the solver's defaults.
+    """
+    options = options.filled(posteriors[0].params)
     examples = [posterior.num_examples for posterior in posteriors]
-    merged = solve(mean, systems, settings, score, progress, examples)
-    kept = iter(merged.shares)
-    shares = [0.0 if client in outliers else next(kept) for client in range(number)]
-    return replace(merged, shares=shares, outliers=outliers)
+    mean = weighted_mean([posterior.params for posterior in posteriors], examples)
+    systems = linear_systems(posteriors, mean, options, device)
+    return solve(mean, systems, options, score, progress, examples)
 
 
 def fisher_merge(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:

@@ -1,11 +1,10 @@
 """A merge's linear systems, one for each layer, from the clients' curvatures.
 
 A system's solution is a *move*: how far a layer's parameters go from the clients' mean.
-
-Long: a layer's equation, and its scale in floating point, belong together.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,10 +21,8 @@ from flwr_fisher.curvature.operators.rescaled import (
     shifted,
     widest_exponent,
 )
-from flwr_fisher.devices import Reads
-from flwr_fisher.merge.options import MergeSettings
+from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.posterior import LocalPosterior
-from flwr_fisher.merge.weights import layer_weights
 from flwr_fisher.params import (
     Params,
     add,
@@ -40,6 +37,7 @@ from flwr_fisher.params import (
 Device = torch.device | str | None
 
 _SMALL = 2**28  # bytes of all clients' products in a layer that may be kept
+_MAJORITY = 3  # at least so many clients have a majority without any one of them
 
 
 # A move by parameter, or None if a system was not solved.
@@ -120,25 +118,23 @@ class LinearSystem:
         return add(product, vector, self.ridge) if self.ridge else product
 
 
-# Each computes a layer's system, and queues its device reads in the given queue.
-SystemMaker = Callable[[Reads], LinearSystem]
-SystemMakers = Sequence[SystemMaker]
+# Computes a layer's system when it is needed, so that one layer's are in memory.
+SystemMaker = Callable[[], LinearSystem]
 
 
 def linear_systems(
     posteriors: Sequence[LocalPosterior],
     mean: Params,
-    settings: MergeSettings,
+    options: MergeOptions,
     device: Device,
-) -> SystemMakers:
+) -> Sequence[SystemMaker]:
     """Return functions that compute each layer's system for its move from the mean.
 
-    A system is computed when it is needed, so that only one layer's tensors are in
-    memory. They are on the given device, or where the clients' tensors are.
+    The system's tensors are on the given device, or where the clients' tensors are.
     """
     blocks = shared_blocks([posterior.curvature for posterior in posteriors])
     return [
-        partial(_layer_system, parts, posteriors, mean, settings, device)
+        partial(_layer_system, parts, posteriors, mean, options, device)
         for parts in blocks
     ]
 
@@ -147,9 +143,8 @@ def _layer_system(
     parts: Sequence[Curvature],
     posteriors: Sequence[LocalPosterior],
     mean: Params,
-    settings: MergeSettings,
+    options: MergeOptions,
     device: Device,
-    reads: Reads,
 ) -> LinearSystem:
     r"""Return one layer's system; its solution is the layer's move from the mean.
 
@@ -160,12 +155,12 @@ def _layer_system(
     parameters. :math:`F_i` is client i's curvature, regularised; :math:`w_i` are
     :func:`layer_weights`; :math:`\lambda` is `anchor` times the mean eigenvalue of the
     sum. If floats had no range, this would be the function, with the rest of the
-    arguments from the settings::
+    arguments from the options::
 
         F = [part.regularised(shrink=shrink, damping=damping) for part in parts]
         moves = [subtract(posterior.params, mean) for posterior in posteriors]
         squares = [dot(move, F_i @ move) for F_i, move in zip(F, moves)]
-        weights = layer_weights(examples, [F_i.trace() for F_i in F], squares, settings)
+        weights = layer_weights(examples, [F_i.trace() for F_i in F], squares, options)
         rhs = sum(w * (F_i @ move) for w, F_i, move in zip(weights, F, moves))
         return LinearSystem.anchored(WeightedSum(F, weights), rhs, anchor)
 
@@ -173,40 +168,107 @@ def _layer_system(
     is ``2**exponent``), the moves (``2**moves.exponent``), and the sum (``2**shift``).
     Nearly always all three are 1.
     """
-    unweighted, exponent = _regularised(parts, settings, device)
+    # The clients' curvatures, regularised. From here on, `unweighted.weights` are the
+    # powers of two by which the curvatures were divided, relative to the highest.
+    unweighted, exponent = _regularised(parts, options, device)
     mean = {name: _wide(mean[name], device) for name in unweighted.shapes}
+
+    # How far each client is from the mean, in its own curvature's measure. If floats
+    # cannot hold the moves' squares, the moves are divided by a power of two first.
     moves = _ClientMoves(posteriors, mean, device)
-    measured = moves.measured(unweighted.terms, reads)
+    measured = moves.measured(unweighted.terms)
     if unit := _exponent_of_moves(measured.largest, mean):
         moves = replace(moves, exponent=unit)
-        measured = moves.measured(unweighted.terms, reads)
+        measured = moves.measured(unweighted.terms)
+
+    # These two measures, and the clients' examples, decide the weights.
     examples = [posterior.num_examples for posterior in posteriors]
     weights = layer_weights(
         examples,
         _products(unweighted.weights, measured.traces),
         _products(unweighted.weights, measured.fisher_squares),
-        settings,
+        options,
     )
     weights = _products(unweighted.weights, weights)
+
+    # The matrix is the weighted sum, and the right-hand side is the sum of the clients'
+    # products with the same weights.
     total = WeightedSum(unweighted.terms, weights, measured.traces)
     shift = _exponent_of_mean(total, mean)
     total = total.scaled(power_of_two(-shift)) if shift else total
     products = measured.products or moves.products(total.terms)
     system = LinearSystem.anchored(
-        total, _weighted_sum(total, products, mean), settings.anchor
+        total, _weighted_sum(total, products, mean), options.anchor
     )
+
+    # The system says by what it was divided, so that its solution becomes a move again.
     unscale = power_of_two(exponent + shift)
-    radius = settings.trust * _trusted_length(examples, measured.squared_lengths)
+    radius = options.trust * _trusted_length(examples, measured.squared_lengths)
     return replace(
         system,
         scale=unscale,
         unit=MoveUnit(moves.exponent, radius),
-        client_traces=[own * unscale for own in _products(total.weights, total.traces)],
+        client_traces=[t * unscale for t in _products(total.weights, total.traces)],
     )
 
 
+def layer_weights(
+    examples: Sequence[float],
+    traces: Sequence[float],
+    squared_distances: Sequence[float],
+    options: MergeOptions,
+) -> list[float]:
+    r"""Return the clients' weights :math:`w_i` in a layer, which add up to 1.
+
+    :math:`w_i \propto n_i / (t_i^\gamma (1 + \kappa q_i / \operatorname{median} q))`,
+    with the options `balance` (:math:`\gamma`) and `robust` (:math:`\kappa`). For three
+    or more clients, each :math:`w_i t_i` is then limited to `max_share` of the sum.
+
+    Parameters
+    ----------
+    examples : Sequence[float]
+        :math:`n_i`.
+    traces : Sequence[float]
+        :math:`t_i = \operatorname{tr} F_i`, at any one scale.
+    squared_distances : Sequence[float]
+        :math:`q_i = \|\bar\theta - \theta_i\|^2_{F_i}`, each client's distance from the
+        mean, measured by its own Fisher. It is twice the rise of its loss at the mean
+        that the Fisher predicts.
+    options : MergeOptions
+        The options of the merge.
+    """
+    # A client without curvature has nothing to balance.
+    powers = [trace**options.balance if trace > 0 else 1.0 for trace in traces]
+    usual = statistics.median(squared_distances)
+    doubts = [
+        1 + options.robust * q / usual if usual else 1.0 for q in squared_distances
+    ]
+    weights = zip(examples, powers, doubts, strict=True)
+    shares = shares_of([n / (power * doubt) for n, power, doubt in weights])
+    if len(shares) < _MAJORITY:
+        return shares
+    return _capped(shares, traces, options.max_share)
+
+
+def _capped(
+    weights: list[float], traces: Sequence[float], max_share: float
+) -> list[float]:
+    """Return weights that limit each client to a share of the summed curvature.
+
+    At one half or more, no more than one client can be above it. One that alone has
+    curvature gets no weight: its layer stays at the mean.
+    """
+    held = _products(weights, traces)
+    top = max(range(len(held)), key=held.__getitem__)
+    others = sum(held[:top]) + sum(held[top + 1 :])
+    if max_share == 1 or not held[top] * (1 - max_share) > others * max_share:
+        return weights
+    factor = others * max_share / (held[top] * (1 - max_share))
+    return shares_of([w * factor if i == top else w for i, w in enumerate(weights)])
+
+
 def _regularised(
-    parts: Sequence[Curvature], settings: MergeSettings, device: Device
+    parts: Sequence[Curvature], options: MergeOptions, device: Device
 ) -> tuple[WeightedSum, int]:
     """Return the sum of the curvatures with `shrink` and `damping`, and an exponent.
 
@@ -215,16 +277,14 @@ def _regularised(
     highest. A curvature that is far below the largest gets the weight 0, because
     rounding would remove it from the sum anyway.
     """
+    WeightedSum(parts, [1.0] * len(parts))  # an error unless all cover the same
     terms, exponents = [], []
-    assert settings.shrink is not None  # of_model has filled it in
     for part in parts:
         # on its own device: numbers in the host's memory are read without a wait
         held, exponent = rescaled(part.mapped(partial(_wide, device=None)))
         exponents.append(exponent)
         there = held if device is None else held.mapped(partial(_wide, device=device))
-        terms.append(
-            there.regularised(shrink=settings.shrink, damping=settings.damping)
-        )
+        terms.append(there.regularised(shrink=options.shrink, damping=options.damping))
     highest = max(exponents)
     weights = [math.ldexp(1.0, exponent - highest) for exponent in exponents]
     return WeightedSum(terms, weights), highest
@@ -291,8 +351,8 @@ class _ClientMoves:
 
     def of_client(self, index: int) -> dict[str, Tensor]:
         """Return a client's moves."""
-        own, mean = select(self.posteriors[index].params, self.mean), self.mean
-        params = {name: _wide(value, self.device) for name, value in own.items()}
+        trained, mean = select(self.posteriors[index].params, self.mean), self.mean
+        params = {name: _wide(value, self.device) for name, value in trained.items()}
         if self.exponent:
             params, mean = (shifted(x, -self.exponent) for x in (params, mean))
         return subtract(params, mean)
@@ -302,7 +362,7 @@ class _ClientMoves:
         for index, curvature in enumerate(curvatures):
             yield curvature.matvec(self.of_client(index))
 
-    def measured(self, curvatures: Sequence[Curvature], reads: Reads) -> _Measured:
+    def measured(self, curvatures: Sequence[Curvature]) -> _Measured:
         """Return the measurements, from one pass over the moves and one device read."""
         numbers, products = [], []
         size = 4 * sum(value.numel() for value in self.mean.values())
@@ -310,13 +370,13 @@ class _ClientMoves:
         for index, curvature in enumerate(curvatures):
             move = self.of_client(index)
             product = curvature.matvec(move)
-            own = [curvature.queued_trace(), dot(move, product), dot(move, move)]
+            client = [curvature.queued_trace(), dot(move, product), dot(move, move)]
             extremes = [torch.aminmax(v) for v in move.values() if v.numel()]
-            own += [value for pair in extremes for value in pair]
-            numbers.append(torch.stack([value.double() for value in own]))
+            client += [value for pair in extremes for value in pair]
+            numbers.append(torch.stack([value.double() for value in client]))
             products += [product] if small else []
-        (read,) = reads.queue(torch.stack(numbers)).values()
-        traces, squares, lengths, *entries = map(list, zip(*read.tolist(), strict=True))
+        read = torch.stack(numbers).tolist()
+        traces, squares, lengths, *entries = map(list, zip(*read, strict=True))
         largest = max((abs(value) for each in entries for value in each), default=0.0)
         positive = [max(0.0, square) for square in squares]
         return _Measured(traces, positive, lengths, largest, products)

@@ -1,201 +1,134 @@
-"""The options of a merge: each solver's defaults, and the allowed ranges."""
+"""The options of a merge: their ranges, and each solver's defaults."""
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from flwr_fisher.errors import (
-    ConfigurationError,
-    check_known,
-    check_range,
-    check_whole,
-    plain_fields,
-)
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.options import Options, option
 from flwr_fisher.params import NORM_STATISTICS, Params
 
-# Chosen on validation data of MNIST, CIFAR-10 and digits:
-# benchmarks/results/fedfisher_defaults.md; for batch norms: pretrained.md there. The
-# other solvers by default reproduce the papers.
-_PCG = {"anchor": 0.1, "shrink": None, "damping": 0.0, "balance": 0.5, "robust": 1.0}
-_CG = {"anchor": 0.03, "shrink": 0.1, "damping": 0.3, "balance": 1.0, "robust": 0.0}
-_NONE = dict.fromkeys(_PCG, 0.0)
-_SHRINK, _SHRINK_WITH_NORMS = 0.3, 0.9
-_HALF, _ANY = {"max_share": 0.5}, {"max_share": 1.0}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "pcg": _PCG | _HALF | {"iterations": 4},
-    "cg": _CG | _HALF | {"iterations": 100},
-    "closed-form": _NONE | _ANY | {"iterations": 2000},
-    "adam": _NONE | _ANY | {"iterations": 2000},
-    "gd": _NONE | _ANY | {"iterations": 2000},
-}
-_RANGES: dict[str, tuple[float, ...]] = {
-    "anchor": (0,),
-    "shrink": (0, 1),
-    "damping": (0, 1),
-    "balance": (0, 1),
-    "robust": (0,),
-    "max_share": (0.5, 1),
-    "trust": (0,),
-    "outlier": (1,),
-    "iterations": (1,),
-    "tolerance": (0, 1),
-    "lr": (0,),
-}
-_WHOLE = ("iterations",)
-_UNUSED = dict.fromkeys(_DEFAULTS, ("lr",)) | {
-    "adam": ("tolerance",),
-    "closed-form": ("lr", "tolerance", "iterations"),
+# What each solver uses, with its defaults. Those of pcg and cg were chosen on
+# validation data of MNIST, CIFAR-10 and digits (fedfisher_defaults.md and, for batch
+# norms, pretrained.md in benchmarks/results). The other solvers reproduce the papers.
+_PCG = {"anchor": 0.1, "damping": 0.0, "balance": 0.5, "robust": 1.0, "max_share": 0.5}
+_CG = {"anchor": 0.03, "damping": 0.3, "balance": 1.0, "robust": 0.0, "max_share": 0.5}
+_PAPER = dict.fromkeys((*_PCG, "shrink"), 0.0) | {"max_share": 1.0}
+_DEFAULTS: dict[str, dict[str, float]] = {
+    "pcg": _PCG | {"iterations": 4, "tolerance": 1e-6},
+    "cg": _CG | {"shrink": 0.1, "iterations": 100, "tolerance": 1e-6},
+    "closed-form": _PAPER,
+    "adam": _PAPER | {"iterations": 2000, "lr": 0.01},
+    "gd": _PAPER | {"iterations": 2000, "tolerance": 1e-6},
 }
 SOLVERS = tuple(_DEFAULTS)
-_TRUST = 1.0  # a strategy's; a single merge has none
+# pcg's `shrink`, for models without and with batch norms.
+_SHRINK, _SHRINK_WITH_NORMS = 0.3, 0.9
+# What needs each client's own curvature, and the values that turn it off.
+_OF_CLIENTS = {"balance": 0.0, "robust": 0.0, "max_share": 1.0, "trust": math.inf}
 
 Score = Callable[[dict[str, Tensor]], float]  # of merged parameters, higher is better
 Report = Callable[[str], object]  # is called with a text about the solver's progress
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergeOptions:
-    """A server's options of a merge, as :func:`~flwr_fisher.merge.fedfisher` has them.
+class MergeOptions(Options):
+    """How a server merges: see :func:`~flwr_fisher.merge.fedfisher` for the formulas.
 
-    Parameters
-    ----------
-    anchor, shrink, damping, balance, robust, max_share : float, optional
-        Regularisation and weights; by default those of the solver.
-    outlier : float, default inf
-        Robust merging, for example with 1.5. A client is left out if its distance,
-        measured by the other clients' Fishers, is more than this times the median. Its
-        examples and its curvature are limited to this times the median.
-    trust : float, optional
-        How far a layer may move from the clients' mean, from the second round on. With
-        short training in a few rounds, longer steps sometimes lose accuracy. Default 1.
-    iterations : int, optional
-        At most this many iterations of the solver. Default: 4 with ``pcg``, but 1 if
-        the clients' task is a regression (``likelihood="gaussian"``) and the server
-        merges their parts; 100 with ``cg``, 2000 with ``gd`` and ``adam``.
+    None means the solver's default, which :meth:`filled` fills in.
 
-    Raises
-    ------
-    ConfigurationError
-        If a number is out of range.
+    Examples
+    --------
+    >>> MergeOptions(solver="adam").filled().iterations
+    2000
     """
 
-    anchor: float | None = None
-    shrink: float | None = None
-    damping: float | None = None
-    balance: float | None = None
-    robust: float | None = None
-    max_share: float | None = None
-    outlier: float = math.inf
-    trust: float | None = None
-    iterations: int | None = None
+    solver: str = option("pcg", "How the systems are solved.", choices=SOLVERS)
+    anchor: float = option(
+        None, "The ridge, as a share of a layer's mean eigenvalue.", low=0
+    )
+    shrink: float = option(
+        None, "Lowers correlations between a layer's inputs.", low=0, high=1
+    )
+    damping: float = option(
+        None, "Evens out the moments of output gradients.", low=0, high=1
+    )
+    balance: float = option(
+        None, "Divides weights by this power of a Fisher's trace.", low=0, high=1
+    )
+    robust: float = option(
+        None, "Lowers the weights of clients far from the mean.", low=0
+    )
+    max_share: float = option(
+        None, "One client's largest share of a layer's curvature.", low=0.5, high=1
+    )
+    trust: float = option(
+        1.0, "Limits a layer's move, in a strategy from round 2 on.", low=0
+    )
+    iterations: int = option(None, "At most so many; 1 in a regression.", low=1)
+    tolerance: float = option(
+        None,
+        "A small enough residual, relative to its start.",
+        low=0,
+        high=1,
+    )
+    lr: float = option(None, "The step of adam.", low=0)
 
-    def __post_init__(self) -> None:
-        plain_fields(self)
-        _check_ranges(self)
+    def filled(self, params: Params | None = None) -> "MergeOptions":
+        """Return the options with the solver's defaults in place of None.
 
-    def settings(self, solver: str) -> "MergeSettings":
-        """Return all settings of a strategy's merges, by a solver."""
-        trust = _TRUST if self.trust is None else self.trust
-        return merge_settings(solver, **(asdict(self) | {"trust": trust}))
+        Parameters
+        ----------
+        params : Mapping[str, Tensor], optional
+            The parameters to merge, which decide pcg's default of `shrink`.
 
-
-@dataclass(frozen=True, kw_only=True)
-class MergeSettings:
-    """All settings of :func:`~flwr_fisher.merge.fedfisher`, defaults filled in."""
-
-    solver: str
-    anchor: float
-    shrink: float | None  # None: a default that depends on the model's layers
-    damping: float
-    balance: float
-    robust: float
-    max_share: float
-    iterations: int
-    trust: float = math.inf
-    outlier: float = math.inf
-    tolerance: float = 1e-6
-    lr: float = 0.01
-
-    def __post_init__(self) -> None:
-        plain_fields(self)
-        _check_ranges(self)
-
-    def for_round(self, number: int) -> "MergeSettings":
-        """Return the settings for a round: `trust` begins with the second."""
-        return replace(self, trust=math.inf) if number == 1 else self
-
-    def of_model(self, params: Params) -> "MergeSettings":
-        """Return the settings with `shrink`, whose default depends on the model.
+        Raises
+        ------
+        ConfigurationError
+            If an option is given that the solver does not use.
 
         Examples
         --------
         >>> import torch
-        >>> settings, norms = merge_settings("pcg"), {"bn.running_mean": torch.zeros(2)}
-        >>> settings.of_model({}).shrink, settings.of_model(norms).shrink
+        >>> norms = {"bn.running_mean": torch.zeros(2)}
+        >>> MergeOptions().filled().shrink, MergeOptions().filled(norms).shrink
         (0.3, 0.9)
         """
-        if self.shrink is not None:
-            return self
-        norms = any(name.endswith(NORM_STATISTICS[0]) for name in params)
-        return replace(self, shrink=_SHRINK_WITH_NORMS if norms else _SHRINK)
-
-    def used(self) -> dict[str, Any]:
-        """Return the settings that the solver uses.
-
-        Examples
-        --------
-        >>> settings = merge_settings("pcg").of_model({})
-        >>> asdict(settings).keys() - settings.used().keys()
-        {'lr'}
-        """
-        own, unused = asdict(self), _UNUSED[self.solver]
-        return {k: v for k, v in own.items() if v is not None and k not in unused}
-
-
-def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
-    """Return the options with the solver's defaults, after checking their ranges.
-
-    Parameters
-    ----------
-    solver : str, default "pcg"
-        One of :data:`SOLVERS`.
-    **options
-        Other fields of :class:`MergeSettings`. None means the default.
-
-    Raises
-    ------
-    UnknownNameError
-        If the solver or an option is not known.
-    ConfigurationError
-        If an option is out of range, or the solver does not use it.
-
-    Examples
-    --------
-    >>> merge_settings("adam").iterations
-    2000
-    """
-    check_known("solver", solver, SOLVERS)
-    known = [each.name for each in fields(MergeSettings)]
-    for name in options:
-        check_known("option of fedfisher", name, known)
-    for name in _UNUSED[solver]:
-        if options.get(name) is not None:
+        norms = any(name.endswith(NORM_STATISTICS[0]) for name in params or {})
+        shrink = _SHRINK_WITH_NORMS if norms else _SHRINK
+        defaults: dict[str, Any] = {"shrink": shrink, **_DEFAULTS[self.solver]}
+        values = {k: v for k, v in self.settings().items() if v is not None}
+        if unused := values.keys() - defaults.keys() - {"solver", "trust"}:
             raise ConfigurationError(
-                f"solver='{solver}' does not use {name}: leave it out"
+                f"solver='{self.solver}' does not use {min(unused)}: leave it out"
             )
-    given = {name: value for name, value in options.items() if value is not None}
-    return MergeSettings(solver=solver, **(_DEFAULTS[solver] | given))
+        return replace(self, **(defaults | values))
 
+    def for_sums(self, structure: str) -> "MergeOptions":
+        """Return the options for sums, where no client's own curvature is known.
 
-def _check_ranges(options: MergeOptions | MergeSettings) -> None:
-    for name, limits in _RANGES.items():
-        if (value := getattr(options, name, None)) is not None:
-            check_range(name, value, *limits)
-            if name in _WHOLE:
-                check_whole(name, value)
+        With ``structure="kfac"`` clients balance their Fishers themselves, by default
+        with a `balance` of 1.
+
+        Raises
+        ------
+        ConfigurationError
+            If an option has an effect that needs more than sums.
+        """
+        turned_off: dict[str, Any] = dict(_OF_CLIENTS)
+        if structure == "kfac":
+            own = self.settings()["balance"]
+            turned_off["balance"] = 1.0 if own is None else own
+        for name, value in turned_off.items():
+            wanted, default = getattr(self, name), getattr(MergeOptions(), name)
+            if wanted not in (value, default):
+                raise ConfigurationError(
+                    f"{name} must be {value:g}, got {wanted}: the server knows only "
+                    f"sums, and {name} needs each client's own curvature"
+                )
+        return replace(self, **turned_off)
 
 
 def check_score(score: object, solver: str) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from flwr_fisher.curvature import WeightedSum
 from flwr_fisher.curvature.operators.rescaled import power_of_two, shifted
-from flwr_fisher.curvature.operators.solvers import Iteration, Matvec, Solution
-from flwr_fisher.devices import Reads
+from flwr_fisher.curvature.operators.solvers import Iterate, Matvec
 from flwr_fisher.merge.linear_system import LinearSystem, Moves, MoveUnit, moved
-from flwr_fisher.merge.options import MergeSettings, Report, Score
+from flwr_fisher.merge.options import MergeOptions, Report, Score
 from flwr_fisher.params import Params, add, is_finite, norm, scale, select
 
+# The iterate, and the norm of its residual.
 Iterates = Iterator[tuple[dict[str, Tensor], Tensor]]
 
 _EVERY = 100  # steps from one score to the next
@@ -25,7 +25,7 @@ _EVERY = 100  # steps from one score to the next
 def adam(
     mean: Params,
     systems: Sequence[LinearSystem],
-    settings: MergeSettings,
+    options: MergeOptions,
     score: Score | None,
     progress: Report | None,
 ) -> tuple[Moves, list[list[float]]]:
@@ -35,29 +35,26 @@ def adam(
     """
     systems = [_unscaled(system) for system in systems]
     rhs = {name: value for system in systems for name, value in system.rhs.items()}
-    reads = Reads()
 
     def matvec(vector: Params) -> dict[str, Tensor]:
         return _joined(system.matvec(select(vector, system.rhs)) for system in systems)
 
     def moves_of(delta: Params) -> dict[str, Tensor]:
-        values = reads.queue(*delta.values()).values()
-        near = dict(zip(delta, values, strict=True))
+        near = {name: value.cpu() for name, value in delta.items()}
         return _joined(s.unit.move(select(near, s.rhs)) for s in systems)
 
     scored = None if score is None else (lambda d: score(moved(mean, {**moves_of(d)})))
     diagonal = all(system.is_diagonal() for system in systems)
-    iterates = paper_adam(matvec, rhs, lr=settings.lr, epsilon_inside=not diagonal)
-    solution, norms = best_of(iterates, settings.iterations, scored, progress)
-    read = reads.queue(norms)
+    iterates = paper_adam(matvec, rhs, lr=options.lr, epsilon_inside=not diagonal)
+    solution, norms = best_of(iterates, options.iterations, scored, progress)
     moves: Moves = {**moves_of(solution)}
     merged = moved(mean, moves)
     solved = [s for s in systems if is_finite(select(merged, s.rhs))]
     if len(solved) == len(systems):
-        return moves, [read.values()[0].tolist()]
+        return moves, [norms.tolist()]
     if not solved:
         return dict.fromkeys(rhs), [[1.0]]
-    again, residuals = adam(mean, solved, settings, score, progress)
+    again, residuals = adam(mean, solved, options, score, progress)
     return dict.fromkeys(rhs) | again, residuals
 
 
@@ -164,17 +161,19 @@ def largest_eigenvalue(matvec: Matvec, like: Params, iterations: int = 100) -> T
 
 def gradient_descent(
     matvec: Matvec, rhs: Params, *, iterations: int, tolerance: float
-) -> Solution:
+) -> Iterate:
     r"""Solve with FedFisher's gradient descent (Algorithm 1, Lemma 1).
 
     The step is the lemma's bound :math:`1 / \lambda_{\max}`. Arguments and results are
     those of :func:`~flwr_fisher.curvature.operators.solvers.conjugate_gradient`.
     """
     largest = largest_eigenvalue(matvec, rhs)
-    # It seldom ends before its last step, so it never reads from an accelerator.
-    iteration = Iteration(rhs, iterations, tolerance, look=max(1, iterations))
-    iteration.require(largest > 0)
-    for _ in iteration:
-        iteration.step(iteration.residual, 1 / largest)
-        iteration.left(add(rhs, matvec(iteration.values), -1.0))
-    return iteration.solution()
+    state = Iterate.start(rhs).only_if(largest > 0)
+    for index in range(iterations):
+        state = state.while_above(tolerance)
+        # It seldom ends before its last step, so it never reads from an accelerator.
+        if state.is_over(index, look=max(1, iterations)):
+            break
+        solution = state.moved(state.solution, state.residual, 1 / largest)
+        state = state.after(solution, add(rhs, matvec(solution), -1.0))
+    return state

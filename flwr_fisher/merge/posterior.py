@@ -1,9 +1,7 @@
 """A client's posterior: its parameters, and the curvature of its loss at them."""
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,8 +29,8 @@ class LocalPosterior:
     Parameters
     ----------
     params : Mapping[str, Tensor]
-        The client's parameters and buffers after training. They are not copied: a merge
-        refuses them if they have been changed in place since.
+        The client's parameters and buffers after training. They are not copied: if they
+        are a model's own tensors, do not train or load that model before the merge.
     curvature : Curvature
         The client's Fisher at these parameters, a mean over its examples. It covers the
         parameters to merge by curvature; all others (buffers) are averaged.
@@ -50,93 +48,48 @@ class LocalPosterior:
     params: Params
     curvature: Curvature
     num_examples: float
-    _versions: list[tuple[str, Tensor, int]] = field(
-        init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.params, Mapping) or not isinstance(
-            self.curvature, Curvature
-        ):
-            raise ConfigurationError(
-                "a LocalPosterior takes a mapping of parameters, such as "
-                "shared_state(model), and a Curvature; got "
-                f"{type(self.params).__name__} and {type(self.curvature).__name__}"
-            )
+        check_positive("num_examples", self.num_examples)
         if not isinstance(self.params, DeferredParams):
-            _check_dense(self.params)
             detached = {name: value.detach() for name, value in self.params.items()}
             object.__setattr__(self, "params", detached)
-        # PyTorch counts a tensor's changes in place, together with its views'.
-        held = {} if isinstance(self.params, DeferredParams) else self.params
-        counted = [(k, v, v._version) for k, v in held.items() if not v.is_inference()]
-        object.__setattr__(self, "_versions", counted)
-        check_positive("num_examples", self.num_examples)
         layout = layout_of(self.params)
         for name, shape in self.curvature.shapes.items():
             if name not in layout or layout[name].shape != shape:
-                own = layout.get(name)
+                shown = tuple(layout[name].shape) if name in layout else "no such key"
                 raise ParamsError(
                     f"the curvature covers '{name}' as {tuple(shape)}, but the params "
-                    f"have {'no such key' if own is None else tuple(own.shape)}"
+                    f"have {shown}"
                 )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return how a copy is made: its tensors have version counters of their own."""
-        return LocalPosterior, (self.params, self.curvature, self.num_examples)
-
-    def check_unchanged(self, what: str) -> None:
-        """Raise :class:`ParamsError` if a parameter was changed in place since."""
-        for name, tensor, version in self._versions:
-            if tensor._version != version:
-                raise ParamsError(
-                    f"{what}: '{name}' was changed in place after the posterior was "
-                    "made. It is a model's own tensor, and the model was trained "
-                    "further or loaded since: load a merged model into a copy, "
-                    "copy.deepcopy(model), or make the posterior of copies, {k: "
-                    "v.clone() for k, v in shared_state(model).items()}"
-                )
-
-
-def _check_dense(params: Params) -> None:
-    for name, value in params.items():
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            what = getattr(value, "layout", type(value).__name__)
-            raise ParamsError(
-                f"'{name}' is no dense tensor, but {what}: a LocalPosterior is of the "
-                "tensors that shared_state(model) returns"
-            )
-
-
-def check_is_sequence(posteriors: Sequence[LocalPosterior]) -> None:
-    """Raise :class:`ConfigurationError` unless this is a sequence of posteriors."""
-    types = {type(posteriors).__name__}
-    if isinstance(posteriors, Sequence):
-        types = {type(each).__name__ for each in posteriors} - {"LocalPosterior"}
-    if types:
-        raise ConfigurationError(
-            "a merge takes a list of LocalPosterior, one for each client, got "
-            f"{', '.join(sorted(types))}: pass [LocalPosterior(params, curvature, "
-            "num_examples), ...]"
-        )
 
 
 def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
-    """Raise :class:`ParamsError` unless they can be merged.
+    """Raise an error unless these are posteriors that can be merged.
 
-    There must be at least one. None may have been changed in place since it was made.
-    All must be finite, and have the same layout, and the
-    same dtype for each parameter and its curvature. No diagonal may be negative.
     Deferred values are not checked here: those of an upload were checked when it was
     read.
+
+    Raises
+    ------
+    ConfigurationError
+        If they are no sequence of posteriors.
+    ParamsError
+        If there is none, a number is not finite, a diagonal is negative, or layouts or
+        dtypes differ. It tells which posterior.
     """
-    check_is_sequence(posteriors)
+    if not isinstance(posteriors, Sequence) or not all(
+        isinstance(posterior, LocalPosterior) for posterior in posteriors
+    ):
+        raise ConfigurationError(
+            "a merge takes a list of LocalPosterior, one for each client, got "
+            f"{posteriors!r:.80}"
+        )
     if not posteriors:
         raise ParamsError("there is no posterior to merge: pass at least one")
     first = layout_of(posteriors[0].params)
     for index, posterior in enumerate(posteriors):
         what, layout = f"posterior {index}", layout_of(posterior.params)
-        posterior.check_unchanged(what)
         if layout is posterior.params:
             check_finite(posterior.params, what)
         check_same_layout(first, layout, what)
@@ -147,15 +100,15 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
 
 
 def _check_block(what: str, block: Curvature, params: Params) -> None:
-    tensors, numbers = block.tensors(), block.non_negative()
+    numbers = block.non_negative()
     # Directions may still be the integers of the wire; their matrices are floats.
-    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-    for tensor, name in itertools.product([*floating, *numbers], block.shapes):
-        _check_dtype(what, tensor.dtype, params[name].dtype)
-    # A factor's scale may be a number beside its tensors.
-    if not all(map(all_finite, [*floating, *numbers])):
+    floats = [t for t in block.tensors() if t.is_floating_point()] + list(numbers)
+    for tensor in floats:
+        for name in block.shapes:
+            _check_dtype(what, tensor.dtype, params[name].dtype)
+    if not all(map(all_finite, floats)):
         raise ParamsError(f"{what} holds NaN or infinity")
-    if any((each < 0).any() for each in numbers):
+    if any((number < 0).any() for number in numbers):
         raise ParamsError(f"{what} is negative on a diagonal")
 
 

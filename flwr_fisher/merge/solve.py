@@ -9,18 +9,11 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.rescaled import power_of_two
-from flwr_fisher.curvature.operators.solvers import Solution, conjugate_gradient
+from flwr_fisher.curvature.operators.solvers import Iterate, conjugate_gradient
 from flwr_fisher.curvature.structures import preconditioner
-from flwr_fisher.devices import Read, Reads, one_ahead
 from flwr_fisher.errors import StructureError
-from flwr_fisher.merge.linear_system import (
-    LinearSystem,
-    Moves,
-    MoveUnit,
-    SystemMakers,
-    moved,
-)
-from flwr_fisher.merge.options import MergeSettings, Report, Score
+from flwr_fisher.merge.linear_system import LinearSystem, Moves, SystemMaker, moved
+from flwr_fisher.merge.options import MergeOptions, Report, Score
 from flwr_fisher.merge.paper_solvers import adam, gradient_descent
 from flwr_fisher.params import Params, add, dot, is_finite, norm, select, shares_of
 
@@ -49,11 +42,8 @@ class MergeResult:
         The parameters whose system the solver did not solve, because it could take no
         step, or because its result is not finite or worse than the mean. These
         parameters stay at the mean.
-    outliers : dict[int, float]
-        The clients that were left out, by their numbers in the order of the posteriors,
-        with their distance from the others in multiples of the median.
-    settings : MergeSettings, optional
-        The settings of the merge.
+    options : MergeOptions, optional
+        The options of the merge, with all defaults.
     mean : dict[str, Tensor], optional
         FedAvg's mean, if only sums over the clients are known.
     """
@@ -63,15 +53,14 @@ class MergeResult:
     iterations: int
     shares: list[float] = field(default_factory=list)
     unsolved: list[str] = field(default_factory=list)
-    outliers: dict[int, float] = field(default_factory=dict)
-    settings: MergeSettings | None = field(default=None, repr=False)
+    options: MergeOptions | None = field(default=None, repr=False)
     mean: dict[str, Tensor] | None = field(default=None, repr=False)
 
 
 def solve(
     mean: Params,
-    systems: SystemMakers,
-    settings: MergeSettings,
+    systems: Sequence[SystemMaker],
+    options: MergeOptions,
     score: Score | None,
     progress: Report | None,
     examples: Sequence[float] = (),
@@ -81,15 +70,24 @@ def solve(
     If a layer's system is not solved, the layer stays at the mean, and the result names
     it. `examples` has each client's, if the systems know their clients.
     """
-    if settings.solver == "adam":
-        every = [make(Reads()) for make in systems]
-        traces = [system.client_traces for system in every]
-        moves, curves = adam(mean, every, settings, score, progress)
+    if options.solver == "adam":
+        together = [make() for make in systems]
+        traces = [system.client_traces for system in together]
+        moves, curves = adam(mean, together, options, score, progress)
     else:
-        moves, curves, traces = _layer_by_layer(mean, systems, settings, progress)
+        moves, curves, traces = Moves(), [], []
+        for index, make in enumerate(systems, start=1):
+            move, norms, held = _solved(mean, make().normalised(), options)
+            moves |= move
+            curves.append(norms)
+            traces.append(held)
+            if progress is not None:
+                left = norms[-1] / norms[0] if norms[0] else 0.0
+                progress(
+                    f"solver: {next(iter(move))}, {index} of {len(systems)}: "
+                    f"{len(norms) - 1} iterations, residual {left:.1e}"
+                )
     unsolved = [name for name, move in moves.items() if move is None]
-    if unsolved and progress is not None:
-        progress(f"solver: {', '.join(unsolved)} not solved, and left at the mean")
     residuals = relative_norms(curves)
     return MergeResult(
         moved(mean, moves),
@@ -97,104 +95,59 @@ def solve(
         max(0, len(residuals) - 1),
         shares=_shares(traces, examples),
         unsolved=unsolved,
-        settings=settings,
+        options=options,
     )
 
 
-def _layer_by_layer(
-    mean: Params,
-    systems: SystemMakers,
-    settings: MergeSettings,
-    progress: Report | None,
-) -> tuple[Moves, list[list[float]], list[list[float]]]:
-    """Make, solve and check one system after another; return the layers' moves.
+def _solved(
+    mean: Params, system: LinearSystem, options: MergeOptions
+) -> tuple[Moves, list[float], list[float]]:
+    """Return a layer's move, its residual norms and its clients' traces.
 
-    Also return the layers' residual norms, and their clients' traces.
+    There is no move if it is not solved.
     """
-    reads, moves = Reads(), Moves()
-    curves, traces = [], []
-    solved = (_solved(make(reads).normalised(), settings, reads) for make in systems)
-    for index, layer in enumerate(one_ahead(solved), start=1):
-        move, norms = _checked_move(mean, layer, settings)
-        moves |= move
-        curves.append(norms)
-        traces.append(layer.client_traces)
-        if progress is not None:
-            left = norms[-1] / norms[0] if norms[0] else 0.0
-            progress(
-                f"solver: {next(iter(move))}, {index} of {len(systems)}: "
-                f"{len(norms) - 1} iterations, residual {left:.1e}"
-            )
-    return moves, curves, traces
-
-
-@dataclass(frozen=True)
-class _Unread:
-    """A solved layer without its system: numbers that are still on their device."""
-
-    names: list[str]
-    scale: float
-    unit: MoveUnit
-    client_traces: list[float]
-    start: Read  # the residual's norm at the mean
-    numbers: Read | None  # the solution, norms, steps and objective; None: not solved
-
-
-def _solved(system: LinearSystem, settings: MergeSettings, reads: Reads) -> _Unread:
-    """Solve one layer's system, and queue the result."""
     scale = system.scale * power_of_two(system.unit.exponent)
-    start, numbers = reads.queue(norm(system.rhs)), None
     # No curvature, or one that is not finite, is an error on the CPU.
     with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-        solution = _solution(system, settings)
+        end = _iterate(system, options)
         # Twice the objective's rise: x·Ax - 2 x·b = -x·(b + r), because Ax is b - r.
-        rise = -dot(solution.values, add(system.rhs, solution.residual))
-        tensors = solution.values.values()
-        numbers = reads.queue(*tensors, solution.norms, solution.steps, rise)
-    names, traces = list(system.rhs), system.client_traces
-    return _Unread(names, scale, system.unit, traces, start, numbers)
-
-
-def _checked_move(
-    mean: Params, layer: _Unread, settings: MergeSettings
-) -> tuple[Moves, list[float]]:
-    """Return a layer's move and its residual norms; no move if it is not solved."""
-    if layer.numbers is not None:
-        *values, norms, steps, rise = layer.numbers.values()
-        solution = dict(zip(layer.names, values, strict=True))
-        residuals = norms[: 1 + int(steps)].tolist()
-        if _is_solved(solution, residuals, float(rise), settings):
-            move: Moves = {**layer.unit.move(solution)}
+        rise = -dot(end.solution, add(system.rhs, end.residual))
+        solution, norms = end.read()
+        solution = {name: value.cpu() for name, value in solution.items()}
+        if _improves(solution, norms, float(rise), options):
+            move: Moves = {**system.unit.move(solution)}
             if is_finite(moved(select(mean, move), move)):
-                return move, [value * layer.scale for value in residuals]
-    start = float(layer.start.values()[0]) * layer.scale  # what is left at the mean
-    return dict.fromkeys(layer.names), [start if math.isfinite(start) else 0.0]
+                return move, [value * scale for value in norms], system.client_traces
+    start = float(norm(system.rhs)) * scale  # what is left at the mean
+    unsolved: Moves = dict.fromkeys(system.rhs)
+    return unsolved, [start if math.isfinite(start) else 0.0], system.client_traces
 
 
-def _is_solved(
-    solution: Params, residuals: list[float], rise: float, settings: MergeSettings
+def _improves(
+    solution: Params, residuals: list[float], rise: float, options: MergeOptions
 ) -> bool:
     """Return whether the solver took a step, and improved on the mean."""
     if not all(map(math.isfinite, residuals)) or not is_finite(solution):
         return False
     if len(residuals) == 1:  # there was nothing to solve, or no step could be taken
-        return residuals[0] == 0 or settings.tolerance >= 1
+        return residuals[0] == 0 or options.tolerance >= 1
     # Conjugate gradients lower the objective at every step, but not the residual.
     return residuals[-1] <= _ROUNDED * residuals[0] or rise <= 0
 
 
-def _solution(system: LinearSystem, settings: MergeSettings) -> Solution:
-    if settings.solver == "closed-form":
+def _iterate(system: LinearSystem, options: MergeOptions) -> Iterate:
+    """Return the solver's last iterate."""
+    if options.solver == "closed-form":
         return _closed_form(system, _FLOOR)
-    if settings.solver in ("pcg", "cg") and system.is_diagonal():
+    if options.solver in ("pcg", "cg") and system.is_diagonal():
         # Many iterations would lead here, up to float32's rounding.
         return _closed_form(system, floor=0.0)
-    most, tolerance = settings.iterations, settings.tolerance
+    most, tolerance = options.iterations, options.tolerance
     problem = system.matvec, system.rhs
-    if settings.solver not in ("pcg", "cg"):
+    if options.solver == "gd":
         return gradient_descent(*problem, iterations=most, tolerance=tolerance)
     inverse = None
-    if settings.solver == "pcg":
+    if options.solver == "pcg":
         inverse = preconditioner(system.curvature, system.ridge)
     return conjugate_gradient(
         *problem, iterations=most, tolerance=tolerance, precondition=inverse
@@ -217,7 +170,7 @@ def _shares(traces: Iterable[list[float]], examples: Sequence[float]) -> list[fl
     return shares_of(total if sum(total) else examples)
 
 
-def _closed_form(system: LinearSystem, floor: float) -> Solution:
+def _closed_form(system: LinearSystem, floor: float) -> Iterate:
     """Solve by division; entries of at most `floor` times the largest count as 0."""
     if not system.is_diagonal():
         raise StructureError(
@@ -233,5 +186,4 @@ def _closed_form(system: LinearSystem, floor: float) -> Solution:
         divisor = torch.where(known, entry + system.ridge, 1.0)
         solution[name] = torch.where(known, system.rhs[name] / divisor, 0.0)
     left = add(system.rhs, system.matvec(solution), -1.0)
-    norms = torch.stack([norm(v).double() for v in (system.rhs, left)])
-    return Solution(solution, left, norms, torch.ones_like(norms[0]))
+    return Iterate.start(system.rhs).after(solution, left)

@@ -1,11 +1,21 @@
-r"""FedFisher's merge of diagonal Fishers from sums over the clients.
+r"""FedFisher's merge from sums over clients: a contribution to them, and the merge.
 
-With diagonals, the merge needs only sums over the clients: :math:`\sum n_i`,
-:math:`\sum n_i \theta_i`, :math:`\sum n_i F_i` and :math:`\sum n_i F_i \theta_i`. A
-secure sum reveals nothing else.
+With diagonals, the merge needs only :math:`\sum n_i`, :math:`\sum n_i \theta_i`,
+:math:`\sum n_i F_i` and :math:`\sum n_i F_i \theta_i`. A secure sum reveals nothing
+else.
+
+With K-FAC it needs more, because a sum of Kronecker products is no Kronecker product.
+FedFisher (Jhunjhunwala et al., AISTATS 2024, section 4) concludes that a server needs
+each client's own factors. But conjugate gradients need only two things: products of the
+sum with vectors, which are sums of the clients' products, and a preconditioner. Each
+layer's partial traces give one, and they add up as well:
+
+.. math:: \sum_i p_i F_i v, \qquad \bar A = \sum_i p_i \operatorname{tr}(G_i) A_i,
+          \qquad \bar G = \sum_i p_i \operatorname{tr}(A_i) G_i.
+
+:mod:`flwr_fisher.merge.sums_solver` has these iterations.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,17 +23,17 @@ from typing import Any
 
 from torch import Tensor
 
-from flwr_fisher.curvature import Diagonal, WeightedSum
-from flwr_fisher.devices import Reads
-from flwr_fisher.errors import ConfigurationError, StructureError
-from flwr_fisher.merge.linear_system import LinearSystem
-from flwr_fisher.merge.options import (
-    MergeSettings,
-    Report,
-    Score,
-    check_score,
-    merge_settings,
+from flwr_fisher.curvature import (
+    BlockDiagonal,
+    Curvature,
+    Diagonal,
+    Kronecker,
+    WeightedSum,
 )
+from flwr_fisher.curvature.operators.layer import LayerCurvature
+from flwr_fisher.errors import StructureError
+from flwr_fisher.merge.linear_system import LinearSystem
+from flwr_fisher.merge.options import MergeOptions, Report, Score, check_score
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.params import (
@@ -36,16 +46,6 @@ from flwr_fisher.params import (
     sum_dtype,
     weighted_mean,
 )
-
-_BALANCE = 1.0  # for K-FAC, where neither `robust` nor `max_share` is possible
-# Options that need each client's own curvature, and the values that turn them off.
-_OF_CLIENTS = {
-    "balance": 0.0,
-    "robust": 0.0,
-    "max_share": 1.0,
-    "trust": math.inf,
-    "outlier": math.inf,
-}
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,8 @@ def fedfisher_from_sums(
     score, progress : optional
         As for ``fedfisher``.
     **options
-        See :func:`sums_settings`.
+        Those of :class:`MergeOptions` that need no client's own curvature. `shrink` and
+        `damping` have no effect on a diagonal.
 
     Returns
     -------
@@ -186,63 +187,20 @@ def fedfisher_from_sums(
     >>> fedfisher_from_sums(sums, solver="closed-form").params
     {'w': tensor([0.2000])}
     """
-    return merge_from_sums(
-        sums, sums_settings(**options), like=like, score=score, progress=progress
-    )
-
-
-def merge_from_sums(
-    sums: DiagonalSums,
-    settings: MergeSettings,
-    *,
-    like: Params | None,
-    score: Score | None,
-    progress: Report | None,
-) -> MergeResult:
-    """Merge as :func:`fedfisher_from_sums` does, with its options in one object."""
-    check_score(score, settings.solver)
+    merge = MergeOptions(**options).for_sums("diagonal").filled()
+    check_score(score, merge.solver)
     for part in (sums.params, sums.fisher, sums.fisher_params):
         check_finite(part, "the sums")
     mean = sums.mean(like)
     systems = [
-        partial(_tensor_system, sums, name, mean[name], settings.anchor)
+        partial(_tensor_system, sums, name, mean[name], merge.anchor)
         for name in sums.fisher
     ]
-    merged = solve(mean, systems, settings, score, progress)
-    return replace(merged, mean=mean)
-
-
-def sums_settings(
-    solver: str = "pcg", *, structure: str = "diagonal", **options: Any
-) -> MergeSettings:
-    """Return :func:`merge_settings` for sums, where no client's curvature is known.
-
-    `shrink` and `damping` have no effect on a diagonal. With ``structure="kfac"``
-    clients balance their Fishers themselves, so `balance` may have any value.
-
-    Raises
-    ------
-    ConfigurationError
-        If `balance`, `robust`, `max_share`, `trust` or `outlier` has another value than
-        the one without effect, or if an option is out of range.
-    """
-    of_clients = dict(_OF_CLIENTS)
-    if structure == "kfac":
-        # Chosen on validation data: benchmarks/results/fedfisher_defaults.md.
-        own = options.get("balance")
-        options["balance"] = _BALANCE if own is None else own
-        del of_clients["balance"]
-    for name, nothing in of_clients.items():
-        if options.get(name) not in (None, nothing):
-            raise ConfigurationError(
-                f"{name} must be {nothing:g}, got {options[name]}: the server knows "
-                f"only sums, and {name} needs each client's own curvature"
-            )
-    return merge_settings(solver, **(options | of_clients))
+    return replace(solve(mean, systems, merge, score, progress), mean=mean)
 
 
 def _tensor_system(
-    sums: DiagonalSums, name: str, mean: Tensor, anchor: float, _: Reads
+    sums: DiagonalSums, name: str, mean: Tensor, anchor: float
 ) -> LinearSystem:
     r"""Return one tensor's system; its solution is the move from the mean.
 
@@ -258,12 +216,71 @@ def _tensor_system(
 
 
 def _diagonal(posterior: LocalPosterior) -> dict[str, Tensor]:
-    entries: dict[str, Tensor] = {}
-    for block in posterior.curvature.made().blocks():
-        if not isinstance(block, Diagonal):
+    for block in posterior.curvature.blocks():
+        if block.kind != Diagonal.__name__:
+            raise StructureError(
+                f"the curvature of {list(block.shapes)} is a {block.kind}, but only "
+                "diagonals can be summed: use structure='diagonal'"
+            )
+    return posterior.curvature.diagonal()
+
+
+def balanced(
+    curvature: Curvature, *, shrink: float, damping: float, balance: float
+) -> Curvature:
+    r"""Return a client's curvature as it enters the sums, except for its example count.
+
+    It is :math:`F / (\operatorname{tr} F)^\gamma` in each layer, regularised. A client
+    can compute it by itself.
+
+    Parameters
+    ----------
+    curvature : Curvature
+        The client's Fisher.
+    shrink, damping, balance : float
+        As for :func:`~flwr_fisher.merge.fedfisher`; `balance` is :math:`\gamma`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> F = Diagonal({"w": torch.tensor([1.0, 3.0])})
+    >>> balanced(F, shrink=0.3, damping=0.0, balance=1.0).diagonal()
+    {'w': tensor([0.2500, 0.7500])}
+    """
+    blocks = []
+    for block in curvature.made().blocks():
+        regularised = block.made().regularised(shrink=shrink, damping=damping)
+        trace = regularised.trace()
+        # A client whose curvature is zero has nothing to balance.
+        factor = trace**-balance if trace > 0 else 1.0
+        blocks.append(regularised.scaled(factor) if balance else regularised)
+    return BlockDiagonal(blocks)
+
+
+def partial_traces(curvature: Curvature) -> Curvature:
+    r"""Return layers' partial traces, each as a product :math:`\bar G \otimes \bar A`.
+
+    Both factors have the layer's trace. Parameters that belong to no layer keep their
+    diagonal.
+
+    Raises
+    ------
+    StructureError
+        If a block is neither. It names the block.
+    """
+    blocks: list[Curvature] = []
+    for block in curvature.blocks():
+        if isinstance(block, LayerCurvature):
+            (A, of_A), (G, of_G) = block.partial_traces()
+            factors = A.scaled(of_A).to_dense(), G.scaled(of_G).to_dense()
+            blocks.append(
+                Kronecker(block.weight, block.weight_shape, *factors, block.bias)
+            )
+        elif isinstance(block, Diagonal):
+            blocks.append(block)
+        else:
             raise StructureError(
                 f"the curvature of {list(block.shapes)} is a {type(block).__name__}, "
-                "but only diagonals can be summed: use structure='diagonal'"
+                "but sums need structure='kfac' or 'diagonal'"
             )
-        entries |= block.entries
-    return entries
+    return BlockDiagonal(blocks)

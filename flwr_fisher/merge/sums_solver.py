@@ -1,75 +1,36 @@
 """FedFisher's conjugate gradients for a server that sees only sums over clients.
 
 :func:`~flwr_fisher.merge.fedfisher` iterates without a break. Here, the server asks its
-clients for a product in each iteration. An :class:`Iterate` holds the state of every
-layer between two iterations, as tensors.
+clients for a product in each iteration. Between two iterations, the state of every
+layer is an :class:`~flwr_fisher.curvature.operators.solvers.Iterate` in float64, which
+the server keeps as tensors::
+
+    layers = begin(traces, pull, anchor)
+    for _ in range(iterations):  # each of them is an exchange with the clients
+        product = ...  # the clients' mean of F_i z, for the layers' directions z
+        layers = advanced(traces, layers, product, options)
+    result = merged(mean, layers)
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
-from flwr_fisher.curvature.operators.solvers import Matvec
+from flwr_fisher.curvature.operators.solvers import Iterate, Matvec
 from flwr_fisher.curvature.structures import preconditioner
-from flwr_fisher.merge.options import MergeSettings
+from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.solve import MergeResult, relative_norms
-from flwr_fisher.params import Params, add, dot, double, is_finite, norm, scale, select
+from flwr_fisher.params import Params, add, dot, double, is_finite, scale, select
+
+_VECTORS = ("solution", "residual", "direction")
 
 
-@dataclass(frozen=True)
-class Iterate:
-    """The state of conjugate gradients, layer by layer, in float64.
-
-    Parameters
-    ----------
-    solution, residual, direction : dict[str, Tensor]
-        Over all parameters with a curvature. The clients multiply `direction`.
-    decrease : list[float]
-        For each layer, the product of the residual with the preconditioned residual.
-    norms : list[list[float]]
-        For each layer, the residual's norm at the start and after each iteration.
-    """
-
-    solution: dict[str, Tensor]
-    residual: dict[str, Tensor]
-    direction: dict[str, Tensor]
-    decrease: list[float]
-    norms: list[list[float]]
-
-    def to_groups(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state as named groups of tensors."""
-        longest = max(map(len, self.norms), default=0)
-        padded = [own + [math.nan] * (longest - len(own)) for own in self.norms]
-        numbers = {"decrease": self.decrease, "norms": padded}
-        return {
-            "solution": self.solution,
-            "residual": self.residual,
-            "direction": self.direction,
-            "progress": {
-                name: torch.tensor(value, dtype=torch.float64)
-                for name, value in numbers.items()
-            },
-        }
-
-    @classmethod
-    def from_groups(cls, groups: Mapping[str, Params]) -> "Iterate":
-        """Return the state from the groups of :meth:`to_groups`."""
-        norms: list[list[float]] = groups["progress"]["norms"].tolist()
-        return cls(
-            dict(groups["solution"]),
-            dict(groups["residual"]),
-            dict(groups["direction"]),
-            groups["progress"]["decrease"].tolist(),
-            [[value for value in own if not math.isnan(value)] for own in norms],
-        )
-
-
-def begin(traces: Curvature, pull: Params, settings: MergeSettings) -> Iterate:
-    r"""Return the first state, at the clients' mean.
+def begin(traces: Curvature, pull: Params, anchor: float) -> list[Iterate]:
+    r"""Return each layer's first state, at the clients' mean.
 
     Parameters
     ----------
@@ -77,24 +38,24 @@ def begin(traces: Curvature, pull: Params, settings: MergeSettings) -> Iterate:
         The sum of the clients' :func:`~flwr_fisher.merge.partial_traces`.
     pull : Mapping[str, Tensor]
         :math:`\sum_i p_i F_i (\theta_i - \bar\theta)`.
-    settings : MergeSettings
-        `anchor` is used.
+    anchor : float
+        Of the merge.
     """
-    solution: dict[str, Tensor] = {}
-    residual: dict[str, Tensor] = {}
-    direction: dict[str, Tensor] = {}
-    decrease, norms = [], []
-    for system in _layer_systems(traces, settings.anchor):
-        rhs = scale(double(select(pull, system.names)), 1 / system.unit)
-        zero = {name: torch.zeros_like(value) for name, value in rhs.items()}
-        steepest = zero if system.inverse is None else system.inverse(rhs)
-        at_once = system.diagonal and system.inverse is not None
-        solution |= steepest if at_once else zero
-        residual |= zero if at_once else rhs
-        direction |= zero if at_once else steepest
-        decrease.append(float(dot(rhs, steepest)))
-        norms.append([float(norm(rhs)), 0.0] if at_once else [float(norm(rhs))])
-    return Iterate(solution, residual, direction, decrease, norms)
+    layers = []
+    for system in _layer_systems(traces, anchor):
+        rhs = system.scaled(pull)
+        state = Iterate.start(rhs)
+        if system.inverse is None:
+            # Without curvature there is nothing to solve, and no direction.
+            state = _at_rest(state)
+        elif system.is_diagonal:
+            # The server knows a diagonal sum itself: the inverse is the solution.
+            zero = {name: torch.zeros_like(value) for name, value in rhs.items()}
+            state = _at_rest(state.after(system.inverse(rhs), zero))
+        else:
+            state = state.turned(system.inverse(rhs))
+        layers.append(state)
+    return layers
 
 
 def own_move(traces: Curvature, pull: Params, anchor: float) -> dict[str, Tensor]:
@@ -116,47 +77,51 @@ def own_move(traces: Curvature, pull: Params, anchor: float) -> dict[str, Tensor
     """
     move: dict[str, Tensor] = {}
     for system in _layer_systems(traces, anchor):
-        rhs = scale(double(select(pull, system.names)), 1 / system.unit)
+        rhs = system.scaled(pull)
         move |= rhs if system.inverse is None else system.inverse(rhs)
     return move
 
 
 def advanced(
-    traces: Curvature, before: Iterate, product: Params, settings: MergeSettings
-) -> Iterate:
-    r"""Return the state after one step, with the next direction.
+    traces: Curvature,
+    layers: Sequence[Iterate],
+    product: Params,
+    options: MergeOptions,
+) -> list[Iterate]:
+    r"""Return the layers' states after one step, with their next directions.
 
     Parameters
     ----------
-    traces, settings
+    traces : Curvature
         As for :func:`begin`.
-    before : Iterate
-        The last one.
+    layers : Sequence[Iterate]
+        The last states.
     product : Mapping[str, Tensor]
-        :math:`\sum_i p_i F_i z`, for its direction z.
+        :math:`\sum_i p_i F_i z`, for the layers' directions z.
+    options : MergeOptions
+        `anchor` and `tolerance` are used.
     """
-    parts = []
-    for index, system in enumerate(_layer_systems(traces, settings.anchor)):
-        own = Iterate(
-            select(before.solution, system.names),
-            select(before.residual, system.names),
-            select(before.direction, system.names),
-            [before.decrease[index]],
-            [before.norms[index]],
-        )
-        parts.append(_stepped(system, own, select(product, system.names), settings))
-    return Iterate(
-        {k: v for part in parts for k, v in part.solution.items()},
-        {k: v for part in parts for k, v in part.residual.items()},
-        {k: v for part in parts for k, v in part.direction.items()},
-        [value for part in parts for value in part.decrease],
-        [own for part in parts for own in part.norms],
-    )
+    after = []
+    for system, state in zip(
+        _layer_systems(traces, options.anchor), layers, strict=True
+    ):
+        state = state.while_above(options.tolerance)
+        if state.live and system.inverse is not None:
+            # The clients' products have neither the layer's scale nor the ridge.
+            own = add(system.scaled(product), state.direction, system.ridge)
+            # Clients get the direction rounded to their dtype, and so does the state.
+            # The slope along it is no longer exactly the `decrease`.
+            slope = dot(state.direction, state.residual)
+            state = state.stepped(own, slope)
+        if state.live and system.inverse is not None:
+            state = state.turned(system.inverse(state.residual))
+        else:
+            state = _at_rest(state)
+        after.append(state)
+    return after
 
 
-def merged(
-    mean: Params, iterate: Iterate, layers: Sequence[Sequence[str]]
-) -> MergeResult:
+def merged(mean: Params, layers: Sequence[Iterate]) -> MergeResult:
     """Return the model of the current state.
 
     If no step was possible for a layer, it stays at the mean, and the result names it.
@@ -165,30 +130,71 @@ def merged(
     ----------
     mean : Mapping[str, Tensor]
         The clients' mean parameters and buffers.
-    iterate : Iterate
-        The last one.
-    layers : Sequence[Sequence[str]]
-        The names of each layer's parameters, as in the sum of curvatures.
+    layers : Sequence[Iterate]
+        The last states.
     """
-    params, unsolved = dict(mean), list[str]()
-    for names, own in zip(layers, iterate.norms, strict=True):
-        move = select(iterate.solution, names)
-        moved = {name: mean[name] + move[name].to(mean[name]) for name in names}
-        if _is_solved(move, own) and is_finite(moved):
+    params, unsolved, curves = dict(mean), list[str](), list[list[float]]()
+    for state in layers:
+        solution, norms = state.read()
+        moved = {k: mean[k] + move.to(mean[k]) for k, move in solution.items()}
+        finite = all(map(math.isfinite, norms)) and is_finite(moved)
+        # Each step lowers the objective. Without one, only zero is a solution.
+        if finite and (len(norms) > 1 or norms[0] == 0):
             params |= moved
         else:
-            unsolved += names
-    norms = relative_norms(iterate.norms)
+            unsolved += solution
+        curves.append(norms)
+    norms = relative_norms(curves)
     return MergeResult(
         params, norms, max(0, len(norms) - 1), unsolved=unsolved, mean=dict(mean)
     )
 
 
-def _is_solved(move: Params, norms: Sequence[float]) -> bool:
-    """Return whether a step was taken or none was needed; each lowers the objective."""
-    if not is_finite(move) or not all(map(math.isfinite, norms)):
-        return False
-    return len(norms) > 1 or norms[0] == 0
+def to_groups(layers: Sequence[Iterate]) -> dict[str, dict[str, Tensor]]:
+    """Return the layers' states as named groups of tensors."""
+    longest = max((len(state.norms) for state in layers), default=0)
+    # A layer that ended early has fewer norms: NaN stands for the rest.
+    padded = [
+        [*state.norms, *[torch.tensor(math.nan)] * (longest - len(state.norms))]
+        for state in layers
+    ]
+    progress = {
+        "norms": [torch.stack([n.double() for n in norms]) for norms in padded],
+        "steps": [state.steps for state in layers],
+        "live": [state.live for state in layers],
+        "decrease": [
+            state.norms[0] * 0 if state.decrease is None else state.decrease
+            for state in layers
+        ],
+    }
+    groups = {
+        name: {k: v for state in layers for k, v in getattr(state, name).items()}
+        for name in _VECTORS
+    }
+    return groups | {"progress": {k: torch.stack(v) for k, v in progress.items() if v}}
+
+
+def from_groups(groups: Mapping[str, Params], traces: Curvature) -> list[Iterate]:
+    """Return the layers' states from the groups of :func:`to_groups`."""
+    progress, layers = groups["progress"], []
+    for index, block in enumerate(traces.blocks()):
+        norms = [n for n in progress["norms"][index] if not n.isnan()]
+        solution, residual, direction = (
+            select(groups[name], block.shapes) for name in _VECTORS
+        )
+        steps, live, decrease = (
+            progress[name][index] for name in ("steps", "live", "decrease")
+        )
+        layers.append(
+            Iterate(solution, residual, norms, steps, live, direction, decrease)
+        )
+    return layers
+
+
+def _at_rest(state: Iterate) -> Iterate:
+    """Return a state that has ended, whose zero direction asks for no product."""
+    zero = {name: torch.zeros_like(value) for name, value in state.solution.items()}
+    return replace(state, live=torch.zeros_like(state.live), direction=zero)
 
 
 @dataclass(frozen=True)
@@ -205,8 +211,12 @@ class _LayerSystem:
     names: list[str]  # of the layer's parameters
     unit: float  # u
     ridge: float  # rho
-    diagonal: bool
+    is_diagonal: bool
     inverse: Matvec | None  # an approximate inverse, or None without curvature
+
+    def scaled(self, vector: Params) -> dict[str, Tensor]:
+        """Return the layer's part of the clients' vector, at the layer's scale."""
+        return scale(double(select(vector, self.names)), 1 / self.unit)
 
 
 def _layer_systems(traces: Curvature, anchor: float) -> Iterator[_LayerSystem]:
@@ -221,14 +231,15 @@ def _layer_system(block: Curvature, anchor: float) -> _LayerSystem:
         wide.A_factor.trace() if isinstance(wide, Kronecker) else wide.queued_trace()
     )
     unit = float(traces.sum()) / block.numel()
+    is_diagonal = isinstance(wide, Diagonal)
     if not (unit > 0 and math.isfinite(unit)):
-        return _LayerSystem(names, 1.0, 0.0, isinstance(block, Diagonal), None)
+        return _LayerSystem(names, 1.0, 0.0, is_diagonal, None)
     if isinstance(wide, Diagonal):
         return _LayerSystem(names, unit, anchor, True, _divided_by(wide, unit, anchor))
     assert isinstance(wide, Kronecker)
     # The product of the two has the square of the trace, group by group.
-    own = traces.clamp_min(torch.finfo(traces.dtype).tiny).reshape(-1, 1, 1)
-    product = wide.with_factors(wide.A / unit, wide.G / own)
+    trace = traces.clamp_min(torch.finfo(traces.dtype).tiny).reshape(-1, 1, 1)
+    product = wide.with_factors(wide.A / unit, wide.G / trace)
     inverse = preconditioner(WeightedSum([product], [1.0]), anchor)
     return _LayerSystem(names, unit, anchor, False, inverse)
 
@@ -245,30 +256,3 @@ def _divided_by(block: Diagonal, unit: float, ridge: float) -> Matvec:
         return solution
 
     return solve
-
-
-def _stepped(
-    system: _LayerSystem, own: Iterate, product: Params, settings: MergeSettings
-) -> Iterate:
-    """Take one layer's step; if none is possible, stay and request no product."""
-    zero = {name: torch.zeros_like(value) for name, value in own.direction.items()}
-    stay = Iterate(own.solution, own.residual, zero, own.decrease, own.norms)
-    norms = own.norms[0]
-    done = norms[-1] <= settings.tolerance * norms[0]
-    if system.inverse is None or system.diagonal or done:
-        return stay
-    product = add(scale(double(product), 1 / system.unit), own.direction, system.ridge)
-    curvature = float(dot(own.direction, product))
-    if not 0 < curvature < math.inf:
-        return stay
-    # Clients get the rounded direction, so whether there is one is checked again.
-    length = float(dot(own.direction, own.residual)) / curvature
-    solution = add(own.solution, own.direction, length)
-    residual = add(own.residual, product, -length)
-    steepest = system.inverse(residual)
-    decrease = float(dot(residual, steepest))
-    turn = decrease / own.decrease[0]
-    direction = add(steepest, own.direction, turn)
-    return Iterate(
-        solution, residual, direction, [decrease], [[*norms, float(norm(residual))]]
-    )

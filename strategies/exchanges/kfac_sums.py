@@ -13,9 +13,17 @@ from typing import Any
 import torch
 
 from flwr_fisher.curvature import Curvature
+from flwr_fisher.curvature.operators.solvers import Iterate
 from flwr_fisher.errors import WireError
-from flwr_fisher.merge import MergeResult, MergeSettings
-from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged, own_move
+from flwr_fisher.merge import MergeOptions, MergeResult
+from flwr_fisher.merge.sums_solver import (
+    advanced,
+    begin,
+    from_groups,
+    merged,
+    own_move,
+    to_groups,
+)
 from flwr_fisher.params import Params, check_finite, double, rounded
 from flwr_fisher.randomness import new_run_number
 from flwr_fisher.server.exchange import (
@@ -51,7 +59,7 @@ class KfacSums:
 
     Parameters
     ----------
-    merge : MergeSettings
+    merge : MergeOptions
         `anchor` and `iterations` are the server's, `shrink`, `damping` and `balance`
         the clients'.
     options : Mapping[str, …]
@@ -63,7 +71,7 @@ class KfacSums:
         Makes the step to a merged model, and logs it.
     """
 
-    merge: MergeSettings
+    merge: MergeOptions
     options: Mapping[str, ConfigValue]
     keep_all: bool
     step_of: Callable[[MergeResult], Step]
@@ -116,22 +124,20 @@ class KfacSums:
         pull = mean.part(PRODUCT)
         groups = {_RUN: state.group(_RUN), _TRACES: total}
         begun = ServerState(state.params, groups)
-        iterate = begin(_traces(begun), pull, self.merge)
-        return Step(_with(begun, iterate))
+        layers = begin(_traces(begun), pull, self.merge.anchor)
+        return Step(_with(begun, layers))
 
     def _advance(
         self, iteration: int, state: ServerState, uploads: Uploads[Additive]
     ) -> Step:
         """Return a step by one iteration, or to the merged model after the last."""
         traces = _traces(state)
-        before = Iterate.from_groups(state.groups)
+        before = from_groups(state.groups, traces)
         product = uploads[0].payload.part(PRODUCT)
-        iterate = advanced(traces, before, product, self.merge)
+        layers = advanced(traces, before, product, self.merge)
         if iteration < self.merge.iterations:
-            return Step(_with(state, iterate))
-        layers = [list(block.shapes) for block in traces.blocks()]
-        result = merged(state.params, iterate, layers)
-        result = replace(result, settings=self.merge)
+            return Step(_with(state, layers))
+        result = replace(merged(state.params, layers), options=self.merge)
         run = {_RUN: state.group(_RUN)}
         return replace(self.step_of(result), state=ServerState(result.params, run))
 
@@ -165,19 +171,19 @@ def _take_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:
     return Step(ServerState(params, {_RUN: state.group(_RUN)}))
 
 
-def _with(state: ServerState, iterate: Iterate) -> ServerState:
-    """Return the state with an iterate; clients get its direction.
+def _with(state: ServerState, layers: Sequence[Iterate]) -> ServerState:
+    """Return the state with the layers' iterates; clients get their directions.
 
     Raises
     ------
     ParamsError
         If that would not be finite.
     """
-    sent = {k: v.to(state.params[k].dtype) for k, v in iterate.direction.items()}
+    groups = to_groups(layers)
+    sent = {k: v.to(state.params[k].dtype) for k, v in groups[_DIRECTION].items()}
     check_finite(sent, "the direction")
-    direction = {name: value.double() for name, value in sent.items()}
-    rounded = replace(iterate, direction=direction)
-    return ServerState(state.params, {**state.groups, **rounded.to_groups()})
+    groups[_DIRECTION] = double(sent)
+    return ServerState(state.params, {**state.groups, **groups})
 
 
 def _traces(state: ServerState) -> Curvature:

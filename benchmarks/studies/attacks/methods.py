@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg, Krum, MultiKrum
+from rivals.outliers import without_outliers
 from torch import Tensor
 
 from flwr_fisher.merge import LocalPosterior, fedfisher
@@ -60,9 +61,9 @@ def models(
     strict = within_policy(uploads, start, Policy.strict())
     ours: dict[str, Params] = {
         DEFAULT: fedfisher(checked).params,
-        ROBUST: fedfisher(checked, outlier=OUTLIER).params,
+        ROBUST: fedfisher(without_outliers(checked, OUTLIER).posteriors).params,
         STRICT: fedfisher(strict).params,
-        BOTH: fedfisher(strict, outlier=OUTLIER).params,
+        BOTH: fedfisher(without_outliers(strict, OUTLIER).posteriors).params,
     }
     theirs = rivals(len(uploads), attackers)
     return ours | {

@@ -266,7 +266,7 @@ def unlike_starts(numbers: Numbers) -> Choice:
     leads = paired(matched, apart)
     return Choice(
         "Clients connect once, and did not start from one model",
-        "`FedFisherOneShot(matching=True)`; from one start, if that can be had",
+        "`rivals.git_rebasin.matched`; from one start, if that can be had",
         f"{with_error(leads, 1)} points over merging without matching; from one start "
         f"{mean(split[PLAIN] for split in splits):.1f} %, "
         f"from unlike ones {mean(matched):.1f}",
@@ -295,7 +295,7 @@ def liars(numbers: Numbers) -> Choice:
     )
     return Choice(
         "One or two of ten clients may lie",
-        "`FedFisherOneShot(policy=Policy.strict(), merge=MergeOptions(outlier=1.5))`",
+        "`FedFisherOneShot(policy=Policy.strict())`, after `rivals.outliers`",
         "lowest mean accuracy over all attacks: "
         + ", ".join(f"{name} {value:.1f}" for name, value in worst.items())
         + f"; the hardest for the last of ours: {hardest[0]:.1f} ({hardest[1]})",

@@ -7,6 +7,7 @@ from pathlib import Path
 from harness.size import sized
 from harness.uploads import Setting, posteriors
 from rivals import fedlpa, otfusion, pfnm
+from rivals.git_rebasin import matched
 from rivals.regmean import regmean
 
 from flwr_fisher.curvature import Kronecker
@@ -15,7 +16,6 @@ from flwr_fisher.merge import (
     fedavg,
     fedfisher,
     fisher_merge,
-    matched,
 )
 from flwr_fisher.report import accuracies, ensemble_accuracy
 from studies.rivals.bayes import matched_subspaces, mixtures

@@ -4,10 +4,10 @@ from torch import Tensor
 
 from flwr_fisher.merge import (
     LocalPosterior,
+    MergeOptions,
     balanced,
     fedavg,
     partial_traces,
-    sums_settings,
 )
 from flwr_fisher.merge.sums_solver import advanced, begin, merged
 from flwr_fisher.params import select, subtract, weighted_mean
@@ -16,7 +16,7 @@ from flwr_fisher.wire import curvature_to_tensors, tensors_to_curvature
 
 def from_sums(uploads: list[LocalPosterior], **own: float) -> dict[str, Tensor]:
     """Merge as a server does that sees weighted means over the clients alone."""
-    options = sums_settings(structure="kfac", **own)
+    options = MergeOptions(**own).for_sums("kfac").filled(uploads[0].params)
     weights = [upload.num_examples for upload in uploads]
     settings = {k: getattr(options, k) for k in ("shrink", "damping", "balance")}
     fishers = [balanced(u.curvature, **settings) for u in uploads]
@@ -27,10 +27,11 @@ def from_sums(uploads: list[LocalPosterior], **own: float) -> dict[str, Tensor]:
         pulls.append(F.matvec(away))
     parts = [curvature_to_tensors(partial_traces(F)) for F in fishers]
     traces = tensors_to_curvature(weighted_mean(parts, weights), average)
-    iterate = begin(traces, weighted_mean(pulls, weights), options)
+    layers = begin(traces, weighted_mean(pulls, weights), options.anchor)
     for _ in range(options.iterations):
-        direction = {k: v.to(average[k]) for k, v in iterate.direction.items()}
+        direction = {
+            k: v.to(average[k]) for layer in layers for k, v in layer.direction.items()
+        }
         products = [F.matvec(direction) for F in fishers]
-        iterate = advanced(traces, iterate, weighted_mean(products, weights), options)
-    layers = [list(block.shapes) for block in traces.blocks()]
-    return merged(average, iterate, layers).params
+        layers = advanced(traces, layers, weighted_mean(products, weights), options)
+    return merged(average, layers).params

@@ -6,12 +6,13 @@ from flwr_fisher.curvature.batches import Pairs
 from flwr_fisher.curvature.models import is_frozen
 from flwr_fisher.errors import ClientError, FlwrFisherError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.merge.batch_norms import norms_of, zero_shifts
-from flwr_fisher.merge.refresh import (
+from flwr_fisher.merge.batch_norms import (
     norm_shifts,
     norms_by_prefix,
+    norms_of,
     norms_training,
     refresh_norms,
+    zero_shifts,
 )
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import Additive

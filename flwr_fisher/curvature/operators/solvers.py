@@ -1,8 +1,8 @@
 """Solvers for a curvature: by its eigenvalues, or by conjugate gradients."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -74,103 +74,126 @@ def known_moments(moments: Tensor, damping: float) -> Tensor:
 
 Matvec = Callable[[Params], dict[str, Tensor]]
 
-
-@dataclass(frozen=True)
-class Solution:
-    """The end of an iteration, as tensors that are still on their device.
-
-    Parameters
-    ----------
-    values, residual : dict[str, Tensor]
-        The solution, and the residual.
-    norms : Tensor
-        The residual's norm before each iteration and at the end, in float64. Entries
-        after the last step have no meaning.
-    steps : Tensor
-        The number of steps, a scalar.
-    """
-
-    values: dict[str, Tensor]
-    residual: dict[str, Tensor]
-    norms: Tensor
-    steps: Tensor
-
-    def read(self) -> tuple[dict[str, Tensor], list[float]]:
-        """Return the solution, and the norms up to the last step, from the device."""
-        *norms, steps = torch.cat([self.norms, self.steps.reshape(1)]).tolist()
-        return self.values, norms[: 1 + int(steps)]
-
-
 _LOOK = 128  # more iterations than a merge's conjugate gradients have by default
 
 
-class Iteration:
-    """The state of an iteration, which ends as soon as the residual is small enough.
+@dataclass(frozen=True)
+class Iterate:
+    """The state of a solver between two steps, on its device.
 
-    The CPU does not wait for an accelerator: the accelerator itself decides whether the
-    iteration goes on, and steps after the end change nothing.
+    A CPU decides at once whether the iteration goes on. For an accelerator it does not
+    wait: the accelerator decides by `live`, and steps after the end change nothing.
 
     Parameters
     ----------
-    rhs : Mapping[str, Tensor]
-        The right-hand side; the solution starts from zero.
-    iterations : int
-        At most this many.
-    tolerance : float
-        Stop when the residual's norm has fallen by this factor.
-    look : int, default 128
-        After this many iterations, the CPU reads from an accelerator whether to go
-        on.
+    solution, residual : dict[str, Tensor]
+        The solution so far, and what is left of the right-hand side.
+    norms : list[Tensor]
+        The residual's norm at the start and after each step, in float64. Entries after
+        the last of `steps` have no meaning.
+    steps : Tensor
+        The number of steps, a scalar.
+    live : Tensor
+        Whether the iteration goes on, a scalar.
+    direction : dict[str, Tensor]
+        Along which the next step of conjugate gradients goes.
+    decrease : Tensor, optional
+        The product of the residual with the preconditioned one, from which conjugate
+        gradients have made the direction.
     """
 
-    def __init__(
-        self, rhs: Params, iterations: int, tolerance: float, look: int = _LOOK
-    ) -> None:
-        self.values = {k: torch.zeros_like(v) for k, v in rhs.items()}
-        self.residual = dict(rhs)
-        self._norms = [norm(rhs).double()]
-        self._live = torch.ones_like(self._norms[0], dtype=torch.bool)
-        self._steps = torch.zeros_like(self._norms[0])
-        self._most, self._tolerance, self._look = iterations, tolerance, look
-        self._waits = self._live.device.type != "cpu"
+    solution: dict[str, Tensor]
+    residual: dict[str, Tensor]
+    norms: list[Tensor]
+    steps: Tensor
+    live: Tensor
+    direction: dict[str, Tensor] = field(default_factory=dict)
+    decrease: Tensor | None = None
 
-    def __iter__(self) -> Iterator[int]:
-        """Iterate as long as the residual is too long."""
-        for index in range(self._most):
-            self.require(self._norms[-1] > self._tolerance * self._norms[0])
-            if self.is_over(at_once=bool(index) and index % self._look == 0):
-                return
-            yield index
+    @classmethod
+    def start(cls, rhs: Params) -> "Iterate":
+        """Return the state at zero."""
+        first = norm(rhs).double()
+        zero = {name: torch.zeros_like(value) for name, value in rhs.items()}
+        live = torch.ones_like(first, dtype=torch.bool)
+        return cls(zero, dict(rhs), [first], torch.zeros_like(first), live)
 
-    def require(self, condition: Tensor) -> None:
-        """Stop the iteration if this scalar tensor is false."""
-        self._live = self._live & condition
+    @property
+    def waits(self) -> bool:
+        """Whether the CPU would have to wait to know what is live."""
+        return self.live.device.type != "cpu"
 
-    def is_over(self, *, at_once: bool = False) -> bool:
-        """Return whether it is known to have ended, without waiting for the device."""
-        return (at_once or not self._waits) and not self._live
+    def while_above(self, tolerance: float) -> "Iterate":
+        """Return the state, which has ended once the residual has fallen so far."""
+        return self.only_if(self.norms[-1] > tolerance * self.norms[0])
 
-    def step(self, direction: Params, length: Tensor) -> None:
-        """Move the solution along a direction; the caller then calls :meth:`left`."""
-        self.values = self.moved(self.values, direction, length)
-        self._steps = self._steps + self._live
+    def only_if(self, condition: Tensor) -> "Iterate":
+        """Return the state, which has ended if a scalar tensor is false."""
+        return replace(self, live=self.live & condition)
+
+    def is_over(self, index: int, look: int = _LOOK) -> bool:
+        """Return whether it has ended; of an accelerator, read this once in a while."""
+        reads = not self.waits or (index > 0 and index % look == 0)
+        return reads and not self.live
 
     def moved(self, start: Params, along: Params, length: Tensor) -> dict[str, Tensor]:
         """Return tensors plus a change, or unchanged if the iteration has ended."""
-        if not self._waits:
-            return add(start, along, float(length))
+        if not self.waits:
+            return add(start, along, float(length)) if self.live else dict(start)
         moved = {k: v + length.to(v) * along[k] for k, v in start.items()}
-        return {k: torch.where(self._live, moved[k], v) for k, v in start.items()}
+        return {k: torch.where(self.live, moved[k], v) for k, v in start.items()}
 
-    def left(self, residual: Params) -> None:
-        """Note the residual after a step."""
-        self.residual = dict(residual)
-        self._norms.append(norm(residual).double())
+    def after(self, solution: Params, residual: Params) -> "Iterate":
+        """Return the state after a step to a solution, with its residual."""
+        if not self.waits and not self.live:
+            return self
+        norms = [*self.norms, norm(residual).double()]
+        steps = self.steps + self.live
+        return replace(
+            self,
+            solution=dict(solution),
+            residual=dict(residual),
+            norms=norms,
+            steps=steps,
+        )
 
-    def solution(self) -> Solution:
-        """Return the end of the iteration."""
-        norms = torch.stack(self._norms)
-        return Solution(self.values, self.residual, norms, self._steps)
+    def turned(self, steepest: Params) -> "Iterate":
+        """Return the state with conjugate gradients' next direction.
+
+        `steepest` is the residual, multiplied by the preconditioner.
+        """
+        decrease, direction = dot(self.residual, steepest), dict(steepest)
+        if self.decrease is not None:
+            turn = decrease / self.decrease
+            direction = self.moved(steepest, self.direction, turn)
+        return replace(self, direction=direction, decrease=decrease)
+
+    def stepped(self, product: Params, slope: Tensor | None = None) -> "Iterate":
+        """Return the state after conjugate gradients' step along the direction.
+
+        If the matrix is not positive along it, or the product is not finite, the
+        iteration ends here: its range is exhausted, up to rounding.
+
+        Parameters
+        ----------
+        product : Mapping[str, Tensor]
+            The matrix times the direction.
+        slope : Tensor, optional
+            The product of the residual with the direction, if rounding has changed the
+            direction; by default `decrease`, which is equal otherwise.
+        """
+        curvature = dot(self.direction, product)
+        state = self.only_if((curvature > 0) & curvature.isfinite())
+        slope = self.decrease if slope is None else slope
+        assert slope is not None  # `turned` has set it
+        length = slope / curvature
+        solution = state.moved(state.solution, state.direction, length)
+        return state.after(solution, state.moved(state.residual, product, -length))
+
+    def read(self) -> tuple[dict[str, Tensor], list[float]]:
+        """Return the solution, and the norms up to the last step, on the CPU."""
+        *norms, steps = torch.stack([*self.norms, self.steps]).tolist()
+        return self.solution, norms[: 1 + int(steps)]
 
 
 def conjugate_gradient(
@@ -181,7 +204,7 @@ def conjugate_gradient(
     tolerance: float,
     precondition: Matvec | None = None,
     look: int = _LOOK,
-) -> Solution:
+) -> Iterate:
     """Solve with conjugate gradients (Hestenes & Stiefel 1952).
 
     Parameters
@@ -202,7 +225,7 @@ def conjugate_gradient(
 
     Returns
     -------
-    Solution
+    Iterate
         If no step is possible, because the matrix is not positive in its direction or a
         product is not finite, the iteration ends with the last iterate.
 
@@ -212,24 +235,12 @@ def conjugate_gradient(
     away from the solution of least norm. Use a tolerance above rounding, an anchor, or
     float64.
     """
-    iteration = Iteration(rhs, iterations, tolerance, look)
-    direction = dict[str, Tensor]()
-    decrease: Tensor | None = None
-    for _ in iteration:
-        residual = iteration.residual
-        steepest = precondition(residual) if precondition else residual
-        previous, decrease = decrease, dot(residual, steepest)
-        if previous is None:
-            direction = dict(steepest)
-        else:
-            direction = iteration.moved(steepest, direction, decrease / previous)
-        product = matvec(direction)
-        curvature = dot(direction, product)
-        # rounding once the range is exhausted, or NaN
-        iteration.require((curvature > 0) & curvature.isfinite())
-        if iteration.is_over():
+    state = Iterate.start(rhs)
+    for index in range(iterations):
+        state = state.while_above(tolerance)
+        if state.is_over(index, look):
             break
-        length = decrease / curvature
-        iteration.step(direction, length)
-        iteration.left(iteration.moved(residual, product, -length))
-    return iteration.solution()
+        residual = state.residual
+        state = state.turned(precondition(residual) if precondition else residual)
+        state = state.stepped(matvec(state.direction))
+    return state

@@ -3,8 +3,6 @@
 The order of hidden units does not change what a network computes. Clients that started
 from different models have their units in different orders, so the mean of their
 parameters is of no use. A permutation of each client's units brings them to one order.
-
-Long: permutations of networks and curvatures, and the search for the nearest order.
 """
 
 from collections.abc import Sequence
@@ -12,12 +10,13 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from flwr_fisher.curvature import BlockDiagonal, Curvature
 from flwr_fisher.curvature.operators.layer import LayerCurvature
 from flwr_fisher.curvature.operators.plain import Diagonal
-from flwr_fisher.errors import StructureError, extra
+from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import Params, bias_of, layout_of, weighted_mean
 
@@ -195,7 +194,7 @@ def matched(posteriors: Sequence[LocalPosterior]) -> list[LocalPosterior]:
     ----------
     posteriors : Sequence[LocalPosterior]
         Posteriors of networks whose layers follow one another
-        (``flwr_fisher.merge.matching.chain_of``), with a diagonal curvature or one with
+        (``rivals.git_rebasin.chain_of``), with a diagonal curvature or one with
         layers.
 
     Raises
@@ -232,13 +231,6 @@ def matched(posteriors: Sequence[LocalPosterior]) -> list[LocalPosterior]:
     ]
 
 
-def check_matching(params: Params) -> None:
-    """Raise the error that :func:`matched` would raise for such parameters."""
-    with extra("matching"):
-        import scipy.optimize  # noqa: F401
-    chain_of(params)
-
-
 def match(
     params: Params,
     reference: Params,
@@ -257,7 +249,7 @@ def match(
     params, reference : Mapping[str, Tensor]
         The network, and the network that it is matched to.
     layers : Sequence[Layer]
-        The layers of both networks (``flwr_fisher.merge.matching.chain_of``).
+        The layers of both networks (``rivals.git_rebasin.chain_of``).
     orders : Sequence[Tensor]
         The order to begin with; by default that of the parameters.
 
@@ -273,9 +265,6 @@ def match(
     >>> match(own, other, chain_of(own))
     [tensor([1, 0])]
     """
-    with extra("matching"):
-        from scipy.optimize import linear_sum_assignment
-
     hidden = range(len(layers) - 1)
     found = list(orders) or [torch.arange(layers[i].outputs) for i in hidden]
     for _ in range(_MOST):

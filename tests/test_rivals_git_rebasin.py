@@ -1,26 +1,26 @@
 """Permuted networks are one; their curvatures go with them."""
 
-import copy
 from itertools import permutations
 
 import pytest
 import rivals_path  # noqa: F401
 import torch
-from flwr.app import ArrayRecord
 from oracles import randn
+from rivals.git_rebasin import (
+    chain_of,
+    match,
+    matched,
+    renumbered,
+    renumbered_posterior,
+)
 from tasks import make_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from virtual import LIFTED
 
-from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.curvature import Diagonal, fisher
-from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
-from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, matched
-from flwr_fisher.merge.matching import chain_of, match, renumbered, renumbered_posterior
+from flwr_fisher.errors import ParamsError, StructureError
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import FedFisherOneShot
-from flwr_fisher.testing import LocalGrid
 
 
 def net(bias=True):
@@ -183,53 +183,3 @@ def test_clients_that_cannot_be_merged_are_refused():
         matched([])
     with pytest.raises(ParamsError, match="posterior 1"):
         matched([one, other])
-
-
-# In FedFisher
-
-
-def test_fedfisher_merges_clients_that_did_not_start_from_one_model():
-    """Each has the server's model with its units in another order, and trains none."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 3))
-    params = shared_state(model)
-    layers = chain_of(params)
-    data = TensorDataset(randn(0, 12, 3), torch.arange(12) % 3)
-
-    def client_fn(context):
-        orders = drawn(layers, int(context.node_config["partition-id"]))
-
-        def shuffle(model, *_):
-            model.load_state_dict(renumbered(params, layers, orders))
-            return {}
-
-        loader = DataLoader(data, batch_size=4)
-        own = copy.deepcopy(model)
-        return FisherClient(own, loader, train_fn=shuffle, device="cpu")
-
-    def merged(**options):
-        grid = LocalGrid(make_client_app(client_fn), 3)
-        strategy = FedFisherOneShot(
-            codec="lossless", fraction_evaluate=0.0, policy=LIFTED, **options
-        )
-        result = strategy.start(grid, ArrayRecord(params))
-        model.load_state_dict(result.arrays.to_torch_state_dict())
-        return model(data.tensors[0]).detach()
-
-    before = model(data.tensors[0]).detach()
-    torch.testing.assert_close(merged(matching=True), before, rtol=0, atol=1e-5)
-    assert (merged() - before).abs().max() > 0.05
-
-
-@pytest.mark.parametrize("options", [{"structure": "dense"}, {"aggregate": "sums"}])
-def test_what_cannot_be_matched_is_refused_at_construction(options):
-    with pytest.raises(ConfigurationError, match="matching=True needs"):
-        FedFisherOneShot(matching=True, **options)
-
-
-def test_a_model_without_a_chain_is_refused_before_training():
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    grid = LocalGrid(make_client_app(lambda context: None), 3)
-    strategy = FedFisherOneShot(matching=True)
-    with pytest.raises(StructureError, match=r"'1\.weight' of shape"):
-        strategy.start(grid, ArrayRecord(shared_state(model)))

@@ -1,4 +1,4 @@
-"""The clients that a merge leaves out as outliers, if it is told to look for them."""
+"""Robust merging: clients whose models are far from the others' are left out."""
 
 import math
 import statistics
@@ -12,9 +12,9 @@ from flwr_fisher.curvature import Curvature, WeightedSum
 from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.merge.linear_system import Device
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
-from flwr_fisher.merge.weights import MAJORITY
 from flwr_fisher.params import dot, layout_of
 
+MAJORITY = 3  # at least so many clients have a majority without any one of them
 JUDGES = 20  # at most so many clients' Fishers measure the others
 SquaredDistances = list[list[float]]  # of every client, by the measuring client
 
