@@ -18,7 +18,7 @@ from flwr_fisher.devices import CPU
 from flwr_fisher.log_lines import log_once
 from flwr_fisher.params import shared_state, trainable_names
 from flwr_fisher.randomness import seeded
-from flwr_fisher.wire.answer import of_products, with_frozen
+from flwr_fisher.wire.answer import adapter_warning, with_frozen
 
 
 def fisher_arrays(
@@ -207,6 +207,6 @@ def _read(
     problem.check_layout(request.params)
     if request.from_library:
         problem.check_dtypes(request.params)
-        if text := of_products(trainable_names(model)):
+        if text := adapter_warning(trainable_names(model)):
             log_once(text)
     return problem, request

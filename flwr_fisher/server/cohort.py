@@ -29,7 +29,7 @@ from flwr_fisher.params import Params
 from flwr_fisher.server.mailbox import QUERY_LIFETIME, Mailbox, NodeReply, query
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
-from flwr_fisher.wire.answer import Answer, frozen_name, of_products, some
+from flwr_fisher.wire.answer import Answer, adapter_warning, frozen_name, some
 
 Order = tuple[int, int, str]
 Key = TypeVar("Key")
@@ -523,7 +523,7 @@ class Cohort:
             for reply in query(self.mailbox(grid), new, content, timeout, take):
                 take(reply)
         trained = {n: t for n in nodes if (t := self._trained[n]) is not None}
-        if text := of_products(frozenset[str]().union(*trained.values())):
+        if text := adapter_warning(frozenset[str]().union(*trained.values())):
             self.warn_once(text, "products of adapters")
         reasons = unlike_most(trained, _difference)
         left = [n for n in nodes if n in self._frozen and n not in reasons]

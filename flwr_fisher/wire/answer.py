@@ -138,14 +138,14 @@ def split_frozen(record: ArrayRecord) -> tuple[ArrayRecord, str]:
 # the trained parameters
 
 
-def of_products(trained: Iterable[str]) -> str:
+def adapter_warning(trained: Iterable[str]) -> str:
     """Return a warning if both factors of adapters are trained, or else "".
 
     Examples
     --------
-    >>> of_products(["q.lora_B.default.weight", "head.weight"])
+    >>> adapter_warning(["q.lora_B.default.weight", "head.weight"])
     ''
-    >>> of_products(["q.lora_A.weight", "q.lora_B.weight"])
+    >>> adapter_warning(["q.lora_A.weight", "q.lora_B.weight"])
     "Clients train both factors of adapters, 'q.lora_A.weight' and its lora_B. ..."
     """
     names = set(trained)

@@ -113,6 +113,9 @@ class DenseFactor(SymmetricFactor):
     tensor([[[2.5000, 3.5000]]])
     """
 
+    # What a merge does to a factor (weights, shrinking, damping) changes the scale and
+    # the diagonal alone, so that all clients' regularised factors share the matrices
+    # that arrived.
     matrix: Tensor
     scale: Tensor | float = 1.0
     rest: Tensor | None = None
@@ -264,6 +267,7 @@ class LowRankFactor(SymmetricFactor):
 
     def diagonal(self) -> Tensor:
         """Return the diagonals, without making a matrix."""
+        # Directions may be small integers: only a few at a time become floats.
         total = torch.zeros_like(self.rest)
         directions = torch.split(self.directions, _AT_ONCE, -1)
         lengths = torch.split(self.lengths, _AT_ONCE, -1)
@@ -275,6 +279,7 @@ class LowRankFactor(SymmetricFactor):
 
     def scaled(self, factor: float | Tensor) -> "LowRankFactor":
         """Return the matrices times a factor, or one a group."""
+        # The vectors count twice, so each takes the root.
         lengths = self.lengths * _by_group(factor**0.5, 2)
         rest = self.rest * _by_group(factor, 2)
         return LowRankFactor(self.directions, lengths, rest, self.rows)
@@ -291,6 +296,7 @@ class LowRankFactor(SymmetricFactor):
         return LowRankFactor(self.directions[:, order], self.lengths, rest, rows)
 
     def __matmul__(self, right: Tensor) -> Tensor:
+        # From the right to the left: two products with a thin matrix, none of n x n.
         vectors = self.vectors()
         return vectors @ (vectors.mT @ right) + self.rest.unsqueeze(-1) * right
 
