@@ -436,8 +436,8 @@ if __name__ == "__main__":
 # ------------
 #
 # - A batch's labels are its entry ``labels``, and the rest goes to the model by name.
-#   For any other meaning, pass ``FisherClient(batch_fn=...)``, and ``output_fn`` for
-#   outputs that are not named ``logits``.
+#   For any other meaning, pass ``FisherClient(batch_fn=...)``. Wrap a model whose
+#   outputs are not named ``logits``.
 # - The server skips a client that has another pre-trained model than most. It notices
 #   this before the client trains, or, if the app has its own functions, by the upload:
 #   see :doc:`/frozen-layers`.
