@@ -13,8 +13,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from flwr_fisher.curvature import BlockDiagonal, Curvature
-from flwr_fisher.curvature.operators.layer import LayerCurvature
+from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
 from flwr_fisher.curvature.operators.plain import Diagonal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
@@ -143,15 +142,30 @@ def renumbered_posterior(
     for block in (block.made() for block in posterior.curvature.blocks()):
         if isinstance(block, Diagonal):
             blocks.append(Diagonal(renumbered(block.entries, layers, orders)))
-        elif isinstance(block, LayerCurvature) and block.groups == 1:
-            blocks.append(block.renumbered(*places[block.weight]))
+        elif isinstance(block, Kronecker) and block.groups == 1:
+            blocks.append(_renumbered_layer(block, *places[block.weight]))
         else:
             raise StructureError(
                 f"units cannot be matched in {block.kind} of {list(block.shapes)}: use "
-                "structure='kfac', 'ekfac' or 'diagonal'"
+                "structure='kfac' or 'diagonal'"
             )
     params = renumbered(posterior.params, layers, orders)
     return LocalPosterior(params, BlockDiagonal(blocks), posterior.num_examples)
+
+
+def _renumbered_layer(
+    block: Kronecker, outputs: Order | None, inputs: Order | None
+) -> Kronecker:
+    """Return a layer's K-FAC with the rows and columns of its factors moved."""
+    _, rows, columns = block.matrix_shape
+    left = torch.arange(rows) if outputs is None else outputs
+    right = torch.arange(columns)  # the bias stays last
+    if inputs is not None:
+        kernel = block.weight_shape[2:].numel()
+        moved = inputs.unsqueeze(1) * kernel + torch.arange(kernel)
+        right[: moved.numel()] = moved.flatten()
+    A, G = block.A[:, right][:, :, right], block.G[:, left][:, :, left]
+    return block.with_factors(A, G)
 
 
 def inputs_of(order: Order, repeats: int) -> Order:

@@ -57,10 +57,6 @@ class SymmetricFactor(ABC):
         """Return the matrices times a factor, plus diagonals ``[groups, n]``."""
 
     @abstractmethod
-    def with_rows(self, order: Tensor) -> "SymmetricFactor":
-        """Return the matrices with their rows and columns in another order."""
-
-    @abstractmethod
     def __matmul__(self, right: Tensor) -> Tensor: ...
 
     @abstractmethod
@@ -169,12 +165,6 @@ class DenseFactor(SymmetricFactor):
         scaled = self.scaled(float(factor))
         rest = entries if scaled.rest is None else scaled.rest + entries
         return DenseFactor(self.matrix, scaled.scale, rest)
-
-    def with_rows(self, order: Tensor) -> "DenseFactor":
-        """Return the matrices with rows and columns moved."""
-        rest = None if self.rest is None else self.rest[:, order]
-        matrix = self.matrix[:, order.unsqueeze(1), order]
-        return DenseFactor(matrix, self.scale, rest)
 
     def __matmul__(self, right: Tensor) -> Tensor:
         return self._completed(self.matrix @ right, right, -1)
@@ -288,12 +278,6 @@ class LowRankFactor(SymmetricFactor):
         """Return it times a factor, with entries added to the diagonals."""
         scaled = self.scaled(factor)
         return replace(scaled, rest=scaled.rest + entries)
-
-    def with_rows(self, order: Tensor) -> "LowRankFactor":
-        """Return it with the rows of the directions moved."""
-        rows = None if self.rows is None else self.rows[:, order]
-        rest = self.rest[:, order]
-        return LowRankFactor(self.directions[:, order], self.lengths, rest, rows)
 
     def __matmul__(self, right: Tensor) -> Tensor:
         # From the right to the left: two products with a thin matrix, none of n x n.

@@ -103,12 +103,6 @@ class Kronecker(LayerCurvature):
         A, G = self.A_factor, self.G_factor
         return (A, G.trace()), (G, A.trace())
 
-    def with_rows(self, outputs: Tensor, inputs: Tensor) -> "Kronecker":
-        """Return the layer with both factors' rows and columns moved."""
-        return self.with_factors(
-            self.A_factor.with_rows(inputs), self.G_factor.with_rows(outputs)
-        )
-
     def with_factors(
         self, A: Tensor | SymmetricFactor, G: Tensor | SymmetricFactor
     ) -> "Kronecker":
@@ -218,11 +212,6 @@ class EigenKronecker(LayerCurvature):
         one = torch.ones_like(inputs[..., 0])
         of_inputs = _in_basis(self.basis_A, inputs)
         return (of_inputs, one), (_in_basis(self.basis_G, outputs), one)
-
-    def with_rows(self, outputs: Tensor, inputs: Tensor) -> "EigenKronecker":
-        """Return the layer with the rows of both bases moved."""
-        A, G = self.basis_A[:, inputs], self.basis_G[:, outputs]
-        return self.with_factors(A, G, self.moments)
 
     def _damped(self, share: float) -> "EigenKronecker":
         wide = torch.promote_types(self.basis_G.dtype, torch.float32)  # for QR

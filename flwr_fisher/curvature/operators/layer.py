@@ -91,30 +91,6 @@ class LayerCurvature(Curvature):
         factor and its multiplier ``[groups]``, so that no factor is copied.
         """
 
-    def renumbered(
-        self, outputs: Tensor | None, inputs: Tensor | None
-    ) -> "LayerCurvature":
-        """Return the curvature for the layer's units in another order.
-
-        Parameters
-        ----------
-        outputs, inputs : Tensor, optional
-            For each new position, the number of the layer's old output, or of its old
-            input (a channel of a convolution). Not for a layer of several groups.
-        """
-        _, rows, columns = self.matrix_shape
-        left = torch.arange(rows) if outputs is None else outputs
-        right = torch.arange(columns)  # the bias stays last
-        if inputs is not None:
-            kernel = self.weight_shape[2:].numel()
-            moved = inputs.unsqueeze(1) * kernel + torch.arange(kernel)
-            right[: moved.numel()] = moved.flatten()
-        return self.with_rows(left, right)
-
-    @abstractmethod
-    def with_rows(self, outputs: Tensor, inputs: Tensor) -> "LayerCurvature":
-        """Return the curvature with rows and columns of :meth:`as_matrices` moved."""
-
     def as_matrices(self, vector: Params) -> Tensor:
         """Return the layer as ``[groups, out / groups, n]``, the bias last."""
         bias = None if self.bias is None else vector[self.bias]
