@@ -1,11 +1,17 @@
 """Structures: merged to the dense solution, and still mergeable when decoded."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
-from uploads import STRUCTURES, upload_of
+from uploads import STRUCTURES as NAMES
+from uploads import upload_of
 
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import BlockDiagonal, Kronecker, fisher
+from flwr_fisher.curvature.structures import STRUCTURES, Form
+from flwr_fisher.curvature.structures.kfac import KFAC
+from flwr_fisher.errors import WireError
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.merge.posterior import check_posteriors
 from flwr_fisher.params import flatten, shared_state, unflatten
@@ -57,7 +63,7 @@ def test_it_merges_to_the_dense_solution(structure):
             )
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", NAMES)
 @pytest.mark.parametrize("codec", [LOSSLESS, Codec(budget=2.0), Codec(budget=8.0)])
 def test_what_is_decoded_can_be_merged(structure, codec):
     """Rounding makes no curvature negative, and no dtype another."""
@@ -73,3 +79,47 @@ def test_what_is_decoded_can_be_merged(structure, codec):
         back = FisherUpload.from_arrays(record, sent.params, chosen)
         unpacked = FisherUpload(dict(back.params), back.curvature.made())
         check_posteriors([unpacked.posterior(3)])
+
+
+class InputsAlone(Kronecker):
+    """A layer's curvature as A ⊗ I, of which only A travels."""
+
+    def __init__(self, weight, weight_shape, A, bias=None):
+        eye = torch.eye(weight_shape[0]).unsqueeze(0)
+        super().__init__(weight, weight_shape, A, eye, bias)
+
+
+class InputsStructure(KFAC):
+    """A structure that the wire and the merge have never heard of."""
+
+    name, block = "inputs", InputsAlone
+    tensors: ClassVar = {"A": Form.MATRIX}
+
+    def parts(self, block):
+        return {"A": block.A}
+
+    def block_of(self, name, shape, parts, bias):
+        return InputsAlone(name, shape, parts["A"], bias)
+
+    def trace(self, traces):
+        return sum(traces["A"]) * 3  # outputs
+
+
+@pytest.mark.parametrize("codec", [LOSSLESS, Codec(budget=20.0)])
+def test_a_structure_that_is_registered_travels(codec, monkeypatch):
+    monkeypatch.setitem(STRUCTURES, "inputs", InputsStructure())
+    params = {"weight": torch.randn(3, 4), "bias": torch.randn(3)}
+    A = torch.eye(5).unsqueeze(0) * torch.arange(1, 6)
+    F = InputsAlone("weight", params["weight"].shape, A, "bias")
+    sent = FisherUpload(params, BlockDiagonal([F]))
+    record = sent.to_arrays(codec)
+    got = FisherUpload.from_arrays(record, params, codec, structure="inputs")
+    (block,) = got.curvature.blocks()
+    assert isinstance(block.made(), InputsAlone)
+    assert block.trace() == pytest.approx(45, rel=1e-3)
+    dense = got.curvature.made().to_dense()
+    torch.testing.assert_close(dense, F.to_dense(), rtol=1e-3, atol=1e-3)
+    merged = fedfisher([got.posterior(2.0), sent.posterior(2.0)]).params
+    torch.testing.assert_close(merged["weight"], params["weight"], rtol=1e-3, atol=1e-3)
+    with pytest.raises(WireError, match="requested structure 'kfac'"):
+        FisherUpload.from_arrays(record, params, codec, structure="kfac")
