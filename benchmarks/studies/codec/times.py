@@ -25,7 +25,7 @@ from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
 from studies.codec.accuracy import FULL, KFAC, PAPER, Find, pack, unpack
 
-TIMED = {name: KFAC[name] for name in (FULL, "packed, 0.5", "packed, 0.3", PAPER)}
+TIMED = {name: KFAC[name] for name in (FULL, "packed, 0.55", PAPER)}
 EXAMPLES = 12_000
 GENERATED, RUNS = sized((3_000, 5), (200, 1))
 
