@@ -39,9 +39,7 @@ from flwr_fisher.wire.layout import FORMAT
 from flwr_fisher.wire.quantise import size_of_diagonal
 
 PLAIN, PAPER = "uncompressed", "paper's, 1.0"
-PACKED = {
-    f"packed, {budget}": Codec(budget=budget) for budget in (1.0, 0.75, 0.55)
-}
+PACKED = {f"packed, {budget}": Codec(budget=budget) for budget in (1.0, 0.75, 0.55)}
 FULL = "packed, 1.0"
 KFAC: dict[str, Codec | None] = {PLAIN: LOSSLESS, **PACKED, PAPER: None}
 DIAGONAL = {name: KFAC[name] for name in (PLAIN, FULL, "packed, 0.55", PAPER)}
