@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord
-from oracles import cut, flat, randn, relative, rng, seeded
+from oracles import flat, randn, relative, rng, seeded
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.utils.data import DataLoader, TensorDataset
@@ -199,21 +199,17 @@ def arrays():
 
 
 def test_a_client_uploads_the_fisher_of_its_own_likelihood():
-    asked = {"structure": "dense", "tolerance": 0.0}
     asking = client()
-    reply = ask(asking, arrays(), asked)
+    reply = ask(asking, arrays(), {"structure": "diagonal", "tolerance": 0.0})
     (record,) = reply.content.array_records.values()
     upload = FisherUpload.from_arrays(record, shared_state(seeded(net)))
     model = seeded(net)
     model.load_state_dict(upload.params)
     J, z = jacobians(model, randn(1, 12, 4)), model(randn(1, 12, 4)).detach().double()
-    want = torch.einsum("ncd,nc,nce->de", J, z.exp(), J) / 12
-    assert relative(upload.curvature.to_dense(), want) <= 1e-5
+    want = torch.einsum("ncd,nc,ncd->d", J, z.exp(), J) / 12
+    assert relative(flat(upload.curvature.diagonal()), want) <= 1e-5
     merged = fedfisher([upload.posterior(12)]).params
     assert all(torch.equal(merged[k], v) for k, v in upload.params.items())
-    step = cut(torch.linalg.solve(want + torch.eye(len(want)), flat(merged)), merged)
-    got = upload.curvature.solve(merged, damping=1.0)
-    assert all(relative(got[k], step[k]) <= 1e-4 for k in step)
 
 
 def test_a_client_without_classes_has_no_accuracy():

@@ -271,8 +271,9 @@ class Bernoulli(Likelihood):
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``y - p`` for y drawn from p."""
-        drawn = torch.bernoulli(outputs.sigmoid(), generator=generator)
-        return _minus_sigmoid(drawn, outputs)
+        # Not torch.bernoulli, which ends a process with a GPU where p is NaN.
+        numbers = torch.empty_like(outputs).uniform_(generator=generator)
+        return _minus_sigmoid((numbers < outputs.sigmoid()).to(outputs), outputs)
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return ``y - p``."""
