@@ -172,9 +172,9 @@ class LocalRegression:
 class ClientFeatures:
     """A client's features of its examples, at its model's current parameters.
 
-    The client computes features once for all rounds of a run. They stay on its disk
-    under a key that depends on everything that determines them. The key also depends on
-    the run, because it cannot depend on the code of a model's ``forward``.
+    The client reads its data and computes features once for all rounds of a run. They
+    stay on its disk, with the labels, under a key of the run, the partition, the
+    network's parameters and what determines the features.
 
     Parameters
     ----------
@@ -248,11 +248,15 @@ class ClientFeatures:
 
     def raw(self) -> Tensor:
         """Return features ``[n, p]`` in float32, kept until they are standardised."""
-        disk = self._disk(self._key("raw"))
-        made = disk.made_once(
-            _FEATURES, lambda: {_FEATURES: self._computed()}, [_FEATURES]
-        )
-        return made[_FEATURES]
+        return self._raw(self._disk(self._key("raw")))[_FEATURES]
+
+    def _raw(self, disk: ClientDisk) -> dict[str, Tensor]:
+        """Return features and labels, from the disk if they are there."""
+
+        def made() -> dict[str, Tensor]:
+            return {_FEATURES: self._computed(), "labels": self.examples.labels}
+
+        return disk.made_once(_FEATURES, made, _STANDARDISED)
 
     def regression(self, mean: Tensor, std: Tensor) -> LocalRegression:
         """Return the problem for features standardised over all clients."""
@@ -268,19 +272,18 @@ class ClientFeatures:
     def _standardised(
         self, disk: ClientDisk, statistics: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        raw = self._disk(self._key("raw"))
-        kept = raw.load(_FEATURES, keys=[_FEATURES])
-        features = self._computed() if kept is None else kept.tensors[_FEATURES]
-        scaled = features.sub(statistics["mean"]).div_(statistics["std"])
+        disk_of_raw = self._disk(self._key("raw"))
+        raw = self._raw(disk_of_raw)
+        scaled = raw[_FEATURES].sub(statistics["mean"]).div_(statistics["std"])
         stored = scaled.to(self.dtype)
         if not stored.isfinite().all():
             raise ClientError(
                 f"standardised features of {client_name(self.partition)} overflow "
                 f"{self.dtype}: use Regression(feature_dtype='float32')"
             )
-        held = {_FEATURES: stored, "labels": self.examples.labels}
+        held = {_FEATURES: stored, "labels": raw["labels"]}
         made = disk.made_once(_FEATURES, lambda: held, _STANDARDISED)
-        raw.drop()
+        disk_of_raw.drop()
         return made
 
     def _spectrum(
@@ -331,7 +334,7 @@ class ClientFeatures:
     def _key(self, kind: str, statistics: Mapping[str, Tensor] | None = None) -> str:
         model = self.problem.model
         values = dict(model.named_parameters()) | dict(model.named_buffers())
-        own = [self.run, self.tangent.digest, repr(model), self.examples.digest]
+        own = [self.run, self.partition, self.tangent.digest, repr(model)]
         parts = [values, dict(statistics or {})]
         facts = [kind, own, [list(part) for part in parts]]
         tensors = [value for part in parts for value in part.values()]
