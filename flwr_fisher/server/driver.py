@@ -221,7 +221,8 @@ class Driver:
             raise
         under_way.close(uploads)
         run.take_step(server_round, exchange, step, uploads, metrics)
-        return {upload.number: upload.num_examples for upload in uploads}
+        # Before the policy's limits, which the next exchange has, too.
+        return {u.number: u.num_examples for u in under_way.door.admitted}
 
     def _take_late(self, journal: ExchangeJournal, reply: NodeReply) -> None:
         """Handle a reply that comes after the end of its exchange.
