@@ -4,7 +4,7 @@ Long: one class has both stages, and its docstring explains them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ from flwr_fisher.errors import (
     CheckpointError,
     ConfigurationError,
     check_whole,
-    given,
 )
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import derive_seed
@@ -143,7 +142,7 @@ class TCT(CurvatureStrategy):
     """
 
     grouped: ClassVar[Mapping[str, str]] = {
-        f.name: f"regression=Regression({f.name}=…)" for f in fields(Regression)
+        name: f"regression=Regression({name}=…)" for name in Regression.names()
     }
 
     def __init__(
@@ -174,7 +173,7 @@ class TCT(CurvatureStrategy):
             )
         self.stage1_rounds, self.num_features = stage1_rounds, num_features
         self.local_steps, self.lr = local_steps, lr
-        self.regression = given("regression", regression, Regression)
+        self.regression = Regression.of("regression", regression)
         self._features_seed = derive_seed(self.seed, "features")  # clients use the same
 
     def check_rounds(self, num_rounds: int) -> None:
@@ -300,7 +299,7 @@ class TCT(CurvatureStrategy):
             "stage1_rounds": self.stage1_rounds,
             "num_features": self.num_features,
             "local_steps": self.local_steps,
-            **asdict(self.regression),
+            **self.regression.settings(),
         }
 
 

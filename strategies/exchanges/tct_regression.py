@@ -1,13 +1,13 @@
 """TCT's second stage: its tensors for clients, and its steps from their uploads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from flwr_fisher.errors import ConfigurationError, check_known, listed
+from flwr_fisher.errors import ConfigurationError, listed
 from flwr_fisher.log_lines import logger
+from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads, weights_of
 from flwr_fisher.server.membership import Membership, lost_states
@@ -30,41 +30,34 @@ _RATE = 5.0  # of the paper's eta = 5e-5 for 100 000 features
 _SOLVERS, _DTYPES = ("closed-form", "steps"), ("float32", "float16")
 
 
-@dataclass(frozen=True)
-class Regression:
+class Regression(Options):
     """The features and the steps of :class:`TCT`'s second stage.
 
-    Parameters
-    ----------
-    head : str, optional
-        The name of the layer to replace, an ``nn.Linear``. Default: the last one.
-    solver : "closed-form" | "steps", default "closed-form"
-        How clients take the M steps: all at once, or one by one. ``steps`` takes M
-        passes over the features in place of three, and has no limit on a client's
-        examples.
-    control_variates : bool, default True
-        Without them stage 2 is FedAvg, or with ``local_steps=1`` gradient descent.
-    standardise : bool, default True
-        Whether features are standardised. If not, a larger `lr` is needed.
-    feature_dtype : "float32" | "float16", default "float32"
-        The dtype in which clients store features. With float16 they need half of the
-        disk.
+    With ``solver="closed-form"`` clients take the M steps all at once, with ``steps``
+    one by one. That takes M passes over the features in place of three, and has no
+    limit on a client's examples.
 
     Raises
     ------
     ConfigurationError
-        If an argument is none of those.
+        If an argument is out of range.
     """
 
-    head: str | None = None
-    solver: str = "closed-form"
-    control_variates: bool = True
-    standardise: bool = True
-    feature_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        check_known("solver", self.solver, _SOLVERS)
-        check_known("feature_dtype", self.feature_dtype, _DTYPES)
+    head: str | None = option(
+        None, "The layer to replace, an ``nn.Linear``; None: the last one."
+    )
+    solver: str = option(
+        "closed-form", "How clients take the M steps.", choices=_SOLVERS
+    )
+    control_variates: bool = option(
+        True, "If not, stage 2 is FedAvg, or with one step gradient descent."
+    )
+    standardise: bool = option(True, "If not, a larger `lr` is needed.")
+    feature_dtype: str = option(
+        "float32",
+        "How clients store features; float16 needs half of the disk.",
+        choices=_DTYPES,
+    )
 
 
 def network(state: ServerState) -> Params:
