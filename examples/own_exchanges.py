@@ -130,7 +130,7 @@ def moments_job(problem: LocalProblem, request: Request) -> Reply:
     problem.model.eval()
     with torch.no_grad():
         for inputs, _ in problem.train_batches:
-            problem.model(inputs)
+            problem.model(inputs.to(problem.device))
             count += len(inputs)
     handle.remove()
     return Reply({}, Moments(weight, sum(moments) / count).to_arrays())

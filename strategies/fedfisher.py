@@ -298,7 +298,7 @@ class FedFisherOneShot(CurvatureStrategy):
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
-        return self._settings(self.merge.settings())
+        return self._settings(self._filled.settings())
 
     def used_settings(self) -> dict[str, Any]:
         """Return the settings that the solver uses, with its defaults."""

@@ -80,7 +80,6 @@ def client_of(form, holding=2, **options):
 
 
 CONFIGS = {
-    "dense": {"structure": "dense"},
     "few": {"structure": "kfac", "examples": 5},
     "batches": {"job": "fedfish"},
     "last-epoch": {"job": "fedfish", "source": "last-epoch"},

@@ -106,7 +106,7 @@ def test_one_version_is_named_everywhere() -> None:
     changes, citation = (
         re.search(pattern, (ROOT / name).read_text(), re.M)
         for name, pattern in (
-            ("CHANGELOG.md", r"^## (\S+)"),
+            ("CHANGELOG.md", r"^## (\S+) —"),  # an unreleased part has no date
             ("CITATION.cff", r"^version: (\S+)$"),
         )
     )

@@ -24,7 +24,6 @@ from flwr_fisher.curvature import (
     hvp,
 )
 from flwr_fisher.errors import StructureError
-from flwr_fisher.merge import refresh_norms
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import generator_states, seeded
 from flwr_fisher.tangent import TangentFeatures, head_sums
@@ -194,7 +193,6 @@ def made_in_inference_mode():
         (fisher, CheckpointedFirst, "pass use_reentrant=False to checkpoint"),
         (gradient, CheckpointedFirst, "pass use_reentrant=False to checkpoint"),
         (gradient_and_hvp, CheckpointedFirst, "pass use_reentrant=False"),
-        (refresh_norms, made_in_inference_mode, "was made under torch.inference_mode"),
     ],
 )
 def test_what_torch_refuses_is_said_of_the_model(function, make, text):

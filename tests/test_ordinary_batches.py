@@ -142,23 +142,6 @@ def test_how_a_loader_is_read_changes_no_count():
         assert count_of(Pairs(loader, tuple)) == count_of(loader)
 
 
-def test_a_loop_of_ones_own_scores_by_the_clients_batch_fn():
-    def evaluate_fn(model, loader, device, config):
-        loss, accuracy, n = score(model, loader, device, F.cross_entropy)
-        return {"num-examples": n, "accuracy": accuracy, "loss": loss}
-
-    loader = [{"left": X, "right": 2 * X, "class": Y}]
-    client = FisherClient(
-        MODEL,
-        loader,
-        loader,
-        device="cpu",
-        batch_fn=lambda b: (b["left"], b["class"]),
-        evaluate_fn=evaluate_fn,
-    )
-    assert client.problem.evaluate({})["num-examples"] == N
-
-
 def _same(x, row):
     return {k for k, want in enumerate((row, (row - 1) / 2)) if torch.equal(x, want)}
 

@@ -12,7 +12,7 @@ from flwr_fisher.client.request import Request
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.curvature.batch import check_all_classes
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
-from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.curvature.models import evaluating, place_of
 from flwr_fisher.errors import (
     ClientError,
     DataError,
@@ -58,7 +58,9 @@ def try_upload(
     key = (request.client, str(problem.likelihood), job, repr(problem.model), *forms)
     if key in _tried:
         return
-    model, inputs = problem.model, read.inputs.to(problem.device)
+    model = problem.model
+    # Where the model is: a loop of the user may have moved it.
+    inputs = read.inputs.to(place_of(model) or problem.device)
     with evaluating(model), torch.no_grad():
         try:
             outputs = inputs(model)
@@ -127,7 +129,7 @@ def upload_summary(
     >>> from flwr_fisher.curvature import fisher
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 2))
     >>> upload_summary(model, fisher(model, [torch.randn(4, 2)]), 1000, 500)
-    'curvature: K-FAC of 0, 2; diagonal of 1; upload 1.0 kB, 2.00 of FedAvg\\'s'
+    "curvature: K-FAC of 0, 2; diagonal of 1; upload 1.0 kB, 2.00 of FedAvg's"
     """
     groups: dict[str, list[str]] = {}
     for block in curvature.blocks():

@@ -174,8 +174,8 @@ class ExchangeRun(Generic[P]):
         window = strategy.waiting.window if self._numbers is None else None
         if window is not None and exchange.require_same_parameters:
             # Only the last upload shows what most clients train and freeze.
-            told = named_options({"tell-frozen": True})
-            self.config = ConfigRecord({**self.config, **told})
+            tell = named_options({"tell-frozen": True})
+            self.config = ConfigRecord({**self.config, **tell})
         weights = previous if exchange.clients == "previous" else {}
         self.door = door_of(strategy, exchange, state, weights)
         self._window = window

@@ -26,7 +26,7 @@ from flwr_fisher.curvature import fisher
 from flwr_fisher.devices import default_device, has_float64
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.legacy import from_numpy_client
-from flwr_fisher.legacy.lists import names_of, to_list
+from flwr_fisher.legacy.client import names_of, to_list
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import generator_states, seeded, set_generator_states
@@ -88,7 +88,7 @@ def test_local_sgd_trains_on_the_accelerator():
 
 
 def test_an_own_loop_finds_its_model_where_it_was_and_is_told(monkeypatch, caplog):
-    monkeypatch.setattr("flwr_fisher.client.trial._logged", set())
+    monkeypatch.setattr("flwr_fisher.log_lines._logged", set())
     with caplog.at_level(logging.INFO):
         client = FisherClient(tiny_model(), loader(), train_fn=own_loop)
     assert client.problem.device.type == "cpu"
@@ -183,14 +183,14 @@ def test_a_loop_may_train_where_there_is_no_float64():
     own = FisherClient(tiny_model(), loader(), train_fn=moving_loop)
     assert own.problem.device.type == "cpu"
     for _ in range(2):
-        tensors_of(ask(own, config={"structure": "ekfac"}))
+        tensors_of(ask(own, config=KFAC))
     assert kind_of(own.problem.model) == "cpu"
 
 
 @pytest.mark.usefixtures("no_float64")
 def test_an_app_of_ones_own_may_train_where_there_is_no_float64():
     LocalGrid(tiny_app(), 1)  # messages need the process's identity
-    config = ConfigRecord(travelling({"structure": "ekfac"}))
+    config = ConfigRecord(travelling(KFAC))
     content = RecordDict({"arrays": tiny_arrays(1), "config": config})
     context = Context(1, 77, {"partition-id": 0}, RecordDict(), {})
     message, model = Message(content, 77, "train"), tiny_model().to(DEVICE)
