@@ -99,12 +99,13 @@ ATTACKS |= {
     # A hundred thousand take as many times longer in Flower's own serialisation.
     "10 000 keys": partial(extra_keys, count=10**4),
 }
-# A strategy, what the hostile client does, and what the log says of it instead.
+
 # To be mended, not to be kept: the policy limits the upload, but not by enough.
 LOSES_ACCURACY = pytest.mark.xfail(
     strict=True,
     reason="a random upload costs K-FAC from sums 1 to 3 points of accuracy",
 )
+# A strategy, what the hostile client does, and what the log says of it instead.
 CASES = [
     ("FedFisher", "F = 1e30 I", left(HUGE)),
     ("FedFisher", "F x 1e-20", ""),
