@@ -4,8 +4,6 @@ No other file asks torch for the accelerator: a CUDA or XPU GPU, or another one 
 :mod:`torch.accelerator` knows.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,28 +30,6 @@ def default_device() -> torch.device:
     """
     device = accelerator()
     return device if device is not None and has_float64(device) else CPU
-
-
-@contextmanager
-def defaults_kept() -> Iterator[None]:
-    """Restore torch's default dtype and device, grad mode and autocast after a block.
-
-    A client's process does other clients' work afterwards.
-    """
-    dtype, device = torch.get_default_dtype(), _default_device()
-    grad = torch.is_grad_enabled()
-    kinds = {"cpu", own.type if (own := accelerator()) else "cpu"}
-    autocast = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, enabled in autocast.items():
-            torch.set_autocast_enabled(kind, enabled)
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(grad)
-        if _default_device() != device:
-            # None for the CPU: with its name, torch would run a mode in every call.
-            torch.set_default_device(None if device == CPU else device)
 
 
 def _default_device() -> torch.device:

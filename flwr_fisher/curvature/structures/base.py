@@ -20,7 +20,7 @@ from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.curvature.operators.lazy import WeightedSum
 from flwr_fisher.curvature.operators.solvers import Matvec
-from flwr_fisher.errors import StructureError, check_known
+from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 
 Parts = Mapping[str, Tensor | SymmetricFactor]  # a block's tensors by their letters
@@ -149,12 +149,6 @@ def structure_of(block: Curvature) -> Structure:
         f"a {type(block).__name__} is the block of no structure: use one of "
         f"{sorted(STRUCTURES)}"
     )
-
-
-def structure_named(name: str) -> Structure:
-    """Return the structure of a name; raise an error if there is none."""
-    check_known("structure", name, STRUCTURES)
-    return STRUCTURES[name]
 
 
 _LEAST = 1e-4  # ridge over the mean eigenvalue, for singular matrices
