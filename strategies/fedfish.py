@@ -8,11 +8,10 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flwr_fisher.errors import ConfigurationError, check_known, check_range, plain
+from flwr_fisher.errors import ConfigurationError, check_range, plain
 from flwr_fisher.params import (
     DeferredParams,
     Params,
-    check_finite,
     double,
     norm,
     select,
@@ -20,6 +19,7 @@ from flwr_fisher.params import (
     weighted_mean,
 )
 from flwr_fisher.rounds import (
+    FishOptions,
     fedfish_average,
     fedfish_quotient,
     make_optimizer,
@@ -35,18 +35,9 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
-from flwr_fisher.wire import (
-    Additive,
-    Codec,
-    FisherUpload,
-    resolve,
-)
+from flwr_fisher.wire import Additive, Codec, FisherUpload, resolve
 
-_SOURCES = ("extra-pass", "last-epoch")
-_UPLOADS = ("fisher", "product")
-_REDUCTIONS = ("sum", "mean")
 _OPTIMIZER = "optimizer"
-_EPS = 1e-16  # products of small Fishers and small steps are far below Adam's 1e-8
 
 
 class FedFish(CurvatureStrategy):
@@ -76,10 +67,6 @@ class FedFish(CurvatureStrategy):
     fisher_source : "extra-pass" | "last-epoch", default "extra-pass"
         ``last-epoch`` squares the gradients of the last local epoch while training, at
         no extra cost (Appendix A.5.1); the client's loop must be ``LocalSGD``.
-    upload : "fisher" | "product", default "fisher"
-        ``product``: clients upload only :math:`F_i (\theta_G - \theta_i)`, as many
-        bytes as FedAvg's. An adaptive server optimiser must then normalise it (section
-        5.3).
     reduction : "sum" | "mean", default "sum"
         Whether :math:`F_i` is the sum or the mean of a client's squared mini-batch
         gradients.
@@ -94,7 +81,7 @@ class FedFish(CurvatureStrategy):
         worse it fits its data, the larger its weight. The defaults of `power` and
         `balance` were chosen on validation data (``benchmarks/fedfish.py``).
     codec
-        As for :class:`FedFisherOneShot`, with ``upload="fisher"``.
+        As for :class:`FedFisherOneShot`.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 
@@ -107,10 +94,9 @@ class FedFish(CurvatureStrategy):
     -----
     Buffers are averaged. ``CurvatureResult.details`` is the last round's
     pseudo-gradient, by parameter. A round's metrics have ``pseudo-gradient-norm`` and
-    ``num-zero-fishers``: how many clients' Fisher (with ``upload="product"``, how many
-    products) was zero everywhere. Such a client counts only in entries where every
-    client's Fisher is zero. With ``secure=`` only the sum is known, and the number is 0
-    or 1.
+    ``num-zero-fishers``: how many clients' Fisher was zero everywhere. Such a client
+    counts only in entries where every client's Fisher is zero. With ``secure=`` only
+    the sum is known, and the number is 0 or 1.
 
     Examples
     --------
@@ -127,7 +113,6 @@ class FedFish(CurvatureStrategy):
         | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = "sgd",
         server_lr: float | None = None,
         fisher_source: str = "extra-pass",
-        upload: str = "fisher",
         reduction: str = "sum",
         power: float = 0.5,
         balance: float = 1.0,
@@ -135,9 +120,6 @@ class FedFish(CurvatureStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_known("fisher_source", fisher_source, _SOURCES)
-        check_known("upload", upload, _UPLOADS)
-        check_known("reduction", reduction, _REDUCTIONS)
         if isinstance(server_optimizer, str):
             server_lr = 1.0 if server_lr is None else server_lr
             check_range("server_lr", server_lr, 0)
@@ -146,66 +128,42 @@ class FedFish(CurvatureStrategy):
                 "server_lr is for a server_optimizer that is given by name: leave it "
                 "out, and give the function its own"
             )
-        check_range("power", power, 0, 1)
-        check_range("balance", balance, 0, 1)
+        self.fisher = FishOptions(
+            fisher_source=fisher_source,
+            reduction=reduction,
+            power=power,
+            balance=balance,
+        )
         self.codec = Codec.of("codec", codec)
         if self.secure is not None and self.codec.name not in ("auto", "lossless"):
             raise ConfigurationError(
                 f"codec={codec!r} does not go with secure=, because packed uploads "
                 "cannot be summed: leave codec out"
             )
-        if upload == "product":
-            if server_optimizer == "sgd":
-                raise ConfigurationError(
-                    "upload='product' needs an adaptive server_optimizer that "
-                    "normalises the step, such as 'adam', not 'sgd'"
-                )
-            if self.codec.name not in ("auto", "lossless"):
-                raise ConfigurationError(
-                    "upload='product' already has FedAvg's size: leave codec out"
-                )
-        self.fisher_source, self.upload = fisher_source, upload
-        self.reduction, self.power, self.balance = reduction, power, balance
-        self.server_optimizer, self.server_lr = server_optimizer, server_lr
         self._make_optimizer = make_optimizer(
-            server_optimizer, self.server_lr, name="server_optimizer"
+            server_optimizer, server_lr, name="server_optimizer"
         )
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
-        """Return one exchange: training, with the Fisher or its product."""
+        """Return one exchange: training, with the Fisher."""
         options = self._requested()
-        if self.upload == "product":
-            step, read = self._step_of_products, Additive.reader("product", "buffers")
-        elif self.secure is not None:
-            step = self._step_of_sums
-            read = Additive.reader("product", "fisher", "params")
-        else:
-            return [
-                Exchange(options, self._read, self._step, require_same_parameters=True),
-                *norm_exchanges(self),
-            ]
-        mean = Summation[Additive]()
-        return [
-            Exchange(options, read, step, require_same_parameters=True, additive=mean),
-            *norm_exchanges(self),
-        ]
+        training: Exchange[Any] = Exchange(
+            options, self._read, self._step, require_same_parameters=True
+        )
+        if self.secure is not None:
+            training = Exchange(
+                options,
+                Additive.reader("product", "fisher", "params"),
+                self._step_of_sums,
+                require_same_parameters=True,
+                additive=Summation(),
+            )
+        return [training, *norm_exchanges(self)]
 
     def _requested(self) -> dict[str, str | int | float]:
-        options: dict[str, str | int | float] = {
-            "job": "fedfish",
-            "source": self.fisher_source,
-            "reduction": self.reduction,
-            "upload": self.upload,
-        }
-        if self.power != 1:
-            options["power"] = self.power
-        if self.balance:
-            options["balance"] = self.balance
-        if self.upload == "product":
-            return options
-        if self.secure is not None:
-            return options | {"upload": "sums"}
-        return options | self.codec.to_options()
+        """Return the options of the clients' job."""
+        packing = {"upload": "sums"} if self.secure else self.codec.to_options()
+        return {"job": "fedfish", **self.fisher.to_options(), **packing}
 
     def _read(self, record: ArrayRecord, like: Params) -> FisherUpload:
         codec = resolve(self.codec, like)
@@ -215,7 +173,7 @@ class FedFish(CurvatureStrategy):
         """Raise an error for a small budget, or parameters that no optimiser takes."""
         resolve(self.codec, state.params)
         floats = (v for v in state.params.values() if v.is_floating_point())
-        self._optimizer([nn.Parameter(v.detach()) for v in floats])
+        self._make_optimizer([nn.Parameter(v.detach()) for v in floats])
 
     def _step(self, state: ServerState, uploads: Uploads[FisherUpload]) -> Step:
         """Return a step along the Fisher-weighted mean of the clients' updates."""
@@ -229,17 +187,7 @@ class FedFish(CurvatureStrategy):
             for params in trained
         ]
         gradient = fedfish_average(deltas, fishers, weights_of(uploads))
-        buffers = [
-            {k: v for k, v in params.items() if k not in gradient} for params in trained
-        ]
-        return self._descend(state, gradient, fishers, buffers, weights_of(uploads))
-
-    def _step_of_products(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
-        """Return a step along the mean of the clients' products."""
-        products = [upload.payload.part("product") for upload in uploads]
-        gradient = weighted_mean(products, weights_of(uploads))
-        buffers = [upload.payload.part("buffers") for upload in uploads]
-        return self._descend(state, gradient, products, buffers, weights_of(uploads))
+        return self._descend(state, gradient, fishers, trained, weights_of(uploads))
 
     def _step_of_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return a step along the quotient of two sums over all clients."""
@@ -248,30 +196,31 @@ class FedFish(CurvatureStrategy):
         params = mean.part("params")
         deltas = subtract(double(state.params, product), select(params, product))
         gradient = fedfish_quotient(product, fisher, deltas)
-        buffers = {k: v for k, v in params.items() if k not in product}
-        return self._descend(state, gradient, [fisher], [buffers], weights_of(uploads))
+        return self._descend(state, gradient, [fisher], [params], weights_of(uploads))
 
     def _descend(
         self,
         state: ServerState,
         gradient: Params,
         fishers: Sequence[Params],
-        buffers: Sequence[Params],
+        trained: Sequence[Params],
         weights: Sequence[float],
     ) -> Step:
-        """Return a step of the server's optimiser on the pseudo-gradient."""
-        averaged = weighted_mean(buffers, weights)
+        """Return a step of the server's optimiser; what has no gradient is averaged."""
         stepped, kept = server_step(
             double(state.params, gradient),
             gradient,
             state.group(_OPTIMIZER),
-            self._optimizer,
+            self._make_optimizer,
         )
+        buffers = [
+            {k: v for k, v in params.items() if k not in gradient} for params in trained
+        ]
+        averaged = weighted_mean(buffers, weights)
         params = {
             k: averaged[k] if k in averaged else stepped[k].to(v.dtype)
             for k, v in state.params.items()
         }
-        check_finite(params, "the server optimizer's step")
         zeros = [not any(v.any() for v in fisher.values()) for fisher in fishers]
         metrics = {
             "num-zero-fishers": sum(zeros),
@@ -279,24 +228,19 @@ class FedFish(CurvatureStrategy):
         }
         return Step(ServerState(params, {_OPTIMIZER: kept}), metrics, gradient)
 
-    def _optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = self._make_optimizer(parameters)
-        if self.upload == "product" and isinstance(self.server_optimizer, str):
-            for group in optimizer.param_groups:
-                group.update({"eps": _EPS} if "eps" in group else {})
-        return optimizer
-
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
-        wanted = {f"client-{name}": n for name, n in self._requested().items()}
-        optimizer = self._optimizer([nn.Parameter(torch.zeros(1, 1))])
-        own = {f"server-{key}": plain(n) for key, n in optimizer.defaults.items()}
-        defaults = {
-            key: value
-            for key, value in own.items()
-            if isinstance(value, str | int | float | bool | list)
+        optimizer = self._make_optimizer([nn.Parameter(torch.zeros(1, 1))])
+        server = {f"server-{key}": plain(n) for key, n in optimizer.defaults.items()}
+        return {
+            **{f"client-{name}": value for name, value in self._requested().items()},
+            "server": type(optimizer).__name__,
+            **{
+                key: value
+                for key, value in server.items()
+                if isinstance(value, str | int | float | bool | list)
+            },
         }
-        return wanted | {"server": type(optimizer).__name__} | defaults
 
 
 def _update(before: Params, trained: Params, name: str) -> Tensor:

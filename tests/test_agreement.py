@@ -335,12 +335,6 @@ PLAIN = {
         min_train_nodes=3,
     ),
     "fedfish": lambda: FedFish(fraction_evaluate=0.0, min_train_nodes=3),
-    "product": lambda: FedFish(
-        upload="product",
-        server_optimizer="adam",
-        fraction_evaluate=0.0,
-        min_train_nodes=3,
-    ),
     "secure": lambda: FedFish(
         secure=SecureSums(), fraction_evaluate=0.0, min_train_nodes=3
     ),

@@ -30,7 +30,6 @@ def test_the_readme_has_every_key_with_its_default(app):
     [
         ("fedfisher", {"solver": "newton"}, UnknownNameError, "solver 'newton'"),
         ("fedfish", {"evaluate_every": 0}, ConfigurationError, "every"),
-        ("fedfish", {"upload": "product"}, ConfigurationError, "server_optimizer"),
         ("fagh", {"method": "newton"}, UnknownNameError, "method 'newton'"),
         ("fagh", {"rho": 0.0}, ConfigurationError, "rho"),
         ("tct", {"num_rounds": 11}, ConfigurationError, "no round of stage 2"),
@@ -88,7 +87,6 @@ def test_all_of_fedfish_can_be_chosen(tmp_path):
         server_optimizer="adam",
         server_lr=0.01,
         fisher_source="last-epoch",
-        upload="product",
         fraction_train=1.0,
         **QUICK,
     )

@@ -82,7 +82,7 @@ def client_of(form, holding=2, **options):
 CONFIGS = {
     "few": {"structure": "kfac", "examples": 5},
     "batches": {"job": "fedfish"},
-    "last-epoch": {"job": "fedfish", "source": "last-epoch"},
+    "last-epoch": {"job": "fedfish", "fisher-source": "last-epoch"},
     "sum": {"job": "fedfish", "reduction": "sum"},
     "plain": {"report-local": True},
 }
@@ -90,7 +90,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_training_and_curvature_are_the_same_bits(config):
-    if config.get("source") == "last-epoch":
+    if config.get("fisher-source") == "last-epoch":
         options = {"train_fn": LocalSGD(lr=0.1, epochs=2)}
     else:
         options = {}

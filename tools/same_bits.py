@@ -72,7 +72,6 @@ def cases(apps: Path) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
         "lossless": {"codec": "lossless"},
         "last epoch": {"fisher_source": "last-epoch", "reduction": "mean"},
         "adam": {"server_optimizer": "adam", "server_lr": 0.01},
-        "product": {"server_optimizer": "adam", "upload": "product"},
     }.items():
         yield f"fedfish {name}", partial(federation, s.FedFish, **options)
     for probe in ("first", "random", "momentum", "none"):

@@ -1,7 +1,11 @@
 """The formulas of methods with many rounds, one file a method, without Flower."""
 
 from flwr_fisher.rounds.fagh import FaghMoments, FaghStep, fagh_step
-from flwr_fisher.rounds.fedfish import fedfish_average, fedfish_quotient
+from flwr_fisher.rounds.fedfish import (
+    FishOptions,
+    fedfish_average,
+    fedfish_quotient,
+)
 from flwr_fisher.rounds.scaffold import scaffold_control, scaffold_step
 from flwr_fisher.rounds.server_optimizer import (
     OPTIMIZERS,
@@ -15,6 +19,7 @@ __all__ = [
     "OPTIMIZERS",
     "FaghMoments",
     "FaghStep",
+    "FishOptions",
     "OptimizerFactory",
     "fagh_step",
     "fedfish_average",

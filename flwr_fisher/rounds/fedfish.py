@@ -1,4 +1,4 @@
-"""FedFish's server step: a mean of updates weighted by Fishers (Dhawan et al.)."""
+"""FedFish's formulas: a client's Fisher, and the server's mean (Dhawan et al.)."""
 
 from collections.abc import Iterator, Sequence
 from functools import reduce
@@ -6,7 +6,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from flwr_fisher.curvature import Curvature, Diagonal
 from flwr_fisher.errors import ParamsError
+from flwr_fisher.options import Options, option
 from flwr_fisher.params import (
     Params,
     check_finite,
@@ -16,6 +18,40 @@ from flwr_fisher.params import (
 )
 
 _TINY = 1e-300
+
+
+class FishOptions(Options):
+    """How a client of FedFish computes its Fisher; the defaults are the paper's."""
+
+    fisher_source: str = option(
+        "extra-pass",
+        "Whether the Fisher is computed in a pass after the training, or from the "
+        "gradients of its last epoch (Appendix A.5.1).",
+        choices=("extra-pass", "last-epoch"),
+    )
+    reduction: str = option(
+        "sum",
+        "Whether it is the sum or the mean of squared batch gradients.",
+        choices=("sum", "mean"),
+    )
+    power: float = option(
+        1.0, "Each entry is raised to this power. With 0 all are equal.", low=0, high=1
+    )
+    balance: float = option(
+        0.0, "The Fisher is then divided by this power of its trace.", low=0, high=1
+    )
+
+    def scaled(self, mean: Curvature, num_batches: int) -> Curvature:
+        """Return a client's Fisher from the mean of its squared batch gradients."""
+        fisher = mean
+        if self.reduction == "sum" and self.balance < 1:  # balancing removes any factor
+            fisher = fisher.scaled(num_batches)
+        if self.power != 1:
+            entries = fisher.diagonal()
+            fisher = Diagonal({k: v**self.power for k, v in entries.items()})
+        if self.balance and (trace := fisher.trace()):
+            fisher = fisher.scaled(trace**-self.balance)
+        return fisher
 
 
 def fedfish_average(

@@ -26,7 +26,6 @@ def main(grid: Grid, context: Context) -> None:
         server_optimizer=str(config["server-optimizer"]),
         server_lr=float(config["server-lr"]),
         fisher_source=str(config["fisher-source"]),
-        upload=str(config["upload"]),
         power=float(config["power"]),
         balance=float(config["balance"]),
         reduction=str(config["reduction"]),
