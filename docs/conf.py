@@ -37,7 +37,7 @@ nitpicky = True
 _INNER = (
     r"flwr_fisher\.(client\.(disk|store)|curvature\.(estimate|operators\.factors)|"
     r"secure\.(aggregator|payload)|server\.(driver|policy)|"
-    r"options|wire\.(options|schema|tangent_upload))\..*|"
+    r"options|wire\.(options|schema|tct_upload))\..*|"
     r"flwr_fisher\.server\.exchange\.(P|Total)|flwr_fisher\.(errors\.Options|"
     r"curvature\.operators\.layer\..*)"
 )

@@ -41,14 +41,13 @@ from flwr_fisher.strategies.exchanges.tct_regression import (
 )
 from flwr_fisher.tangent import check_lr
 from flwr_fisher.wire import Additive, named_options
-from flwr_fisher.wire.tangent_sums import read_eigenvalues, read_moment_sums
-from flwr_fisher.wire.tangent_upload import (
+from flwr_fisher.wire.schema import PARAMETERS
+from flwr_fisher.wire.tct_upload import (
     KEYS,
-    STEP,
-    TangentUpload,
-    read_local_weight,
-    read_moments,
-    read_spectrum,
+    EigenvalueCounts,
+    EigenvalueUpload,
+    FeatureUpload,
+    WeightUpload,
 )
 
 
@@ -215,9 +214,16 @@ class TCT(CurvatureStrategy):
         if server_round == self.stage1_rounds + 1:
             return self._convexifying()
         config = self._features() | {"job": "tct-step", "local-steps": self.local_steps}
-        mean = Summation[TangentUpload]()
-        read, step = read_local_weight, self._average
-        return [Exchange(config, read, step, send, network, additive=mean, kept=STEP)]
+        weights = Exchange(
+            config,
+            WeightUpload.read,
+            self._average,
+            send,
+            network,
+            additive=Summation(),
+            kept=PARAMETERS,
+        )
+        return [weights]
 
     def _training(self) -> Exchange[Additive]:
         """Return one exchange: training of the clients that can also do stage 2."""
@@ -230,14 +236,12 @@ class TCT(CurvatureStrategy):
             additive=Summation(),
         )
 
-    def _convexifying(self) -> Sequence[Exchange[TangentUpload]]:
+    def _convexifying(self) -> Sequence[Exchange[Any]]:
         """Return the exchanges of the convexifying round, which ask all clients."""
         config, options = self._features(), self.regression
-        if self.secure is not None:
-            config["aggregate"] = "sums"
-        moments = Exchange(
-            config | {"job": "tct-moments"},
-            partial(read_moments, self.num_features),
+        features = Exchange(
+            config | {"job": "tct-features"},
+            partial(FeatureUpload.read, p=self.num_features),
             partial(
                 standardise_features,
                 seed=self._features_seed,
@@ -246,20 +250,21 @@ class TCT(CurvatureStrategy):
             send,
             network,
             clients="all",
-            additive=Summation(
-                weighted=False, read=partial(read_moment_sums, self.num_features)
-            ),
+            additive=Summation(weighted=False),
         )
-        spectrum = Exchange(
+        # The largest of all clients' eigenvalues is no sum, but a histogram has one.
+        if self.secure is not None:
+            config["aggregate"] = "sums"
+        spectrum = Exchange[Any](
             config | {"job": "tct-spectrum"},
-            read_spectrum,
+            EigenvalueUpload.read,
             partial(agree_on_rate, lr=self.lr, control=options.control_variates),
             send,
             network,
             clients="all",
-            additive=Summation(weighted=False, read=read_eigenvalues),
+            additive=Summation(weighted=False, read=EigenvalueCounts.read),
         )
-        return [moments, spectrum]
+        return [features, spectrum]
 
     def _features(self) -> dict[str, Any]:
         """Return the options that define the features and their use."""
@@ -271,7 +276,7 @@ class TCT(CurvatureStrategy):
             "features-seed": self._features_seed,
         }
 
-    def _average(self, state: ServerState, uploads: Uploads[TangentUpload]) -> Step:
+    def _average(self, state: ServerState, uploads: Uploads[WeightUpload]) -> Step:
         connected = self.cohort.connected
         return average(state, uploads, connected, local_steps=self.local_steps)
 

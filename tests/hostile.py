@@ -412,10 +412,10 @@ OF_CURVATURE = {
     "F x 1e-6, random": both(edit(NETWORK, noise), edit(SPECTRUM, lambda a: a * 1e-6)),
 }
 OF_TCT = {
-    "means of 1e300": edit(r"^tct/mean$", lambda a: a * 0 + 1e300),
-    "means of 1e15": edit(r"^tct/mean$", lambda a: a * 0 + 1e15),
-    "no deviation": edit(r"^tct/m2$", lambda a: a * 0),
-    "deviation x 1e12": edit(r"^tct/m2$", lambda a: a * 1e12),
+    "means of 1e300": edit(r"^tct/sum$", lambda a: a * 0 + 1e300),
+    "means of 1e15": edit(r"^tct/sum$", lambda a: a * 0 + 1e15),
+    "no deviation": edit(r"^tct/squares$", lambda a: a * 0),
+    "deviation x 1e12": edit(r"^tct/squares$", lambda a: a * 1e12),
     "eigenvalue 1e300": edit(r"^tct/largest", lambda a: a * 0 + 1e300),
     "eigenvalue 1e9": edit(r"^tct/largest", lambda a: a * 0 + 1e9),
     "eigenvalue 0": edit(r"^tct/largest", lambda a: a * 0),

@@ -113,8 +113,8 @@ CASES = [
     ("FAGH", "1e30", left(f"'gradient': is {HUGE}")),
     ("TCT", "30 000 examples", limited(r"weight x 0\.00\d+")),
     ("TCT", "means of 1e300", left(f"'features': is {HUGE}")),
-    ("TCT", "eigenvalue 1e300", left(r"'largest-eigenvalue': is of size 1e\+300")),
-    ("TCT", "eigenvalue 1e9", limited("largest-eigenvalue x")),
+    ("TCT", "eigenvalue 1e300", left(r"'tct/largest-eigenvalue': is of size 1e\+300")),
+    ("TCT", "eigenvalue 1e9", limited("tct/largest-eigenvalue x")),
     ("AFL", "labels x -1e4", limited(".*head/cross x")),
     (
         "AFL",

@@ -20,16 +20,14 @@ from flwr_fisher.strategies import (
     FedFisherOneShot,
     MergeOptions,
 )
-from flwr_fisher.tangent import feature_moments
+from flwr_fisher.tangent import feature_sums
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import Additive, arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire import Additive, arrays_to_tensors
 from flwr_fisher.wire.additive import LayerTraces
-from flwr_fisher.wire.arrays import bytes_of
-from flwr_fisher.wire.tangent_sums import (
-    eigenvalue_bin,
-    moment_sums,
-    read_eigenvalues,
-    read_moment_sums,
+from flwr_fisher.wire.tct_upload import (
+    EigenvalueCounts,
+    FeatureUpload,
+    about_features,
 )
 
 PLAIN = {"aggregate": "sums", "fraction_evaluate": 0.0}
@@ -90,16 +88,16 @@ def test_spoiled_replies_are_read_or_refused(tmp_path, monkeypatch):
         tmp_path,
     )
     control = Additive({"params": like, "control": {"0.bias": like["0.bias"]}})
-    digest = {"digest": bytes_of("d")}
-    moments = moment_sums(feature_moments(torch.randn(5, 4)), 3, "head") | digest
-    counts = {"eigenvalues": eigenvalue_bin(2.0)} | digest
+    about = about_features("d", "head", 3)
+    features = FeatureUpload.of(about, feature_sums(torch.randn(5, 4)))
+    counts = EigenvalueCounts.of(about, 2.0)
     cases = [
         *((SecureUpload.from_arrays, record) for record in secure),
         *((LayerTraces.read_traces, record) for record in sums[3:6]),
         *((Additive.reader("product"), record) for record in sums[6:9]),
         (Additive.reader("params", "control"), control.to_arrays()),
-        (partial(read_moment_sums, 4), named(moments)),
-        (read_eigenvalues, named(counts)),
+        (partial(FeatureUpload.read, p=4), features.to_arrays()),
+        (EigenvalueCounts.read, counts.to_arrays()),
     ]
     rng, refused, read = random.Random(0), 0, 0
     for _ in range(2000):
@@ -111,10 +109,6 @@ def test_spoiled_replies_are_read_or_refused(tmp_path, monkeypatch):
             refused += 1
     assert refused > 1000  # most of what is spoiled cannot be used
     assert read > 50  # and some of it can be told by nobody
-
-
-def named(tensors):
-    return tensors_to_arrays({f"tct/{k}": v for k, v in tensors.items()})
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -16,17 +16,9 @@ from flwr_fisher.strategies import (
     TCT,
     Regression,
 )
-from flwr_fisher.tangent import combine_moments, feature_moments
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
-from flwr_fisher.wire.arrays import bytes_of
-from flwr_fisher.wire.tangent_sums import (
-    eigenvalue_bin,
-    moment_sums,
-    read_eigenvalues,
-    read_moment_sums,
-    upper_edges,
-)
+from flwr_fisher.wire import arrays_to_tensors
+from flwr_fisher.wire.tct_upload import EigenvalueCounts, about_features
 
 SECURE = SecureSums(bits=64)
 
@@ -102,69 +94,27 @@ def test_features_sums_need_more_than_32_bits():
 
 # What travels
 
+ABOUT = about_features("d", "head", 3)
+
 
 @given(
     st.lists(st.floats(0, 2.0**39), min_size=1, max_size=20),
 )
 def test_summed_bins_tell_eigenvalues_to_an_eighth_of_an_octave(values):
-    counts = sum(eigenvalue_bin(value) for value in values)
-    edges = upper_edges(counts)
+    counts = sum(EigenvalueCounts.of(ABOUT, value).counts for value in values)
+    edges = EigenvalueCounts(ABOUT, counts).eigenvalues
     for value, edge in zip(sorted(values), edges, strict=True):
         assert value <= edge * (1 + 1e-12)
         assert edge <= max(value * 2 ** (1 / 8), 2.0**-40) * (1 + 1e-12)
 
 
-def test_summed_moments_are_the_moments_over_all():
-    generator = torch.Generator().manual_seed(0)
-    scales = torch.logspace(-4, 2, 7)
-    clients = [
-        feature_moments(scales * (1 + torch.randn(n, 7, generator=generator)))
-        for n in (3, 10, 5)
-    ]
-    parts = [moment_sums(own, 10, "head") for own in clients]
-    names = ("sum", "squares", "count")
-    summed = {name: sum(part[name] for part in parts) for name in names}
-    read = read_moment_sums(7, record(summed | {"format": parts[0]["format"]}), {})
-    expected = combine_moments(clients)
-    torch.testing.assert_close(read.tensors["mean"], expected.mean)
-    torch.testing.assert_close(read.tensors["m2"], expected.m2)
-    assert int(read.tensors["count"]) == 18
-    assert int(read.tensors["num-classes"]) == 10
-    assert bytes(read.tensors["head"].tolist()) == b"head"
-
-
-def record(tensors):
-    digest = {"digest": bytes_of("d")}
-    return tensors_to_arrays({f"tct/{k}": v for k, v in (tensors | digest).items()})
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"squares": torch.zeros(2).double()}, "2 entries for 3"),
-        ({"count": torch.tensor(0)}, "must be positive"),
-        ({"count": torch.tensor(1.0)}, "float32"),
-        ({"format": bytes_of("{}")}, "is no description"),
-        ({"format": bytes_of('{"head": "a", "num-classes": -1}')}, "positive, got -1"),
-        ({"format": torch.tensor([255], dtype=torch.uint8)}, "is no description"),
-        ({"sum": torch.full((3,), torch.nan).double()}, "NaN"),
-        ({"more": torch.zeros(1)}, "unexpected"),
-    ],
-)
-def test_malformed_moment_sums_are_refused(change, says):
-    moments = feature_moments(torch.randn(4, 3))
-    with pytest.raises(WireError, match=says):
-        read_moment_sums(3, record(moment_sums(moments, 2, "") | change), {})
-
-
 def test_malformed_numbers_of_clients_are_refused():
-    counts = eigenvalue_bin(1.0)
+    counts = EigenvalueCounts.of(ABOUT, 1.0).counts
     # The last would have the server make an edge for each of 2**40 clients.
-    for wrong in (-counts, 0 * counts, counts * 2**40):
+    for wrong in (0 * counts, counts * 2**40):
+        record = EigenvalueCounts(ABOUT, wrong).to_arrays()
         with pytest.raises(WireError, match="not counts of clients"):
-            read_eigenvalues(record({"eigenvalues": wrong}), {})
-    with pytest.raises(WireError, match="shape"):
-        read_eigenvalues(record({"eigenvalues": counts[:3]}), {})
+            EigenvalueCounts.read(record, {})
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from flwr_fisher.wire.arrays import check_second_moment
 from flwr_fisher.wire.codec import PACKED
 from flwr_fisher.wire.matrices import check_part
 from flwr_fisher.wire.quantise import Packing
-from flwr_fisher.wire.tangent_upload import read_moments, read_spectrum
+from flwr_fisher.wire.tct_upload import EigenvalueUpload, FeatureUpload
 
 LIKE = {"fc.weight": torch.zeros(3, 4), "fc.bias": torch.zeros(3)}
 READERS = {
@@ -44,8 +44,8 @@ READERS = {
     "products": lambda record: Additive.reader("product", "buffers")(record, LIKE),
     "sums": lambda record: Additive.reader(*SUMS)(record, LIKE),
     "vectors": lambda record: Additive.reader("gradient", "params")(record, LIKE),
-    "moments": lambda record: read_moments(10, record, LIKE),
-    "spectrum": lambda record: read_spectrum(record, LIKE),
+    "features": lambda record: FeatureUpload.read(record, LIKE, p=10),
+    "spectrum": lambda record: EigenvalueUpload.read(record, LIKE),
 }
 
 
@@ -159,7 +159,7 @@ def test_errors_that_quote_keys_are_short_and_printable(reader):
 @pytest.mark.parametrize("reader", READERS)
 def test_shapes_that_are_none_are_refused_in_few_words(reader):
     arrays = {name: Array(v.numpy()) for name, v in LIKE.items()}
-    keys = [PACKED] if reader == "packed" else ["fc.weight", "tct/mean"]
+    keys = [PACKED] if reader == "packed" else ["fc.weight", "tct/sum"]
     for shape in ((1,) * 10**5, (10**4000,), (-1,), (2**80,)):
         for key in keys:
             arrays[key] = Array("float32", (3, 4), "numpy.ndarray", b"")

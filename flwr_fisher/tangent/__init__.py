@@ -12,22 +12,20 @@ from flwr_fisher.tangent.spectrum import (
     largest_safe_lr,
 )
 from flwr_fisher.tangent.standardisation import (
-    FeatureMoments,
-    combine_moments,
-    feature_moments,
+    FeatureSums,
+    feature_sums,
     standardisation,
 )
 
 __all__ = [
-    "FeatureMoments",
+    "FeatureSums",
     "HeadSums",
     "Spectrum",
     "TCTModel",
     "TangentFeatures",
     "check_lr",
     "closed_form_head",
-    "combine_moments",
-    "feature_moments",
+    "feature_sums",
     "gram_spectrum",
     "head_sums",
     "largest_safe_lr",

@@ -10,11 +10,10 @@ SCAFFOLD. :func:`tct_update` computes their end at once, by the eigenvalues of
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ParamsError, check_positive, check_whole
+from flwr_fisher.errors import check_positive, check_whole
 from flwr_fisher.tangent.spectrum import (
     Spectrum,
     check_lr,
-    check_targets,
     times,
     transposed_times,
 )
@@ -86,8 +85,6 @@ def tct_update(
     ------
     ConfigurationError
         If `local_steps` is not positive or `lr` is out of range.
-    ParamsError
-        If shapes do not fit.
 
     Examples
     --------
@@ -99,21 +96,15 @@ def tct_update(
     tensor([[1.],
             [2.]])
     """
-    check_targets(Z, Y, weight, h, residual)
     check_whole("local_steps", local_steps, 1)
     check_lr(lr, spectrum.largest)
-    n = len(Z)
-    if len(spectrum.eigenvalues) != n:
-        raise ParamsError(
-            f"the spectrum has {len(spectrum.eigenvalues)} examples, but Z has {n}"
-        )
-    E, Zh = _projections(Z, Y, weight, h, residual)
+    E = tct_residual(Z, Y, weight) if residual is None else residual.double()
     phi, psi = _filters(spectrum.eigenvalues, lr, local_steps)
     Q = spectrum.eigenvectors
     inner = phi.unsqueeze(1) * (Q.mT @ E)
-    if Zh is not None:
-        inner -= psi.unsqueeze(1) * (Q.mT @ Zh)
-    moved = weight - transposed_times(Z, Q @ inner / n, weight.dtype)
+    if h is not None:
+        inner -= psi.unsqueeze(1) * (Q.mT @ times(Z, h.to(weight)))
+    moved = weight - transposed_times(Z, Q @ inner / len(Z), weight.dtype)
     return moved if h is None else moved.add_(h, alpha=lr * local_steps)
 
 
@@ -144,7 +135,6 @@ def tct_steps(
     tensor([[1.],
             [2.]])
     """
-    check_targets(Z, Y, weight, h)
     check_whole("local_steps", local_steps, 1)
     check_positive("lr", lr)
     theta, scale = weight.clone(), lr / len(Z)
@@ -168,32 +158,13 @@ def tct_residual(Z: Tensor, Y: Tensor, weight: Tensor) -> Tensor:
     Z, Y, weight : Tensor
         As for :func:`tct_update`.
 
-    Raises
-    ------
-    ParamsError
-        If shapes do not fit.
-
     Examples
     --------
     >>> import torch
     >>> tct_residual(torch.ones(1, 2), torch.ones(1, 1), torch.full((2, 1), 0.75))
     tensor([[0.5000]], dtype=torch.float64)
     """
-    check_targets(Z, Y, weight)
     return times(Z, weight) - Y
-
-
-def _projections(
-    Z: Tensor, Y: Tensor, weight: Tensor, h: Tensor | None, residual: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return E and Zh by one pass over Z."""
-    if residual is not None:
-        return residual.double(), None if h is None else times(Z, h.to(weight))
-    if h is None:
-        return times(Z, weight) - Y, None
-    both = times(Z, torch.cat([weight, h.to(weight)], dim=1))
-    E, Zh = both.chunk(2, dim=1)
-    return E - Y, Zh
 
 
 def _filters(eigenvalues: Tensor, lr: float, steps: int) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,7 @@ from decimal import ROUND_FLOOR, Context
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import (
-    ConfigurationError,
-    DataError,
-    ParamsError,
-    check_positive,
-)
+from flwr_fisher.errors import ConfigurationError, check_positive
 
 # small enough for a cache, large enough for a matrix product
 _BLOCK_BYTES = 2**23
@@ -73,23 +68,10 @@ class Spectrum:
         ``[n]`` float64, ascending, none negative.
     eigenvectors : Tensor
         ``[n, n]`` float64, one a column.
-
-    Raises
-    ------
-    ParamsError
-        If shapes do not fit each other.
     """
 
     eigenvalues: Tensor
     eigenvectors: Tensor
-
-    def __post_init__(self) -> None:
-        n = len(self.eigenvalues)
-        if self.eigenvalues.shape != (n,) or self.eigenvectors.shape != (n, n):
-            raise ParamsError(
-                "a spectrum has eigenvalues [n] and eigenvectors [n, n], got shapes "
-                f"{tuple(self.eigenvalues.shape)} and {tuple(self.eigenvectors.shape)}"
-            )
 
     @property
     def largest(self) -> float:
@@ -111,17 +93,11 @@ def gram_spectrum(Z: Tensor) -> Spectrum:
         ``[n, p]``, of any floating dtype, also memory-mapped. The computation takes
         about :math:`32 n^2` further bytes, and time as :math:`n^2 p + 10 n^3`.
 
-    Raises
-    ------
-    DataError
-        If there is no example or feature, or a value is not finite.
-
     Examples
     --------
     >>> gram_spectrum(torch.tensor([[2.0, 0.0], [0.0, 4.0]])).eigenvalues
     tensor([2., 8.], dtype=torch.float64)
     """
-    check_features(Z)
     n, p = Z.shape
     K = torch.zeros(n, n, dtype=torch.float64, device=Z.device)
     for start in range(0, p, _COLUMNS):
@@ -130,8 +106,6 @@ def gram_spectrum(Z: Tensor) -> Spectrum:
         for first in range(0, n, _ROWS):
             last = min(first + _ROWS, n)
             K[first:last, :last].addmm_(block[first:last], block[:last].mT)
-    if not K.diagonal().isfinite().all():
-        raise DataError("the features hold NaN or infinity")
     eigenvalues, eigenvectors = torch.linalg.eigh(K.div_(n), UPLO="L")
     return Spectrum(eigenvalues.clamp_(min=0), eigenvectors)
 
@@ -191,34 +165,6 @@ def check_lr(lr: float, largest_eigenvalue: float) -> None:
         )
 
 
-def check_features(Z: Tensor) -> None:
-    """Raise :class:`DataError` unless `Z` is a matrix of floats with an entry."""
-    if Z.dim() != 2 or not Z.numel() or not Z.is_floating_point():
-        raise DataError(
-            "features must be a matrix [n, p] of floats with at least one example and "
-            f"feature, got {tuple(Z.shape)} of {Z.dtype}"
-        )
-
-
-def check_targets(
-    Z: Tensor,
-    Y: Tensor,
-    weight: Tensor,
-    h: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> None:
-    """Raise :class:`ParamsError` if a tensor's shape does not fit the others'."""
-    check_features(Z)
-    if Y.dim() != 2:
-        raise ParamsError(f"Y must be [n, C], got {tuple(Y.shape)}")
-    (n, p), classes = Z.shape, Y.shape[1]
-    tensors = {"Y": Y, "weight": weight, "h": h, "residual": residual}
-    shapes = [(n, classes), (p, classes), (p, classes), (n, classes)]
-    for (name, tensor), shape in zip(tensors.items(), shapes, strict=True):
-        if tensor is not None and tensor.shape != shape:
-            raise ParamsError(f"{name} has shape {tuple(tensor.shape)}, need {shape}")
-
-
 # Of a spectrum: K, its eigenvectors and eigh's work take 32 n^2 bytes, here 13 GB.
 MOST_EXAMPLES = 20_000
 _VECTORS, _ITERATIONS = 8, 60
@@ -236,17 +182,11 @@ def largest_gram_eigenvalue(Z: Tensor) -> float:
     Z : Tensor
         ``[n, p]``, of any floating dtype, also memory-mapped.
 
-    Raises
-    ------
-    DataError
-        If there is no example or feature.
-
     Examples
     --------
     >>> round(largest_gram_eigenvalue(torch.tensor([[2.0, 0.0], [0.0, 4.0]])), 6)
     8.0
     """
-    check_features(Z)
     n = len(Z)
     start = torch.randn(n, min(n, _VECTORS), generator=torch.Generator().manual_seed(0))
     basis = torch.linalg.qr(start.double().to(Z.device)).Q

@@ -51,9 +51,12 @@ class HeadUpload(Payload):
         ("f", "f"),
         limit="curvature",
         second_moment=True,
+        summed=True,
     )
-    cross: Tensor = part("head/cross", torch.float64, ("f", "C"), limit="curvature")
-    count: Tensor = part("head/count", torch.float64, above=0, counts=True)
+    cross: Tensor = part(
+        "head/cross", torch.float64, ("f", "C"), limit="curvature", summed=True
+    )
+    count: Tensor = part("head/count", torch.float64, above=0, counts=True, summed=True)
 
     @classmethod
     def of(cls, weight: str, bias: str | None, sums: HeadSums) -> Self:
@@ -100,19 +103,9 @@ class HeadUpload(Payload):
         inputs = features + (bias is not None)
         check_same_shape("head/cross", self.cross.shape, (inputs, classes))
 
-    def curvature_norms(self) -> dict[str, float]:
-        """Return the features' mean square, and the norm of the mean cross product."""
-        count = float(self.count)
-        return {key: size / count for key, size in super().curvature_norms().items()}
-
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
         """Return it with scaled sums; one factor for both keeps the solution."""
         factor = factors.get("head/gram", 1.0)
         both = {"head/cross": factor, "head/gram": factor}
         shorter = min(factor, factors.get("head/cross", 1.0))
         return super().scaled(both | {"head/cross": shorter}, like)
-
-    def reweighted(self, factor: float) -> Self:
-        """Return the sums of a client with `factor` times as many examples."""
-        sums = self.gram * factor, self.cross * factor, self.count * factor
-        return type(self)(self.about, *sums)

@@ -33,8 +33,8 @@ _MOST_BATCHES = 1_000_000  # on which a client trains in a round
 _MEAN, _VARIANCE, _COUNT = NORM_STATISTICS
 _DESCRIPTION = 1024  # bytes of a description, at most
 
-# What a policy limits of a part: the model's way from the one sent out, the norm of a
-# vector, or the size of a curvature. The last is relative to the client's weight.
+# What a policy limits of a part: its distance from the tensor that the server sent
+# under its key, its norm, or the size of a curvature, times the client's weight.
 Limit = Literal["", "model", "step", "curvature"]
 
 
@@ -47,7 +47,8 @@ class Part:
     key : str
         The part's key in the record, and its name for a policy.
     dtype : torch.dtype, optional
-        The dtype of its tensor. A description has none.
+        The dtype of its tensor. None is for a description, and for a part with the
+        limit "model", which has the dtype and shape of what the server sent.
     shape : tuple[int | str, ...]
         Its shape. A text stands for a length that is equal in all parts of the payload,
         and at most :meth:`Payload.lengths` says.
@@ -57,6 +58,9 @@ class Part:
         All entries must be at least `low`, and greater than `above`.
     second_moment : bool, default False
         Whether it is a symmetric positive semi-definite matrix. Its size is its trace.
+    summed : bool, default False
+        Whether it is a sum over the client's examples. A policy sees it per example,
+        and a client with twice the weight has twice of it.
     counts : bool, default False
         Whether it is a number of examples, at most the client's weight.
     """
@@ -68,7 +72,30 @@ class Part:
     low: float | None = None
     above: float | None = None
     second_moment: bool = False
+    summed: bool = False
     counts: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is a description."""
+        return self.dtype is None and self.limit != "model"
+
+    def expected(self, like: Params) -> tuple[torch.dtype, tuple[int | None, ...]]:
+        """Return its dtype and shape, with None for lengths that are not known yet."""
+        if self.is_text:
+            return torch.uint8, (None,)
+        if self.dtype is None:
+            return like[self.key].dtype, tuple(like[self.key].shape)
+        return self.dtype, tuple(n if isinstance(n, int) else None for n in self.shape)
+
+    def most_bytes(self, like: Params, most: Mapping[str, int]) -> int:
+        """Return how many bytes it may have."""
+        if self.is_text:
+            return _DESCRIPTION
+        if self.dtype is None:
+            return like[self.key].nbytes
+        lengths = (n if isinstance(n, int) else most[n] for n in self.shape)
+        return math.prod(lengths) * self.dtype.itemsize
 
     def check(self, value: Tensor) -> None:
         """Raise :class:`WireError` unless a tensor is within the bounds."""
@@ -90,18 +117,12 @@ class Part:
 
 def part(
     key: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
     shape: tuple[int | str, ...] = (),
-    *,
-    limit: Limit = "",
-    low: float | None = None,
-    above: float | None = None,
-    second_moment: bool = False,
-    counts: bool = False,
+    **facts: Any,
 ) -> Any:
-    """Declare a field that travels as one tensor; see :class:`Part`."""
-    facts = (limit, low, above, second_moment, counts)
-    return field(metadata={"part": Part(key, dtype, shape, *facts)})
+    """Declare a field that travels as one tensor, by what :class:`Part` takes."""
+    return field(metadata={"part": Part(key, dtype, shape, **facts)})
 
 
 def description(key: str) -> Any:
@@ -155,7 +176,7 @@ class Payload(ABC):  # noqa: B024
         return [
             (name, part, getattr(self, name))
             for name, part in self.declared().items()
-            if part.dtype is not None
+            if not part.is_text
         ]
 
     @classmethod
@@ -181,7 +202,7 @@ class Payload(ABC):  # noqa: B024
         """Return what must be equal in all uploads of a round."""
         return tuple(
             f"{part.key} {getattr(self, name)}"
-            if part.dtype is None
+            if part.is_text
             else f"{part.key} {tuple(getattr(self, name).shape)}"
             for name, part in self.declared().items()
         )
@@ -216,15 +237,13 @@ class Payload(ABC):  # noqa: B024
             shape or dtype, is not finite, or is out of its bounds.
         """
         declared, most = cls.declared(), lengths or cls.lengths(like)
-        expected = {
-            p.key: (p.dtype or torch.uint8, _any_length(p)) for p in declared.values()
-        }
-        limit = sum(_most_bytes(p, most) for p in declared.values())
+        expected = {p.key: p.expected(like) for p in declared.values()}
+        limit = sum(p.most_bytes(like, most) for p in declared.values())
         tensors = read_named(record, expected, limit=limit)
         _check_lengths(declared.values(), tensors, most)
         values: dict[str, Any] = {}
         for name, part in declared.items():
-            if part.dtype is None:
+            if part.is_text:
                 values[name] = read_description(tensors[part.key], part.key)
             else:
                 part.check(tensors[part.key])
@@ -245,9 +264,10 @@ class Payload(ABC):  # noqa: B024
     def reweighted(self, factor: float) -> Self:
         """Return the upload of a client with `factor` times as many examples.
 
-        Only an upload that has its client's weight in its numbers changes.
+        Only the parts that are sums over examples change.
         """
-        return self
+        sums = {name: v * factor for name, part, v in self._tensors() if part.summed}
+        return cast(Self, replace(cast(Any, self), **sums)) if sums else self
 
     # --- a policy limits clients by the numbers that follow
 
@@ -257,7 +277,8 @@ class Payload(ABC):  # noqa: B024
         They are distances from `like`, which the server sent, and norms of vectors. A
         client's should not be much longer than most clients'.
         """
-        return self._sizes("step")
+        sent = {p.key: v for _, p, v in self._tensors() if p.limit == "model"}
+        return self._sizes("step") | displacements(sent, like)
 
     def curvature_norms(self) -> dict[str, float]:
         """Return each part's weight relative to other clients', in float64.
@@ -268,7 +289,13 @@ class Payload(ABC):  # noqa: B024
         return self._sizes("curvature")
 
     def _sizes(self, limit: Limit) -> dict[str, float]:
-        return {p.key: p.size(v) for _, p, v in self._tensors() if p.limit == limit}
+        tensors = self._tensors()
+        count = next((float(v) for _, p, v in tensors if p.counts), 1.0)
+        return {
+            p.key: p.size(v) / (count if p.summed else 1)
+            for _, p, v in tensors
+            if p.limit == limit
+        }
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
         """Return the upload with some parts scaled down.
@@ -281,27 +308,13 @@ class Payload(ABC):  # noqa: B024
         like : Mapping[str, Tensor]
             The parameters that the server sent.
         """
-        changed = {
-            name: value * factors[part.key]
-            for name, part, value in self._tensors()
-            if part.limit and part.key in factors
-        }
+        changed = {}
+        for name, part, value in self._tensors():
+            if part.limit == "model":
+                changed[name] = drawn_back({part.key: value}, like, factors)[part.key]
+            elif part.limit and part.key in factors:
+                changed[name] = value * factors[part.key]
         return cast(Self, replace(cast(Any, self), **changed)) if changed else self
-
-
-def _any_length(part: Part) -> tuple[int | None, ...]:
-    """Return a part's shape, with None for lengths that are not known yet."""
-    if part.dtype is None:
-        return (None,)
-    return tuple(n if isinstance(n, int) else None for n in part.shape)
-
-
-def _most_bytes(part: Part, most: Mapping[str, int]) -> int:
-    """Return how many bytes a part may have."""
-    if part.dtype is None:
-        return _DESCRIPTION
-    lengths = (n if isinstance(n, int) else most[n] for n in part.shape)
-    return math.prod(lengths) * part.dtype.itemsize
 
 
 def _check_lengths(

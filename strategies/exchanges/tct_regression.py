@@ -12,15 +12,19 @@ from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads, weights_of
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.tangent import (
-    FeatureMoments,
     check_lr,
-    combine_moments,
     largest_safe_lr,
     standardisation,
     tct_average,
 )
 from flwr_fisher.wire.arrays import bytes_of
-from flwr_fisher.wire.tangent_upload import KEYS, TangentUpload
+from flwr_fisher.wire.tct_upload import (
+    KEYS,
+    EigenvalueCounts,
+    EigenvalueUpload,
+    FeatureUpload,
+    WeightUpload,
+)
 
 # groups of the state's tensors, and names in them
 MEMBERSHIP, CONTROL, _FACTS = "membership", "control", "regression"
@@ -82,28 +86,27 @@ def send(state: ServerState) -> Groups:
 
 def standardise_features(
     state: ServerState,
-    uploads: Uploads[TangentUpload],
+    uploads: Uploads[FeatureUpload],
     *,
     seed: int,
     standardise: bool,
 ) -> Step:
     """Return a step that sets the features' mean and deviation over all clients."""
-    sums = [upload.payload.tensors for upload in uploads]
-    moments = [FeatureMoments(t["mean"], t["m2"], int(t["count"])) for t in sums]
-    mean, std = standardisation(combine_moments(moments))
+    about = uploads[0].payload.about
+    mean, std = standardisation([upload.payload.sums for upload in uploads])
     if not standardise:
         mean, std = torch.zeros_like(mean), torch.ones_like(std)
     model = {
-        "weight": torch.zeros(len(mean), int(sums[0]["num-classes"])),
+        "weight": torch.zeros(len(mean), about["classes"]),
         "mean": mean.float(),
         "std": std.float(),
         "seed": torch.tensor(seed),
-        "head": sums[0]["head"],
+        "head": bytes_of(about["head"]),
     }
     params = state.params | {f"{KEYS}{k}": v for k, v in model.items()}
     groups = {
         MEMBERSHIP: state.group(MEMBERSHIP),
-        _FACTS: {_DIGEST: bytes_of(uploads[0].payload.digest)},
+        _FACTS: {_DIGEST: bytes_of(about["digest"])},
     }
     metrics: dict[str, Any] = {"stage": 2, "num-features": len(mean)}
     return Step(ServerState(params, groups), metrics)
@@ -111,7 +114,7 @@ def standardise_features(
 
 def agree_on_rate(
     state: ServerState,
-    uploads: Uploads[TangentUpload],
+    uploads: Uploads[EigenvalueUpload | EigenvalueCounts],
     *,
     lr: float | None,
     control: bool,
@@ -126,7 +129,7 @@ def agree_on_rate(
     eigenvalues = {
         f"one of {u.client} ({place})" if u.members else u.client: value
         for u in uploads
-        for place, value in enumerate(u.payload.tensors[_LARGEST].reshape(-1).tolist())
+        for place, value in enumerate(u.payload.eigenvalues)
     }
     largest = max(eigenvalues.values())
     weight = state.params[f"{KEYS}weight"]
@@ -148,7 +151,7 @@ def agree_on_rate(
 
 def average(
     state: ServerState,
-    uploads: Uploads[TangentUpload],
+    uploads: Uploads[WeightUpload],
     connected: int,
     *,
     local_steps: int,
@@ -162,7 +165,7 @@ def average(
     weight, control = tct_average(
         old,
         sent,
-        [upload.payload.tensors["weight"] for upload in uploads],
+        [upload.payload.weight for upload in uploads],
         weights,
         parts=[upload.taken for upload in uploads],
         participation=members.participation(weights),

@@ -1,4 +1,4 @@
-"""TCT's jobs: the features' moments, their largest eigenvalue, regression rounds."""
+"""TCT's jobs: the features' sums, their largest eigenvalue, regression rounds."""
 
 import math
 from dataclasses import replace
@@ -16,16 +16,21 @@ from flwr_fisher.params import Params
 from flwr_fisher.tangent import (
     TCTModel,
     check_lr,
-    feature_moments,
+    feature_sums,
     largest_safe_lr,
     tct_control,
     tct_residual,
     tct_steps,
     tct_update,
 )
-from flwr_fisher.wire.arrays import bytes_of, text_from
-from flwr_fisher.wire.tangent_sums import EIGENVALUES, eigenvalue_bin, moment_sums
-from flwr_fisher.wire.tangent_upload import TangentUpload
+from flwr_fisher.wire.arrays import text_from
+from flwr_fisher.wire.tct_upload import (
+    EigenvalueCounts,
+    EigenvalueUpload,
+    FeatureUpload,
+    WeightUpload,
+    about_features,
+)
 
 _CONTROL, _STEPS = "tct-control", 500
 
@@ -73,9 +78,9 @@ def tct_evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     return evaluation(problem, request, _with_tct_model)
 
 
-@register_job("tct-moments")
-def tct_moments_job(problem: LocalProblem, request: Request) -> Reply:
-    """Return the moments of this client's features, or sums in their place.
+@register_job("tct-features")
+def tct_features_job(problem: LocalProblem, request: Request) -> Reply:
+    """Return the sums of this client's features and of their squares.
 
     Raises
     ------
@@ -84,32 +89,23 @@ def tct_moments_job(problem: LocalProblem, request: Request) -> Reply:
         computed.
     """
     mine = _features(problem, request)
-    moments = feature_moments(mine.raw())
-    if _as_sums(request):
-        head, num_classes = mine.tangent.head, mine.tangent.num_classes
-        return _reply(mine, moment_sums(moments, num_classes, head))
-    tensors = {
-        "mean": moments.mean,
-        "m2": moments.m2,
-        "count": torch.tensor(moments.count),
-        "num-classes": torch.tensor(mine.tangent.num_classes),
-        "head": bytes_of(mine.tangent.head),
-    }
-    return _reply(mine, tensors)
+    upload = FeatureUpload.of(_about(mine), feature_sums(mine.raw()))
+    return Reply({}, upload.to_arrays())
 
 
 @register_job("tct-spectrum")
 def tct_spectrum_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the largest eigenvalue of this client's regression.
 
-    The server sent the ``mean`` and ``std`` of features over all clients.
+    The server sent the ``mean`` and ``std`` of features over all clients. If it sees
+    only sums over clients, the eigenvalue is a count in a histogram.
     """
     mine = _features(problem, request)
-    regression = mine.regression(*_statistics(mine, request))
-    if _as_sums(request):
-        return _reply(mine, {EIGENVALUES: eigenvalue_bin(regression.largest)})
-    largest = torch.tensor(regression.largest, dtype=torch.float64)
-    return _reply(mine, {"largest-eigenvalue": largest})
+    largest = mine.regression(*_statistics(mine, request)).largest
+    if request.options.get("aggregate") == "sums":
+        return Reply({}, EigenvalueCounts.of(_about(mine), largest).to_arrays())
+    value = torch.tensor(largest, dtype=torch.float64)
+    return Reply({}, EigenvalueUpload(_about(mine), value).to_arrays())
 
 
 @register_job("tct-step")
@@ -167,7 +163,7 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
         new = tct_control(own, control, weight, new_weight, lr=lr, local_steps=steps)
         state.save({_CONTROL: new})
     metrics = {"train_loss": loss, "state-lost": int(lost)}
-    return _reply(mine, {"weight": new_weight}, metrics)
+    return Reply(metrics, WeightUpload(_about(mine), new_weight).to_arrays())
 
 
 def _times_shorter(lr: float, largest: float, most: int) -> int:
@@ -193,17 +189,9 @@ def _with_tct_model(problem: LocalProblem, params: Params) -> LocalProblem:
     return replace(problem, model=model.to(problem.device))
 
 
-def _as_sums(request: Request) -> bool:
-    return request.options.get("aggregate") == "sums"
-
-
-def _reply(
-    mine: ClientFeatures,
-    tensors: dict[str, Tensor],
-    metrics: dict[str, float] | None = None,
-) -> Reply:
-    upload = TangentUpload(tensors, mine.tangent.digest)
-    return Reply(metrics or {}, upload.to_arrays())
+def _about(mine: ClientFeatures) -> dict[str, Any]:
+    tangent = mine.tangent
+    return about_features(tangent.digest, tangent.head, tangent.num_classes)
 
 
 def _features(problem: LocalProblem, request: Request) -> ClientFeatures:
