@@ -10,9 +10,8 @@ Long: all exceptions, and all checks of single arguments, with their docstrings.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any
 
-Options = TypeVar("Options")
 _MOST, _NAMES = 80, 5  # characters of a text from outside, and names, that are shown
 
 
@@ -222,15 +221,6 @@ def plain_fields(options: object) -> None:
     for name, value in list(vars(options).items()):
         if isinstance(value, Real):
             object.__setattr__(options, name, plain(value))
-
-
-def given(name: str, options: Options | None, kind: type[Options]) -> Options:
-    """Return options unchanged, or the defaults; raise an error for other objects."""
-    if isinstance(options, kind | None):
-        return kind() if options is None else options
-    raise ConfigurationError(
-        f"{name} must be {kind.__name__}(...), got {options!r:.80}"
-    )
 
 
 @contextmanager

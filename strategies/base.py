@@ -247,7 +247,7 @@ class CurvatureStrategy(FedAvg):
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings, as JSON: override this.
 
-        :meth:`options`, :meth:`used_settings` and :meth:`summary` are made from it.
+        :meth:`options` and :meth:`summary` are made from it.
         """
         return {}
 
@@ -269,14 +269,9 @@ class CurvatureStrategy(FedAvg):
             **self.settings(),
         }
 
-    def used_settings(self) -> dict[str, Any]:
-        """Return the settings for the log: those that affect the run."""
-        return self.settings()
-
     def summary(self) -> None:
         """Log the strategy's configuration."""
-        settings = self.used_settings().items()
-        text = ", ".join(f"{name}={value}" for name, value in settings)
+        text = ", ".join(f"{name}={value}" for name, value in self.settings().items())
         logger.info("\t├──> %s", text)
         super().summary()
 

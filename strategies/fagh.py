@@ -1,6 +1,7 @@
 """FAGH: server steps along Newton's direction, from one row of the Hessian."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -139,30 +140,25 @@ class FAGH(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Return one exchange: for gradients, and Hessian products with the probe."""
-        mean = Summation[Additive]()
         mode = {"train-mode": self.train_mode}
         if self.probe == "none":
+            options: dict[str, str | int | float] = {"job": "gradient", **mode}
             read = Additive.reader("gradient")
-            return [
-                Exchange({"job": "gradient", **mode}, read, self._step, additive=mean),
-                *norm_exchanges(self),
-            ]
-        moves = self.probe == "momentum" and server_round > 1
-        config: dict[str, str | int] = {
-            "job": "probe",
-            "probe": "random" if self.probe == "momentum" and not moves else self.probe,
-            "probe-seed": self._probe_seed,
-            **mode,
-        }
-        if moves:
-            return [
-                Exchange(config, _read, self._step, send=_send, additive=mean),
-                *norm_exchanges(self),
-            ]
-        return [
-            Exchange(config, _read, self._step, additive=mean),
-            *norm_exchanges(self),
-        ]
+            exchange = Exchange(options, read, self._step, additive=Summation())
+        else:
+            # Round 1 has no last direction: the momentum's first probe is random.
+            has_last = self.probe == "momentum" and server_round > 1
+            drawn = self.probe == "momentum" and not has_last
+            options = {
+                "job": "probe",
+                "probe": "random" if drawn else self.probe,
+                "probe-seed": self._probe_seed,
+                **mode,
+            }
+            exchange = Exchange(options, _read, self._step, additive=Summation())
+            if has_last:
+                exchange = replace(exchange, send=_send)
+        return [exchange, *norm_exchanges(self)]
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return a step along Newton's direction, with updated moments."""

@@ -15,13 +15,7 @@ from flwr.app import ArrayRecord
 from flwr_fisher.curvature import FisherOptions
 from flwr_fisher.curvature.structures import STRUCTURES
 from flwr_fisher.devices import default_device, usable_device
-from flwr_fisher.errors import (
-    ConfigurationError,
-    check_known,
-    check_number,
-    given,
-    plain,
-)
+from flwr_fisher.errors import ConfigurationError, check_known, check_number, plain
 from flwr_fisher.log_lines import Progress, logger
 from flwr_fisher.merge import (
     DiagonalSums,
@@ -30,7 +24,7 @@ from flwr_fisher.merge import (
     fedfisher_from_sums,
 )
 from flwr_fisher.merge.fedfisher import merge_posteriors
-from flwr_fisher.merge.options import Report, Score, check_score
+from flwr_fisher.merge.options import Score, check_score
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -53,8 +47,6 @@ from flwr_fisher.wire import (
     resolve,
 )
 from flwr_fisher.wire.additive import SUMS
-
-_Options = dict[str, str | int | float]
 
 
 class FedFisherOneShot(CurvatureStrategy):
@@ -162,32 +154,31 @@ class FedFisherOneShot(CurvatureStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(norm_statistics=norm_statistics, **kwargs)
+        check_known("structure", structure, STRUCTURES)
+        check_known("aggregate", aggregate, ("parts", "sums"))
+        self.structure, self.aggregate, self.score = structure, aggregate, score
+        self.fisher = (fisher or FisherOptions()).for_structure(structure)
+        self.codec = Codec.of("codec", codec)
+        self.merge = MergeOptions.of("merge", merge)
+        if solver is not None:
+            self.merge = replace(self.merge, solver=solver)
+        check_score(score, self.merge.solver)
         self.device = default_device()
         if device is not None:
             self.device = usable_device(device, "merge on the CPU, device='cpu'")
-        check_known("aggregate", aggregate, ("parts", "sums"))
-        fisher = given("fisher", fisher, FisherOptions)
-        merge = MergeOptions.of("merge", merge)
-        merge = merge if solver is None else replace(merge, solver=solver)
-        check_known("structure", structure, STRUCTURES)
-        self.structure, self.fisher = structure, fisher.for_structure(structure)
-        self.codec, self.score = Codec.of("codec", codec), score
-        self.aggregate = aggregate
-        self.merge = merge.for_sums(structure) if aggregate == "sums" else merge
-        self._filled = self.merge.filled()  # `check` has the model's own defaults
-        if aggregate == "parts" and self._filled.max_share < 1:
-            # The merge limits each client's share of a layer's curvature.
-            self.policy = replace(self.policy, max_curvature=math.inf)
-        check_score(score, merge.solver)
-        if merge.solver == "closed-form" and structure != "diagonal":
+        if self.merge.solver == "closed-form" and structure != "diagonal":
             raise ConfigurationError(
                 f"solver='closed-form' needs structure='diagonal', not '{structure}'"
             )
         if aggregate == "sums":
-            self._check_sums()
+            self._use_sums()
+        self._filled = self.merge.filled()  # `check` has the model's own defaults
+        if aggregate == "parts" and self._filled.max_share < 1:
+            # The merge limits each client's share of a layer's curvature.
+            self.policy = replace(self.policy, max_curvature=math.inf)
 
-    def _check_sums(self) -> None:
-        """Raise an error for options that do not work with sums."""
+    def _use_sums(self) -> None:
+        """Set the options for sums; raise an error for those that need more."""
         needs = "aggregate='sums' needs"
         if self.structure == "kfac" and self.merge.solver != "pcg":
             raise ConfigurationError(
@@ -198,7 +189,7 @@ class FedFisherOneShot(CurvatureStrategy):
                 f"{needs} codec='lossless', since packed uploads cannot be summed"
             )
         self.check_weighted_by_examples("aggregate='sums'")
-        self.codec = LOSSLESS
+        self.codec, self.merge = LOSSLESS, self.merge.for_sums(self.structure)
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return a round's exchanges.
@@ -206,38 +197,42 @@ class FedFisherOneShot(CurvatureStrategy):
         One request for models with their Fishers (`parts`), or several for sums
         (`sums`).
         """
-        own = self._requested()
+        options = self._requested()
+        merging: Sequence[Exchange[Any]]
         if self.aggregate == "parts":
-            return [self._of_uploads(server_round, own), *norm_exchanges(self)]
-        if self.structure == "kfac":
-            merge, keep_all = self._filled, self.policy.limits
-            sums = KfacSums(merge, own, keep_all, step_of).exchanges()
-            return [*sums, *norm_exchanges(self)]
-        return [self._of_diagonal_sums(own), *norm_exchanges(self)]
-
-    def _of_uploads(self, server_round: int, own: _Options) -> Exchange[Any]:
-        # A first merge has no usual length of moves, which `trust` could limit.
-        trust = math.inf if server_round == 1 else self.merge.trust
-        step = partial(self._merge_uploads, replace(self.merge, trust=trust))
-        return Exchange(own, self._read, step, require_same_parameters=True)
-
-    def _of_diagonal_sums(self, own: _Options) -> Exchange[Any]:
-        options = own | {"job": "diagonal-sums"}
-        total = Additive.reader(*SUMS, of_one=False)
-        mean = Summation[Additive](
-            read=total, total=RunningMean(), keep_all=self.policy.limits
-        )
-        read, step = Additive.reader(*SUMS), self._step_from_sums
-        return Exchange(
-            options, read, step, require_same_parameters=True, additive=mean
-        )
+            # A first merge has no usual length of moves, which `trust` could limit.
+            trust = math.inf if server_round == 1 else self.merge.trust
+            step = partial(self._merge_uploads, replace(self.merge, trust=trust))
+            merging = [
+                Exchange(options, self._read, step, require_same_parameters=True)
+            ]
+        elif self.structure == "kfac":
+            keep_all = self.policy.limits
+            merging = KfacSums(self._filled, options, keep_all, step_of).exchanges()
+        else:
+            mean = Summation[Additive](
+                read=Additive.reader(*SUMS, of_one=False),
+                total=RunningMean(),
+                keep_all=self.policy.limits,
+            )
+            merging = [
+                Exchange(
+                    {**options, "job": "diagonal-sums"},
+                    Additive.reader(*SUMS),
+                    self._merge_sums,
+                    require_same_parameters=True,
+                    additive=mean,
+                )
+            ]
+        return [*merging, *norm_exchanges(self)]
 
     def initial_groups(self) -> Groups:
         """Return the run's number, if clients keep their Fishers under it."""
         kept = self.aggregate == "sums" and self.structure == "kfac"
         return run_group() if kept else {}
 
-    def _requested(self) -> _Options:
+    def _requested(self) -> dict[str, str | int | float]:
+        """Return the options of the clients' job."""
         return {
             "structure": self.structure,
             **self.fisher.to_options(),
@@ -270,57 +265,36 @@ class FedFisherOneShot(CurvatureStrategy):
         by_default = merge.solver == "pcg" and merge.iterations is None
         if by_default and 2 * regressions > len(uploads):
             merge = replace(merge, iterations=1)
-        posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
         merged = merge_posteriors(
-            posteriors,
+            [u.payload.posterior(u.num_examples) for u in uploads],
             merge,
             score=self.score,
-            progress=_progress_of_merge(),
+            progress=Progress("merging").tell_if_due,
             device=self.device,
         )
         return step_of(merged)
 
-    def _step_from_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
+    def _merge_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return the step to the merge of the uploads' means."""
         (upload,) = uploads
-        parts = [dict(upload.payload.part(name)) for name in SUMS]
-        return self._merge_sums(state, DiagonalSums(*parts))
-
-    def _merge_sums(self, state: ServerState, sums: DiagonalSums) -> Step:
         merged = fedfisher_from_sums(
-            sums,
+            DiagonalSums(*[dict(upload.payload.part(name)) for name in SUMS]),
             like=state.params,
             score=self.score,
-            progress=_progress_of_merge(),
+            progress=Progress("merging").tell_if_due,
             **self.merge.settings(),
         )
         return step_of(merged)
 
     def settings(self) -> dict[str, Any]:
-        """Return this strategy's own settings."""
-        return self._settings(self._filled.settings())
-
-    def used_settings(self) -> dict[str, Any]:
-        """Return the settings that the solver uses, with its defaults."""
+        """Return this strategy's own settings, with the solver's defaults."""
         merge = self._filled.settings()
-        return self._settings({k: v for k, v in merge.items() if v is not None})
-
-    def _settings(self, merge: dict[str, Any]) -> dict[str, Any]:
-        wanted = {f"client-{name}": n for name, n in self._requested().items()}
-        own: dict[str, Any] = {"aggregate": self.aggregate}
-        own |= {} if self.score is None else {"score": "given"}
-        return wanted | merge | own
-
-
-def _progress_of_merge() -> Report:
-    """Return a function that logs the progress of a long merge."""
-    progress = Progress("merging")
-
-    def report(text: str) -> None:
-        if progress.due:
-            progress.tell(text)
-
-    return report
+        return {
+            "aggregate": self.aggregate,
+            "score": self.score is not None,
+            **{f"client-{name}": value for name, value in self._requested().items()},
+            **{name: value for name, value in merge.items() if value is not None},
+        }
 
 
 def step_of(merged: MergeResult) -> Step:

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.clientapp.mod import (
     LocalDpMod,
-    adaptiveclipping_mod,
     arrays_size_mod,
     fixedclipping_mod,
     message_size_mod,
@@ -29,7 +28,7 @@ from virtual import (
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
-from flwr_fisher.curvature import Diagonal, Kronecker
+from flwr_fisher.curvature import Kronecker
 from flwr_fisher.errors import RoundError
 from flwr_fisher.params import shared_state, trainable_names
 from flwr_fisher.testing import LocalGrid
@@ -172,23 +171,7 @@ def test_clients_hear_how_much_their_fishers_may_take():
         assert tuple(heard[-1].get(f"fisher.{name}") for name in names) == wanted
 
 
-def test_a_pretrained_model_survives_the_merge_and_gains_from_it():
-    task = digits()
-    model = pretrained(task, task.make_model, epochs=1)
-    warm = ArrayRecord(shared_state(model))
-    cold = ArrayRecord(shared_state(task.make_model()))
-    before = accuracy(task, task.make_model, warm)
-    merged = {}
-    for name, start in (("warm", warm), ("cold", cold)):
-        grid = grid_of(task, task.make_model, epochs=1, lr=0.01)
-        result = strategy_of().start(grid, start, num_rounds=1)
-        merged[name] = accuracy(task, task.make_model, result.arrays)
-    assert before > 0.85
-    assert merged["warm"] > before + 0.02, (before, merged)
-    assert merged["warm"] > merged["cold"] + 0.2, (before, merged)
-
-
-# Frozen parts and adapters
+# Frozen parts
 
 
 def frozen_backbone(task):
@@ -198,44 +181,9 @@ def frozen_backbone(task):
     return model
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank update, LoRA's form (Hu et al. 2022)."""
-
-    def __init__(self, frozen, rank):
-        super().__init__()
-        self.frozen = frozen.requires_grad_(False)
-        self.down = nn.Linear(frozen.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, frozen.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x):
-        output = self.frozen(x) + self.up(self.down(x))
-        return output
-
-
-def adapted(task):
-    model = pretrained(task, task.make_model, epochs=1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        for name in ("fc1", "fc2", "fc3"):
-            setattr(model, name, Adapted(getattr(model, name), rank=4))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("build", "trained"),
-    [
-        (frozen_backbone, {"fc3.weight", "fc3.bias"}),
-        (
-            adapted,
-            {f"fc{i}.{side}.weight" for i in (1, 2, 3) for side in ("down", "up")},
-        ),
-    ],
-    ids=["frozen backbone", "adapters"],
-)
-def test_only_what_is_trained_travels_and_is_merged(build, trained):
-    task = digits()
-    model = build(task)
+def test_only_what_is_trained_travels_and_is_merged():
+    task, trained = digits(), {"fc3.weight", "fc3.bias"}
+    model = frozen_backbone(task)
     state = {k: v.clone() for k, v in model.state_dict().items()}
 
     def make():
@@ -260,45 +208,6 @@ def test_only_what_is_trained_travels_and_is_merged(build, trained):
     assert not same_bits(result.arrays, start)
 
 
-# Batch norm
-
-
-def normed():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(64, 16),
-            nn.BatchNorm1d(16),
-            nn.ReLU(),
-            nn.Linear(16, 10),
-        )
-
-
-def test_batch_norm_merges_its_parameters_and_averages_its_statistics():
-    task = digits()
-    start = ArrayRecord(shared_state(normed()))
-    result = strategy_of().start(grid_of(task, normed, epochs=2), start)
-    merged = arrays_to_tensors(result.arrays)
-    uploads = result.uploads
-    total = sum(upload.num_examples for upload in uploads)
-    assert total == 1437
-    for key in ("2.running_mean", "2.running_var"):
-        mean = sum(u.num_examples / total * u.payload.params[key] for u in uploads)
-        torch.testing.assert_close(merged[key], mean)
-    counts = [int(u.payload.params["2.num_batches_tracked"]) for u in uploads]
-    weighted = sum(u.num_examples * c for u, c in zip(uploads, counts, strict=True))
-    counter = merged["2.num_batches_tracked"]
-    assert counter.dtype == torch.int64
-    assert counter.shape == ()
-    assert int(counter) == round(weighted / total)
-    blocks = uploads[0].payload.curvature.made().blocks()
-    covered = {name: type(b) for b in blocks for name in b.shapes}
-    assert covered["2.weight"] is covered["2.bias"] is Diagonal
-    assert covered["1.weight"] is covered["4.bias"] is Kronecker
-    assert not [name for name in covered if "running" in name or "num_" in name]
-
-
 # Flower's differential privacy, which knows nothing of curvature: it may refuse, or
 # leave curvature alone, but must not change it unnoticed.
 
@@ -307,10 +216,7 @@ def test_batch_norm_merges_its_parameters_and_averages_its_statistics():
     ("mod", "config", "reason"),
     [
         (LocalDpMod(1.0, 1.0, 1.0, 0.1), {}, "LocalDpMod expects the keys"),
-        (fixedclipping_mod, {}, "requires the key 'clipping_norm'"),
-        (adaptiveclipping_mod, {}, "requires the key"),
         (fixedclipping_mod, {"clipping_norm": 1.0}, "keys in the ArrayRecord"),
-        (adaptiveclipping_mod, {"clipping_norm": 1.0}, "keys in the ArrayRecord"),
     ],
 )
 def test_client_mods_that_change_arrays_refuse_uploads_with_curvature(

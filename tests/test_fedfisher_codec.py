@@ -6,7 +6,6 @@ from virtual import (
     Watched,
     ask,
     fedfisher_with,
-    same_bits,
     start,
     tiny_arrays,
     tiny_client,
@@ -55,18 +54,6 @@ def test_an_upload_is_as_large_as_it_may_be_at_most(codec):
         plain = fedavg_bytes(LIKE) + metrics
         assert upload.num_bytes <= codec.budget * plain
     assert {config["codec"] for config in app.configs} == {codec.name}
-
-
-def test_uploads_of_a_killed_round_are_read_back_and_nobody_is_asked_twice(tmp_path):
-    whole = run(codec="fedavg")
-    app = Watched(tamper={2: lambda content: (_ for _ in ()).throw(KeyError("x"))})
-    with pytest.raises(Exception, match="2 usable replies"):
-        run(app, codec="fedavg", min_train_nodes=3, checkpoint_dir=tmp_path)
-    again = Watched()
-    options = {"min_train_nodes": 3, "checkpoint_dir": tmp_path, "resume": True}
-    resumed = run(again, codec="fedavg", **options)
-    assert [partition for _, partition in again.trained] == [2]
-    assert same_bits(resumed.arrays, whole.arrays)
 
 
 def test_another_codec_than_the_one_that_was_asked_for_is_refused(caplog):

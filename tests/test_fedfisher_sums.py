@@ -1,10 +1,7 @@
 """FedFisher with K-FAC sums as a strategy: two exchanges, and one an iteration."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from flwr.app import MetricRecord
 from virtual import (
     LIFTED,
     Watched,
@@ -16,9 +13,7 @@ from virtual import (
 
 from flwr_fisher.client import LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError
-from flwr_fisher.merge import sums_solver
 from flwr_fisher.strategies import Policy
-from flwr_fisher.strategies.exchanges import kfac_sums
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import split_config
 
@@ -63,31 +58,6 @@ def test_the_model_is_that_of_the_parts(iterations, balance, tmp_path):
     sums = merged(app_of(tmp_path), aggregate="sums", **options)
     assert distance(parts, sums) < 1e-4
     assert sums.details.iterations == iterations
-
-
-def test_the_mean_is_where_a_strong_anchor_holds_the_model(tmp_path):
-    far = merged(app_of(tmp_path), aggregate="sums", iterations=1, anchor=1e9)
-    mean, arrays = far.details.mean, far.arrays.to_torch_state_dict()
-    for name, value in mean.items():
-        torch.testing.assert_close(
-            arrays[name].float(), value.float(), rtol=0, atol=1e-4
-        )
-
-
-def test_own_aggregation_may_read_what_the_training_reports(tmp_path):
-    def worst(contents, key):
-        return MetricRecord(
-            {"worst": max(c["metrics"]["train_loss"] for c in contents)}
-        )
-
-    def failing(contents, key):
-        raise ValueError("out of cheese")
-
-    options = {"aggregate": "sums", "iterations": 1}
-    result = merged(app_of(tmp_path), train_metrics_aggr_fn=worst, **options)
-    assert result.train_metrics_clientapp[1]["worst"] > 0.1
-    with pytest.raises(ValueError, match="out of cheese"):
-        merged(app_of(tmp_path), train_metrics_aggr_fn=failing, **options)
 
 
 def test_rounds_follow_one_another_and_leave_one_file_a_client(tmp_path):
@@ -142,16 +112,6 @@ def test_a_lost_file_is_named_and_costs_one_client(tmp_path, caplog):
 
     merged(Losing(app_of(tmp_path)), aggregate="sums", iterations=1)
     assert "round 1's model and Fisher are not in" in caplog.text
-
-
-def test_what_is_not_solved_is_named(tmp_path, caplog, monkeypatch):
-    def unsolved(*args):
-        return replace(sums_solver.merged(*args), unsolved=["0.weight"])
-
-    monkeypatch.setattr(kfac_sums, "merged", unsolved)
-    result = merged(app_of(tmp_path), aggregate="sums", iterations=1)
-    assert "solver failed for 0.weight" in caplog.text
-    assert result.train_metrics_clientapp[1]["solver-fallbacks"] == 1
 
 
 def test_a_killed_server_ends_with_the_same_bits(whole, tmp_path):

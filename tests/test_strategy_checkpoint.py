@@ -382,7 +382,7 @@ def test_a_round_is_not_opened_again_without_its_number(tmp_path):
         ({"anchor": 0.5}, "anchor: 0.1 -> 0.5"),
         ({"iterations": 7}, "iterations: 4 -> 7"),
         ({"solver": "gd"}, "solver: 'pcg' -> 'gd'"),
-        ({"solver": "adam", "score": lambda params: 0.0}, "score: None -> 'given'"),
+        ({"solver": "adam", "score": lambda params: 0.0}, "score: False -> True"),
         ({"policy": Policy(max_distance=9.0)}, "max_distance: 1000.0 -> 9.0"),
         ({"train_config": ConfigRecord({"lr": 0.2})}, "train_config.lr: None -> 0.2"),
     ],
