@@ -138,7 +138,7 @@ def test_a_steep_client_moves_no_optimum(policy, rounds, monkeypatch):
 
 def own_controls():
     """Each client's newest control variate, from its disk."""
-    newest = {p.parents[1].name: p for p in state_files()}
+    newest = {p.parent.name: p for p in state_files()}
     return {
         int(client.removeprefix("partition-")): load_file(path)
         for client, path in newest.items()
@@ -192,13 +192,13 @@ def test_a_lost_state_starts_from_zero_is_logged_and_counted(caplog):
     gone, damaged, other = (p for p in state_files() if "000002" in p.name)
     gone.unlink()
     damaged.write_bytes(damaged.read_bytes()[:-3])
-    disk = ClientDisk(other.parents[3], "state", 2, other.parent.name)
+    disk = ClientDisk(other.parents[2], "state", 2, other.name.split(".")[1])
     disk.save("control", {"w": torch.ones(1)}, step=2)
     result = run(scaffold(), num_rounds=3, checkpoint_dir=where, resume=True)
     assert result.train_metrics_clientapp[2]["num-lost-states"] == 0
     assert result.train_metrics_clientapp[3]["num-lost-states"] == 3
     assert caplog.text.count("starting with a new one") == 3
-    assert f"Ignoring {damaged}, which is damaged" in caplog.text
+    assert f"Ignoring {damaged}, which cannot be read" in caplog.text
     assert "Ignoring the state of another model" in caplog.text
     assert "with a new one: partition-0, partition-1, partition-2" in caplog.text
 

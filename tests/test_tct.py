@@ -807,7 +807,7 @@ def test_a_corrupt_file_is_named_and_made_again(name, how, tmp_path, caplog):
         changed = b"" if how == "truncated" else bytes([data[-9] ^ 4]) + data[-8:]
         path.write_bytes(data[:-9] + changed)
     resumed = run(tct(), checkpoint_dir=where, resume=True)
-    assert (f"Ignoring {path}, which is damaged" in caplog.text) == (how != "gone")
+    assert (f"Ignoring {path}, which cannot be read" in caplog.text) == (how != "gone")
     assert path.exists()
     assert same_bits(resumed.arrays, plain().arrays)
 

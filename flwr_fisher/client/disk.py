@@ -1,11 +1,9 @@
 """A client's own disk, where it keeps tensors from one request to the next.
 
 Flower's ``Context.state`` ends with the app's run, and is sent to another process on
-every call, so it is no place for tensors of a model's size. Other clients, in other
-processes, write and delete files in the same folder. So a file may vanish at any time,
-and that is no error.
-
-Long: one mechanism for all uses, with its docstrings.
+every call, so it is no place for tensors of a model's size. Other processes of the same
+client write and delete files in the same folder. So a file may vanish at any time, and
+that is no error.
 """
 
 import json
@@ -14,30 +12,31 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from safetensors import SafetensorError
 from torch import Tensor
 
-from flwr_fisher.errors import ClientError, ConfigurationError, check_whole
-from flwr_fisher.files import aside_of, is_aside, load_record, save_record, to_bytes
+from flwr_fisher.errors import ClientError, ConfigurationError
+from flwr_fisher.files import is_aside, load_record, save_record, to_bytes
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 
 DEFAULT_STATE_DIR = Path("~/.cache/flwr-fisher/state")
 STATE_BYTES = 4 * 2**30
 _LOCK, _SUFFIX = "lock", ".safetensors"
-# Files with other names are not ours; they are never deleted.
 _NAME, _KEY = re.compile(r"[a-z]+(-[a-z]+)*"), re.compile(r"[0-9a-f]{1,32}")
-_FILE = re.compile(rf"{_LOCK}|{_NAME.pattern}-\d{{6,}}{re.escape(_SUFFIX)}")
+# Files with other names are not ours; they are never deleted.
+_FILE = re.compile(
+    rf"({_LOCK}|{_NAME.pattern}-\d{{6,}})\.(?P<key>{_KEY.pattern})(\.safetensors)?"
+)
 _STALE = 3600  # seconds after which no process still writes a partial file
 _BLOCK = 4096  # bytes that the smallest file takes on a disk
 _MOST = 1000  # entries; each write looks at all of them
-_TRIES = 100  # attempts at a folder that other processes delete at the same time
 
 
 class Kept(NamedTuple):
@@ -51,7 +50,7 @@ class Kept(NamedTuple):
 class ClientDisk:
     """One entry on a client's disk: tensors by name and step.
 
-    Its files are ``<root>/<namespace>/partition-<client>/<key>/<name>-<step>``. Only
+    Its files are ``<root>/<namespace>/partition-<client>/<name>-<step>.<key>.…``. Only
     this user can read them. A crash leaves whole files. If a file's checksum is wrong,
     the log names the file, and it counts as missing. A file that is read is mapped into
     memory, not copied.
@@ -73,13 +72,11 @@ class ClientDisk:
         The run or the digest to which the entry belongs, as 1 to 32 hexadecimal digits.
     limit : int, default 4 GiB
         How many bytes this client's entries of this namespace may take.
-    owner : str, default "FisherClient"
-        The class that has the keywords ``state_dir`` and ``state_bytes``, for errors.
 
     Raises
     ------
     ConfigurationError
-        If one of them has another form.
+        If the namespace or the key has another form.
 
     Examples
     --------
@@ -98,28 +95,18 @@ class ClientDisk:
     client: int
     key: str
     limit: int = STATE_BYTES
-    owner: str = "FisherClient"
 
     def __post_init__(self) -> None:
-        check_whole("client", self.client)
-        check_whole("limit", self.limit, 1)
-        for name, form, of in (
-            ("namespace", _NAME, "small letters and hyphens"),
-            ("key", _KEY, "1 to 32 of the digits 0 to 9 and a to f"),
-        ):
-            if not form.fullmatch(value := getattr(self, name)):
-                raise ConfigurationError(
-                    f"the {name} of a client's entry must consist of {of}, got "
-                    f"{value!r:.80}"
-                )
+        _check_name(self.namespace)
+        if not _KEY.fullmatch(self.key):
+            raise ConfigurationError(
+                "the key of a client's entry must be 1 to 32 of the digits 0 to 9 and "
+                f"a to f, got {self.key!r:.80}"
+            )
 
     @property
     def path(self) -> Path:
-        """The entry's folder."""
-        return self._client_folder / self.key
-
-    @property
-    def _client_folder(self) -> Path:
+        """The folder of this client's entries of this namespace."""
         root = Path(self.root).expanduser()
         return root / self.namespace / f"partition-{self.client}"
 
@@ -143,11 +130,11 @@ class ClientDisk:
         if num_bytes > self.limit:
             raise ClientError(
                 f"{what}: it takes {num_bytes} bytes, but this client may keep at "
-                f"most {self.limit} on its disk: {instead}pass {self.owner}("
-                f"state_bytes={num_bytes}) or more"
+                f"most {self.limit} on its disk: {instead}pass "
+                f"state_bytes={num_bytes} or more"
             )
 
-    def load(self, name: str, step: int = 0, keys: Collection[str] = ()) -> Kept | None:
+    def load(self, name: str, step: int = 0) -> Kept | None:
         """Return what was saved, or None if it is gone; log it if it is damaged.
 
         Parameters
@@ -156,9 +143,6 @@ class ClientDisk:
             The tensors' common name.
         step : int
             The step in which it was made.
-        keys : Collection[str]
-            The names of the tensors that it must have. A file of another version may
-            lack them.
         """
         path = self._file(name, step)
         try:
@@ -167,12 +151,7 @@ class ClientDisk:
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             # PyTorch's error is a RuntimeError. A folder may be another user's.
             if os.path.exists(path):
-                denied = isinstance(error, PermissionError)
-                what = "cannot be read" if denied else "is damaged"
-                logger.warning("Ignoring %s, which %s: %s", path, what, error)
-            return None
-        if missing := sorted(set(keys) - kept.tensors.keys()):
-            logger.warning("Ignoring %s, which lacks %s", path, missing)
+                logger.warning("Ignoring %s, which cannot be read: %s", path, error)
             return None
         _use(path)
         return kept
@@ -211,55 +190,47 @@ class ClientDisk:
         Raises
         ------
         ClientError
-            If the disk refuses.
+            If they do not fit, or the disk refuses.
         """
         path = self._file(name, step)
-        for tries_left in (2, 1, 0):
-            try:
-                _sweep(self.path)
-                self._claim(aside_of(path))
-                save_record(
-                    path, tensors, {"note": note}, durable=durable, check=_checksum
-                )
-                break
-            except (SafetensorError, OSError) as error:
-                # Another process or a person may have emptied the folder.
-                if not tries_left:
-                    raise self._refused(error) from error
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.check_room(num_bytes, f"the {name} of run {self.key}")
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _sweep(self.path)
+            save_record(path, tensors, {"note": note}, durable=durable, check=_checksum)
+        except (SafetensorError, OSError) as error:
+            raise ClientError(
+                f"cannot write this client's {self.namespace} in {self.path} "
+                f"({error}): pass another state_dir=..."
+            ) from error
         _use(path)
         self.drop(name, keep={step, *keep})
         self._make_room()
 
     def made_once(
-        self,
-        name: str,
-        make: Callable[[], Mapping[str, Tensor]],
-        keys: Collection[str] = (),
+        self, name: str, make: Callable[[], Mapping[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """Return what was saved; if it or one of `keys` is missing, compute it first.
+        """Return what was saved; if it is missing, compute it first.
 
         Raises
         ------
         ClientError
             If the disk refuses.
         """
-        if (kept := self.load(name, keys=keys)) is not None:
+        if (kept := self.load(name)) is not None:
             return kept.tensors
         made = dict(make())
         self.save(name, made)
         # Another process of this client may need the room.
         return made if (kept := self.load(name)) is None else kept.tensors
 
-    def drop(self, name: str = "", keep: Collection[int] = ()) -> None:
+    def drop(self, name: str = "*", keep: Collection[int] = ()) -> None:
         """Delete the tensors of a name, or of all names, except for some steps."""
         kept = {self._file(name, step) for step in keep}
-        for path in _listed(self.path):
-            own = _FILE.fullmatch(path.name) and path.suffix == _SUFFIX
-            if own and path not in kept and name in ("", path.name.rpartition("-")[0]):
+        for path in self.path.glob(f"{name}-[0-9]*.{self.key}{_SUFFIX}"):
+            if path not in kept:
                 _delete(path)
-        if not name:
-            with suppress(OSError):  # not empty, or another process was faster
-                self.path.rmdir()
 
     def lock(self) -> FileLock:
         """Return a lock on the entry, for a ``with``.
@@ -271,65 +242,41 @@ class ClientDisk:
         OSError
             If the disk refuses.
         """
-        self._make_folder()
-        return FileLock(self.path / _LOCK)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return FileLock(self.path / f"{_LOCK}.{self.key}")
 
     def _file(self, name: str, step: int) -> Path:
-        return self.path / f"{name}-{step:06d}{_SUFFIX}"
-
-    def _refused(self, error: Exception) -> ClientError:
-        return ClientError(
-            f"cannot write this client's {self.namespace} in {self.path} ({error}): "
-            f"pass another folder, {self.owner}(state_dir=...)"
-        )
-
-    def _make_folder(self) -> None:
-        space = self._client_folder.parent
-        space.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path.mkdir(parents=True, exist_ok=True)
-
-    def _claim(self, aside: Path) -> None:
-        """Make the folder with a file in it, so that nobody else deletes it."""
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                self._make_folder()
-                aside.touch()
-                return
-            except (FileNotFoundError, FileExistsError):
-                # Another process is deleting it.
-                if not tries_left:
-                    raise
+        _check_name(name)
+        return self.path / f"{name}-{step:06d}.{self.key}{_SUFFIX}"
 
     def _make_room(self) -> None:
         """Delete the oldest entries until the others are within the limits."""
-        entries = self._entries()
+        entries: dict[str, list[Path]] = {}
+        for path in _listed(self.path):  # without those that are still written
+            if file := _FILE.fullmatch(path.name):
+                entries.setdefault(file["key"], []).append(path)
         sizes = {
-            folder: sum(max(_BLOCK, _stat(path, "st_size")) for path in paths)
-            for folder, paths in entries.items()
+            key: sum(max(_BLOCK, _stat(path, "st_size")) for path in paths)
+            for key, paths in entries.items()
         }
         used = {
-            folder: max(_stat(path, "st_atime_ns") for path in paths)
-            for folder, paths in entries.items()
+            key: max(_stat(path, "st_atime_ns") for path in paths)
+            for key, paths in entries.items()
         }
         total, count = sum(sizes.values()), len(sizes)
-        for folder in sorted(sizes.keys() - {self.path}, key=used.__getitem__):
+        for key in sorted(sizes.keys() - {self.key}, key=used.__getitem__):
             if total <= self.limit and count <= _MOST:
                 break
-            if _emptied(folder, entries[folder]):
-                total, count = total - sizes[folder], count - 1
+            if _deleted(entries[key]):
+                total, count = total - sizes[key], count - 1
 
-    def _entries(self) -> dict[Path, list[Path]]:
-        """Return this client's files of this namespace by their entries' folders.
 
-        What another process is writing counts when it is whole.
-        """
-        entries = {}
-        for folder in _listed(self._client_folder):
-            if _KEY.fullmatch(folder.name) and not folder.is_symlink():
-                files = _listed(folder)
-                own = [p for p in files if _FILE.fullmatch(p.name) or _is_left(p)]
-                entries.update({folder: own} if own else {})
-        return entries
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            "the name of what a client keeps must consist of small letters and "
+            f"hyphens, got {name!r:.80}"
+        )
 
 
 def _checksum(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
@@ -358,22 +305,15 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-def _emptied(folder: Path, paths: Collection[Path]) -> bool:
+def _deleted(paths: Collection[Path]) -> bool:
     """Delete an entry's files, unless another process holds its lock."""
-    with ExitStack() as stack:
-        if folder / _LOCK in paths:
-            lock = FileLock(folder / _LOCK)
-            stack.callback(lock.release)
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                return False
-            except OSError:  # it cannot be written, so no process holds it
-                pass
-        for path in paths:
-            _delete(path)
-    with suppress(OSError):  # not empty, or another process was faster
-        folder.rmdir()
+    locks = [FileLock(path) for path in paths if path.stem == _LOCK]
+    try:
+        with locks[0].acquire(timeout=0) if locks else nullcontext():
+            for path in paths:
+                _delete(path)
+    except OSError:  # it is locked, or this user may not lock it
+        return False
     return True
 
 
@@ -386,16 +326,11 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete partial files that a crash left."""
+    """Delete partial files that a crash left: those that nobody still writes."""
     for path in _listed(folder):
-        if _is_left(path):
+        age = time.time_ns() - _stat(path, "st_mtime_ns")
+        if is_aside(path) and age > _STALE * 10**9:
             _delete(path)
-
-
-def _is_left(path: Path) -> bool:
-    """Return whether a file is partial, and too old to be still written."""
-    age = time.time_ns() - _stat(path, "st_mtime_ns")
-    return is_aside(path) and age > _STALE * 10**9
 
 
 def _stat(path: Path, what: str) -> int:

@@ -1,7 +1,7 @@
 """``FisherClient``, the adapter from Flower's messages to a client's jobs."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp as FlowerApp
 from torch import nn
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES
-from flwr_fisher.client.jobs import get_job
+from flwr_fisher.client.jobs import Job, get_job
 from flwr_fisher.client.messages import (
     ClientApp,
     Mod,
@@ -21,9 +21,9 @@ from flwr_fisher.client.messages import (
     identify,
     name_of,
 )
-from flwr_fisher.client.outbox import Outbox, run_of
+from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import ClientLimits, Request
+from flwr_fisher.client.request import ClientLimits, Reply, Request
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn
@@ -172,27 +172,23 @@ class FisherClient:
         problem.load(request.params)
         if request.from_library:
             problem.check_dtypes(request.params)
-        run, client = run_of(request), request.client
         frozen = ""
         if request.options.get("tell-frozen"):
             frozen = digest_of_frozen(problem.model, request.params)
-        disk = None if run is None else problem.disk("uploads", client, run)
-        outbox = Outbox.of(disk, request, {**problem.settings(), "frozen": frozen})
-        seconds_left = message.metadata.created_at + message.metadata.ttl - time.time()
-        with outbox.locked(seconds_left), watching(name_of(context), unit=None):
-            if (reply := outbox.reply()) is None:
-                problem = replace(problem, checkpoint=outbox.training())
-                for job in jobs:
-                    with seeded(request.seed):
-                        reply = job(problem, request)
-                assert reply is not None
-                metrics = {**reply.metrics}
-                if NUM_EXAMPLES not in metrics:
-                    with seeded(request.seed):  # reading may draw random numbers
-                        metrics = {NUM_EXAMPLES: problem.count_examples(client)}
-                        metrics |= reply.metrics
-                reply = replace(reply, metrics=metrics)
-                outbox.keep(reply)
+        with watching(name_of(context), unit=None):
+            if (run := request.options.get("run")) is None:
+                reply = _reply(problem, request, jobs)
+            else:
+                disk = problem.disk("uploads", request.client, str(run))
+                settings = {**problem.settings(), "frozen": frozen}
+                outbox = Outbox.of(disk, request, settings)
+                until = message.metadata.created_at + message.metadata.ttl
+                with outbox.locked(until - time.time()):
+                    kept = outbox.reply()
+                    problem = replace(problem, checkpoint=outbox.training())
+                    reply = kept or _reply(problem, request, jobs)
+                    if kept is None:
+                        outbox.keep(reply)
         arrays = reply.arrays
         if arrays is not None and frozen:
             arrays = with_frozen(arrays, frozen)
@@ -226,6 +222,18 @@ class FisherClient:
         model.to(device)
         most = _MOST_ARRAYS + _MOST_GROUPS * len(model.state_dict())
         return Request.of(message, context, device, most_arrays=most)
+
+
+def _reply(problem: LocalProblem, request: Request, jobs: Sequence[Job]) -> Reply:
+    """Run the jobs; return the last one's reply, with the number of examples."""
+    for job in jobs:
+        with seeded(request.seed):
+            reply = job(problem, request)
+    if NUM_EXAMPLES in reply.metrics:
+        return reply
+    with seeded(request.seed):  # reading may draw random numbers
+        count = problem.count_examples(request.client)
+    return replace(reply, metrics={NUM_EXAMPLES: count, **reply.metrics})
 
 
 ClientFn = Callable[[Context], FisherClient]

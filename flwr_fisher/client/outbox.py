@@ -10,7 +10,6 @@ of the user's own.
 import io
 import json
 import pickle
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from flwr_fisher import __version__
 from flwr_fisher.client.disk import ClientDisk
@@ -31,23 +30,8 @@ from flwr_fisher.randomness import generator_states, set_generator_states
 from flwr_fisher.wire import arrays_to_tensors, join_groups, tensors_to_arrays
 
 _REPLY, _TRAINING = "upload", "training"  # names of files
-_RUN = re.compile("[0-9a-f]{1,16}")  # a run's name
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, KeyError, ValueError)
 _UNSAVED = (ClientError, pickle.PicklingError, AttributeError, TypeError)
-
-
-def run_of(request: Request) -> str | None:
-    """Return the server's name for a run that is kept, or None.
-
-    Raises
-    ------
-    ClientError
-        If the name is not valid.
-    """
-    run = request.options.get("run")
-    if run is not None and not _RUN.fullmatch(str(run)):
-        raise ClientError(f"the server's name for the run is not valid: {run!r:.80}")
-    return None if run is None else str(run)
 
 
 def settings_of(value: Any) -> Any:
@@ -81,35 +65,33 @@ class Outbox:
 
     Parameters
     ----------
-    disk : ClientDisk | None
-        Where the reply is kept; None if the run is not kept.
+    disk : ClientDisk
+        Where the reply is kept: the client's entry for the run.
     step : int
         The round.
     digest : str
         A digest of what determines the reply.
     """
 
-    disk: ClientDisk | None
-    step: int = 0
-    digest: str = ""
+    disk: ClientDisk
+    step: int
+    digest: str
 
     @classmethod
     def of(
-        cls, disk: ClientDisk | None, request: Request, client: Mapping[str, Any]
+        cls, disk: ClientDisk, request: Request, client: Mapping[str, Any]
     ) -> "Outbox":
         """Return the outbox of a request.
 
         Parameters
         ----------
-        disk : ClientDisk | None
+        disk : ClientDisk
             The client's entry for the run.
         request : Request
             The request.
         client : Mapping[str, Any]
             The client's own functions and settings, on which the reply depends.
         """
-        if disk is None:
-            return cls(None)
         facts = {
             "versions": [__version__, torch.__version__, sys.version],
             "request": [request.client, request.seed],
@@ -133,38 +115,35 @@ class Outbox:
             If that process is still at work then.
         """
         with ExitStack() as stack:
-            if self.disk is not None:
-                try:
-                    lock = self.disk.lock()
-                    stack.callback(lock.release)
-                    _acquire(lock, max(timeout, 0.0))
-                except OSError as error:
-                    logger.warning("Training without a lock on this request: %s", error)
+            lock = f"the lock of run {self.disk.key} in {self.disk.path}"
+            try:
+                timeout = max(timeout, 0.0)
+                stack.enter_context(self.disk.lock().acquire(timeout=timeout))
+            except Timeout as error:
+                raise ClientError(
+                    f"another process of this client has held {lock} for "
+                    f"{timeout:.0f} s, as long as the server waits: end that process"
+                ) from error
+            except OSError as error:
+                logger.warning("Training without %s: %s", lock, error)
             yield
 
     def reply(self) -> Reply | None:
         """Return the kept reply to this request, or None."""
-        kept = None if self.disk is None else self.disk.load(_REPLY, self.step)
-        if kept is None:
+        if (kept := self.disk.load(_REPLY, self.step)) is None:
             return None
-        try:
-            note = json.loads(kept.note)
-            if note["digest"] != self.digest:
-                return None
-            metrics, has_arrays = note["metrics"], note["has-arrays"]
-        except (KeyError, TypeError, ValueError) as error:
-            logger.warning("Ignoring a kept upload of another version: %r", error)
+        note = json.loads(kept.note)
+        if note["digest"] != self.digest:
             return None
         logger.info("Sending the kept reply to this request, without training again")
-        return Reply(metrics, tensors_to_arrays(kept.tensors) if has_arrays else None)
+        arrays = tensors_to_arrays(kept.tensors) if note["has-arrays"] else None
+        return Reply(note["metrics"], arrays)
 
     def keep(self, reply: Reply) -> None:
         """Keep a reply, and delete the one before it.
 
         If the disk refuses, or is too small, the log has a warning.
         """
-        if self.disk is None:
-            return
         arrays = reply.arrays
         tensors = {} if arrays is None else arrays_to_tensors(arrays)
         note = {
@@ -172,9 +151,7 @@ class Outbox:
             "metrics": dict(reply.metrics),
             "has-arrays": arrays is not None,
         }
-        num_bytes = sum(t.nbytes for t in tensors.values())
         try:
-            self.disk.check_room(num_bytes, f"the upload of run {self.disk.key}")
             self.disk.save(_REPLY, tensors, step=self.step, note=json.dumps(note))
         except ClientError as error:
             logger.warning("Cannot keep this upload: %s", error)
@@ -184,20 +161,6 @@ class Outbox:
     def training(self) -> "TrainingCheckpoint":
         """Return the checkpoint of the request's training."""
         return TrainingCheckpoint(self.disk, note=self.digest)
-
-
-def _acquire(lock: FileLock, timeout: float) -> None:
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("Waiting for another process that works on the same request")
-        try:
-            lock.acquire(timeout=timeout)
-        except Timeout as error:
-            raise ClientError(
-                f"another process of this client has held {lock.lock_file} for "
-                f"{timeout:.0f} s, as long as the server waits: end that process"
-            ) from error
 
 
 class TrainingCheckpoint:
@@ -268,7 +231,6 @@ class TrainingCheckpoint:
         try:
             torch.save({"state": dict(state), "random": generator_states()}, data)
             tensors = {"data": torch.frombuffer(data.getbuffer(), dtype=torch.uint8)}
-            self._disk.check_room(tensors["data"].nbytes, "a training under way")
             self._disk.save(
                 _TRAINING,
                 tensors,

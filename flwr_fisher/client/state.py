@@ -1,6 +1,5 @@
 """A client's state in a run, which it keeps on its disk."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,12 +9,11 @@ from torch import Tensor
 from flwr_fisher.client.disk import ClientDisk, Kept
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
-from flwr_fisher.errors import ConfigurationError, ParamsError
+from flwr_fisher.errors import ParamsError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, add, check_same_layout, subtract
 from flwr_fisher.wire import Roster
 
-_FIT = re.compile(r"[a-z]+(-[a-z]+)*")
 _TAKEN = "taken"  # the note of tensors that the server may take in part
 
 
@@ -83,16 +81,9 @@ class ClientState:
         ClientError
             If it takes more than the client's ``state_bytes``, or the server did not
             say which run and step this is.
-        ConfigurationError
-            If the name has other characters than small letters and hyphens.
         WireError
             If the server's list of clients cannot be read.
         """
-        if not _FIT.fullmatch(name):  # files with other names are never deleted
-            raise ConfigurationError(
-                f"a state's name must consist of small letters and hyphens, got "
-                f"{name!r}"
-            )
         disk = run_disk(problem, request)
         # The last step's state stays until the server has this one's reply.
         num_bytes = 2 * sum(v.nbytes for v in like.values())

@@ -6,9 +6,6 @@ the Fisher by each vector that the server's conjugate gradients send.
 
 import json
 
-from torch import Tensor
-
-from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.jobs.train import TrainingJob
@@ -29,22 +26,12 @@ from flwr_fisher.wire.additive import LayerTraces
 _NAME, _PARAMS = "kfac-sums", "params/"
 
 
-def _tensors(posterior: LocalPosterior) -> dict[str, Tensor]:
-    """Return a client's model and its Fisher, as they are kept in a round."""
-    params = {f"{_PARAMS}{name}": value for name, value in posterior.params.items()}
-    return {**params, **curvature_to_tensors(posterior.curvature)}
-
-
-def _check_room(disk: ClientDisk, posterior: LocalPosterior) -> None:
-    num_bytes = sum(value.nbytes for value in _tensors(posterior).values())
-    disk.check_room(num_bytes, f"the model and Fisher of run {disk.key}")
-
-
 def _save(problem: LocalProblem, request: Request, posterior: LocalPosterior) -> None:
-    disk, step = run_disk(problem, request), request.server_round
-    _check_room(disk, posterior)
-    note = json.dumps({NUM_EXAMPLES: posterior.num_examples})
-    disk.save(_NAME, _tensors(posterior), step=step, note=note)
+    """Keep a client's model, its Fisher and its weight until the next round."""
+    params = {f"{_PARAMS}{name}": value for name, value in posterior.params.items()}
+    tensors = {**params, **curvature_to_tensors(posterior.curvature)}
+    disk, note = run_disk(problem, request), json.dumps(posterior.num_examples)
+    disk.save(_NAME, tensors, step=request.server_round, note=note)
 
 
 def _load(problem: LocalProblem, request: Request) -> LocalPosterior:
@@ -55,13 +42,6 @@ def _load(problem: LocalProblem, request: Request) -> LocalPosterior:
             f"round {request.server_round}'s model and Fisher are not in "
             f"{disk.path}: this client did not train in that round, or lost them"
         )
-    try:
-        count: float = json.loads(kept.note)[NUM_EXAMPLES]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ClientError(
-            f"round {request.server_round}'s model and Fisher in {disk.path} are "
-            f"not in this version's format: no {NUM_EXAMPLES} ({error})"
-        ) from error
     tensors = {k: v.to(problem.device) for k, v in kept.tensors.items()}
     params = {
         key.removeprefix(_PARAMS): value
@@ -69,7 +49,8 @@ def _load(problem: LocalProblem, request: Request) -> LocalPosterior:
         if key.startswith(_PARAMS)
     }
     parts = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
-    return LocalPosterior(params, tensors_to_curvature(parts, params), count)
+    curvature = tensors_to_curvature(parts, params)
+    return LocalPosterior(params, curvature, json.loads(kept.note))
 
 
 @register_job("kfac-train")

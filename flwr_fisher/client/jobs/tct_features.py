@@ -29,7 +29,7 @@ from flwr_fisher.wire.answer import client_name
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _SOLVERS = ("closed-form", "steps")
-_FEATURES, _STANDARDISED = "features", ("features", "labels")
+_FEATURES = "features"
 _AT_ONCE = 512  # examples with features on the model's device at a time
 
 
@@ -256,13 +256,13 @@ class ClientFeatures:
         def made() -> dict[str, Tensor]:
             return {_FEATURES: self._computed(), "labels": self.examples.labels}
 
-        return disk.made_once(_FEATURES, made, _STANDARDISED)
+        return disk.made_once(_FEATURES, made)
 
     def regression(self, mean: Tensor, std: Tensor) -> LocalRegression:
         """Return the problem for features standardised over all clients."""
         statistics = {"mean": mean.float().cpu(), "std": std.float().cpu()}
         disk = self._disk(self._key(str(self.dtype), statistics))
-        kept = disk.load(_FEATURES, keys=_STANDARDISED)
+        kept = disk.load(_FEATURES)
         made = self._standardised(disk, statistics) if kept is None else kept.tensors
         device = self.problem.device
         features = made[_FEATURES].to(device)
@@ -282,7 +282,7 @@ class ClientFeatures:
                 f"{self.dtype}: use Regression(feature_dtype='float32')"
             )
         held = {_FEATURES: stored, "labels": raw["labels"]}
-        made = disk.made_once(_FEATURES, lambda: held, _STANDARDISED)
+        made = disk.made_once(_FEATURES, lambda: held)
         disk_of_raw.drop()
         return made
 
@@ -296,15 +296,13 @@ class ClientFeatures:
                 largest = torch.tensor(largest_gram_eigenvalue(features)).double()
                 return {"largest": largest}
 
-            return None, float(
-                disk.made_once("steepest", steepest, ["largest"])["largest"]
-            )
+            return None, float(disk.made_once("steepest", steepest)["largest"])
 
         def decomposed() -> dict[str, Tensor]:
             made = gram_spectrum(features)
             return {"values": made.eigenvalues, "vectors": made.eigenvectors}
 
-        kept = disk.made_once("spectrum", decomposed, ["values", "vectors"])
+        kept = disk.made_once("spectrum", decomposed)
         device = features.device
         spectrum = Spectrum(kept["values"].to(device), kept["vectors"].to(device))
         return spectrum, spectrum.largest
