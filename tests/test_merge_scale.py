@@ -8,22 +8,18 @@ import torch
 from oracles import (
     CURVATURES,
     posteriors,
-    random_blocks,
     random_diagonal,
-    random_kronecker,
     relative,
 )
 
 from flwr_fisher.curvature import (
     BlockDiagonal,
-    Deferred,
     Dense,
     Diagonal,
     Kronecker,
     WeightedSum,
 )
 from flwr_fisher.curvature.operators.factors import LowRankFactor
-from flwr_fisher.curvature.operators.rescaled import rescaled
 from flwr_fisher.curvature.operators.solvers import conjugate_gradient
 from flwr_fisher.errors import ParamsError, StructureError
 from flwr_fisher.merge import (
@@ -43,7 +39,6 @@ KINDS = [
     "blocks",
     "weighted-sum-mixed",
     "low-rank",
-    "deferred",
 ]
 
 
@@ -62,8 +57,6 @@ def low_rank(seed):
 
 
 def make(kind):
-    if kind == "deferred":
-        return random_kronecker
     return low_rank if kind == "low-rank" else CURVATURES[kind]
 
 
@@ -88,7 +81,7 @@ def with_scales(clients, *roots):
     ]
 
 
-def in_single(clients, kind=""):
+def in_single(clients):
     """Return clients in float32, the integers of low rank as they are."""
 
     def single(tensor):
@@ -97,17 +90,11 @@ def in_single(clients, kind=""):
     return [
         LocalPosterior(
             {k: single(v) for k, v in c.params.items()},
-            later(c.curvature.mapped(single), kind),
+            c.curvature.mapped(single),
             c.num_examples,
         )
         for c in clients
     ]
-
-
-def later(curvature, kind):
-    if kind != "deferred":
-        return curvature
-    return Deferred(curvature, lambda: curvature)
 
 
 def apart(got, want):
@@ -126,9 +113,9 @@ def test_a_common_scale_does_not_matter(kind, solver):
     """Down to products of 1e-36, and up to 1e60: as without, in float32."""
     clients = posteriors(make(kind))
     want = fedfisher(in_single(clients), solver=solver)
-    two_factors = kind.startswith("kron") or kind in ("low-rank", "deferred")
+    two_factors = kind in ("kronecker-groups-bias", "low-rank")
     for root in (1e-18, 1e18, *([1e-25, 1e25] if two_factors else [])):
-        moved = in_single(with_scales(clients, *[root] * 3), kind)
+        moved = in_single(with_scales(clients, *[root] * 3))
         got = fedfisher(moved, solver=solver)
         assert apart(got, want) <= 1e-5, root
         assert got.shares == pytest.approx(want.shares, rel=1e-5)
@@ -149,30 +136,8 @@ def test_one_clients_scale_is_as_in_exact_arithmetic(kind, options):
     clients = posteriors(make(kind))
     for root in (1e-18, 1e-11, 1e18):
         moved = with_scales(clients, 1.0, root, 1.0)
-        got = fedfisher(in_single(moved, kind), **options)
+        got = fedfisher(in_single(moved), **options)
         assert apart(got, fedfisher(moved, **options)) <= 1e-3, root
-    tiny = with_scales(clients, 1.0, 1e-18, 1.0)
-    # Nothing but the mean, and what is usual, are still the third client's.
-    plain = {"robust": 0.0, "balance": 0.0, "max_share": 1.0}
-    plain |= {"anchor": 1e-6, "iterations": 100}
-    got = fedfisher(in_single(tiny, kind), **plain)
-    want = fedfisher(clients[::2], **plain)
-    if kind in ("dense", "diagonal", "low-rank"):  # that are of full rank
-        assert apart(got, want) <= 1e-2
-    assert got.shares[1] <= 1e-30
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_balance_a_clients_scale_does_not_matter(kind):
-    """Neither a client that is sure of itself nor one that says so has more say."""
-    clients, options = (
-        in_single(posteriors(make(kind))),
-        {"balance": 1.0, "robust": 0.0},
-    )
-    want = fedfisher(clients, **options)
-    for root in (1e-3, 1e3):
-        got = fedfisher(with_scales(clients, 1.0, root, 1.0), **options)
-        assert apart(got, want) <= 1e-5, root
 
 
 def test_two_identities_of_1e30_take_over_as_far_as_they_weigh():
@@ -191,51 +156,9 @@ def test_two_identities_of_1e30_take_over_as_far_as_they_weigh():
         assert torch.allclose(merged.params["w"], torch.ones(3, 3), atol=1e-6)
         assert merged.shares == pytest.approx([1.0, 0.0, 0.0])
         assert not merged.unsolved
-    # With robust weights the client that is far out has no say.
-    merged = fedfisher(clients, anchor=0.0)
-    assert torch.isfinite(merged.params["w"]).all()
     # Steps of 0.01 and a momentum of 0.9, of which the other two take no notice.
     adam = fedfisher(clients, solver="adam", iterations=500)
     assert torch.allclose(adam.params["w"], torch.ones(3, 3), atol=0.01)
-
-
-def test_scales_may_differ_from_layer_to_layer():
-    clients = posteriors(random_blocks)
-    want = fedfisher(in_single(clients))
-    sizes = {"conv.weight": 1e18, "fc.weight": 1e-18, "norm.weight": 1e-14}
-    moved = [
-        LocalPosterior(
-            c.params,
-            BlockDiagonal(
-                [
-                    scaled(child, sizes[next(iter(child.shapes))])
-                    for child in c.curvature.children
-                ]
-            ),
-            c.num_examples,
-        )
-        for c in clients
-        if isinstance(c.curvature, BlockDiagonal)
-    ]
-    assert apart(fedfisher(in_single(moved)), want) <= 1e-5
-
-
-def test_one_entry_far_out_of_a_diagonal():
-    def clients(dtype):
-        entries = [[1e30, 1e-40, 1.0, 0.0], [1.0, 1.0, 1e-40, 1e-30]]
-        return [
-            LocalPosterior(
-                {"w": torch.tensor([i + 0.5, -i, 2.0 * i, 1.0 - i], dtype=dtype)},
-                Diagonal({"w": torch.tensor(entry, dtype=dtype)}),
-                5,
-            )
-            for i, entry in enumerate(entries)
-        ]
-
-    for solver in ("pcg", "closed-form"):
-        got = fedfisher(clients(torch.float32), solver=solver)
-        want = fedfisher(clients(torch.float64), solver=solver)
-        assert apart(got, want) <= 1e-6
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e15, 1e30])
@@ -267,42 +190,15 @@ def test_steps_longer_than_any_float():
     assert merged.params["w"][0] == pytest.approx(1e38)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("root", [2.0**-58, 2.0**58])
-def test_a_power_of_two_changes_no_digit(kind, root):
-    (client,) = in_single(with_scales(posteriors(make(kind), count=1), root))
-    for block in client.curvature.blocks():
-        got, exponent = rescaled(block)
-        wide = block.to(dtype=torch.float64).to_dense()
-        assert torch.equal(got.to(dtype=torch.float64).to_dense() * 2.0**exponent, wide)
-        assert 0.25 <= got.trace() / got.numel() <= 256
-
-
 # Sums
 
 
-@pytest.mark.parametrize("factor", [1e-30, 1e6, 1e30])
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
 def test_sums_of_any_scale(factor):
     clients = in_single(posteriors(make("diagonal")))
     want = fedfisher_from_sums(DiagonalSums.of(clients))
-    every = [scaled_client(client, factor) for client in clients]
-    assert apart(fedfisher_from_sums(DiagonalSums.of(every)), want) <= 1e-5
-    one = fedfisher_from_sums(DiagonalSums.of([*clients[:2], every[2]]))
-    wide = [
-        LocalPosterior(
-            {k: v.double() for k, v in c.params.items()},
-            c.curvature.to(dtype=torch.float64),
-            c.num_examples,
-        )
-        for c in clients
-    ]
-    wide[2] = with_scales([wide[2]], factor**0.5)[0]
-    plain = {"robust": 0.0, "balance": 0.0, "max_share": 1.0}
-    assert apart(one, fedfisher(wide, **plain)) <= 1e-5
-
-
-def scaled_client(client, factor):
-    return replace(client, curvature=client.curvature.scaled(factor))
+    moved = [replace(c, curvature=c.curvature.scaled(factor)) for c in clients]
+    assert apart(fedfisher_from_sums(DiagonalSums.of(moved)), want) <= 1e-5
 
 
 def test_sums_at_the_end_of_float32():

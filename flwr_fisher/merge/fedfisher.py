@@ -129,8 +129,8 @@ def fedfisher(
     Notes
     -----
     Curvatures may have any scale that their dtype can hold: the result is that of exact
-    arithmetic, up to rounding. If products would be too large or too small for a float,
-    the curvature is first rescaled by a power of two; ``adam`` computes in float64.
+    arithmetic, up to rounding. A layer is merged in float32, or in its own dtype if
+    that is wider; and in float64 if products would be too large or too small.
 
     Examples
     --------

@@ -5,7 +5,7 @@ A system's solution is a *move*: how far a layer's parameters go from the client
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,13 +14,6 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Diagonal, WeightedSum
 from flwr_fisher.curvature.operators.lazy import shared_blocks
-from flwr_fisher.curvature.operators.rescaled import (
-    exponent_of,
-    power_of_two,
-    rescaled,
-    shifted,
-    widest_exponent,
-)
 from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.posterior import LocalPosterior
 from flwr_fisher.params import (
@@ -38,25 +31,14 @@ Device = torch.device | str | None
 
 _SMALL = 2**28  # bytes of all clients' products in a layer that may be kept
 _MAJORITY = 3  # at least so many clients have a majority without any one of them
+# The range that float32 is used for. A solver multiplies an eigenvalue with two moves
+# and sums over all entries, and float32 ends at 2**127 and 2**-126.
+_LARGEST_MOVE = 2.0**25
+_LARGEST_EIGENVALUE = 2.0**50
 
 
 # A move by parameter, or None if a system was not solved.
 Moves = dict[str, Tensor | None]
-
-
-@dataclass(frozen=True)
-class MoveUnit:
-    """The unit of a system's solution delta, and the longest move that is trusted."""
-
-    exponent: int = 0  # delta is the move divided by 2**exponent
-    radius: float = math.inf  # the longest delta that is trusted
-
-    def move(self, delta: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a solution as a move, shortened to the radius if it is longer."""
-        length = float(norm(delta)) if self.radius < math.inf else 0.0
-        if length > self.radius:
-            delta = scale(delta, self.radius / length)
-        return shifted(delta, self.exponent) if self.exponent else delta
 
 
 def moved(mean: Params, moves: Moves) -> dict[str, Tensor]:
@@ -71,17 +53,16 @@ def moved(mean: Params, moves: Moves) -> dict[str, Tensor]:
 class LinearSystem:
     """One layer's independent system, ``(curvature + ridge I) delta = rhs``.
 
-    The curvature and the ridge are divided by `scale`, delta by its unit, and the
-    right-hand side by both, because a float may not hold them in the scale of the
-    uploads. `client_traces` has the trace of each client's term, in that scale; if only
-    sums are known, it is empty.
+    Curvature, ridge and right-hand side are divided by `scale`, so delta is not. A move
+    is delta, shortened to `radius` if it is longer. `client_traces` has the trace of
+    each client's term before that division; if only sums are known, it is empty.
     """
 
     curvature: WeightedSum
     rhs: dict[str, Tensor]
     ridge: float
     scale: float = 1.0
-    unit: MoveUnit = field(default_factory=MoveUnit)
+    radius: float = math.inf
     client_traces: list[float] = field(default_factory=list)
 
     @classmethod
@@ -116,6 +97,11 @@ class LinearSystem:
         """Return the system's matrix times a vector."""
         product = self.curvature.matvec(vector)
         return add(product, vector, self.ridge) if self.ridge else product
+
+    def move(self, delta: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a solution as a move, shortened to the radius if it is longer."""
+        length = float(norm(delta)) if self.radius < math.inf else 0.0
+        return scale(delta, self.radius / length) if length > self.radius else delta
 
 
 # Computes a layer's system when it is needed, so that one layer's are in memory.
@@ -154,8 +140,7 @@ def _layer_system(
     These are the normal equations of FedFisher's eq. 6, around the mean of the clients'
     parameters. :math:`F_i` is client i's curvature, regularised; :math:`w_i` are
     :func:`layer_weights`; :math:`\lambda` is `anchor` times the mean eigenvalue of the
-    sum. If floats had no range, this would be the function, with the rest of the
-    arguments from the options::
+    sum. In short, with the rest of the arguments from the options::
 
         F = [part.regularised(shrink=shrink, damping=damping) for part in parts]
         moves = [subtract(posterior.params, mean) for posterior in posteriors]
@@ -163,52 +148,34 @@ def _layer_system(
         weights = layer_weights(examples, [F_i.trace() for F_i in F], squares, options)
         rhs = sum(w * (F_i @ move) for w, F_i, move in zip(weights, F, moves))
         return LinearSystem.anchored(WeightedSum(F, weights), rhs, anchor)
-
-    Here, three things are divided by powers of two: each curvature (the highest power
-    is ``2**exponent``), the moves (``2**moves.exponent``), and the sum (``2**shift``).
-    Nearly always all three are 1.
     """
-    # The clients' curvatures, regularised. From here on, `unweighted.weights` are the
-    # powers of two by which the curvatures were divided, relative to the highest.
-    unweighted, exponent = _regularised(parts, options, device)
-    mean = {name: _wide(mean[name], device) for name in unweighted.shapes}
+    size = WeightedSum(parts, [1.0] * len(parts)).numel()  # all cover the same
 
-    # How far each client is from the mean, in its own curvature's measure. If floats
-    # cannot hold the moves' squares, the moves are divided by a power of two first.
-    moves = _ClientMoves(posteriors, mean, device)
-    measured = moves.measured(unweighted.terms)
-    if unit := _exponent_of_moves(measured.largest, mean):
-        moves = replace(moves, exponent=unit)
-        measured = moves.measured(unweighted.terms)
+    # Each client's curvature, and how far the client is from the mean, in the measure
+    # of that curvature. Nearly always float32 holds all products. If these numbers say
+    # that it may not, the layer is computed in float64.
+    layer = _measured(parts, posteriors, mean, options, device, torch.float32)
+    if not layer.fits_float32(size):
+        layer = _measured(parts, posteriors, mean, options, device, torch.float64)
 
-    # These two measures, and the clients' examples, decide the weights.
+    # The traces, these distances and the clients' examples decide the weights.
     examples = [posterior.num_examples for posterior in posteriors]
-    weights = layer_weights(
-        examples,
-        _products(unweighted.weights, measured.traces),
-        _products(unweighted.weights, measured.fisher_squares),
-        options,
-    )
-    weights = _products(unweighted.weights, weights)
+    weights = layer_weights(examples, layer.traces, layer.fisher_squares, options)
 
     # The matrix is the weighted sum, and the right-hand side is the sum of the clients'
     # products with the same weights.
-    total = WeightedSum(unweighted.terms, weights, measured.traces)
-    shift = _exponent_of_mean(total, mean)
-    total = total.scaled(power_of_two(-shift)) if shift else total
-    products = measured.products or moves.products(total.terms)
-    system = LinearSystem.anchored(
-        total, _weighted_sum(total, products, mean), options.anchor
-    )
+    total = WeightedSum(layer.curvatures, weights, layer.traces)
+    rhs = {name: torch.zeros_like(value) for name, value in layer.mean.items()}
+    for index, weight in enumerate(weights):
+        rhs = add(rhs, layer.product(index), weight)
 
-    # The system says by what it was divided, so that its solution becomes a move again.
-    unscale = power_of_two(exponent + shift)
-    radius = options.trust * _trusted_length(examples, measured.squared_lengths)
+    # A move is trusted as far as all clients' moves together, if they are unlike each
+    # other: the root mean square of their lengths, times the root of M - 1.
+    variance = sum(_products(shares_of(examples), layer.squared_lengths))
     return replace(
-        system,
-        scale=unscale,
-        unit=MoveUnit(moves.exponent, radius),
-        client_traces=[t * unscale for t in _products(total.weights, total.traces)],
+        LinearSystem.anchored(total, rhs, options.anchor),
+        radius=options.trust * math.sqrt((len(examples) - 1) * variance),
+        client_traces=_products(weights, layer.traces),
     )
 
 
@@ -267,134 +234,80 @@ def _capped(
     return shares_of([w * factor if i == top else w for i, w in enumerate(weights)])
 
 
-def _regularised(
-    parts: Sequence[Curvature], options: MergeOptions, device: Device
-) -> tuple[WeightedSum, int]:
-    """Return the sum of the curvatures with `shrink` and `damping`, and an exponent.
-
-    Each curvature is divided by a power of two of its own, so that floats hold it. The
-    sum's weights are these powers, divided by the highest; the exponent is that of the
-    highest. A curvature that is far below the largest gets the weight 0, because
-    rounding would remove it from the sum anyway.
-    """
-    WeightedSum(parts, [1.0] * len(parts))  # an error unless all cover the same
-    terms, exponents = [], []
-    for part in parts:
-        # on its own device: numbers in the host's memory are read without a wait
-        held, exponent = rescaled(part.mapped(partial(_wide, device=None)))
-        exponents.append(exponent)
-        there = held if device is None else held.mapped(partial(_wide, device=device))
-        terms.append(there.regularised(shrink=options.shrink, damping=options.damping))
-    highest = max(exponents)
-    weights = [math.ldexp(1.0, exponent - highest) for exponent in exponents]
-    return WeightedSum(terms, weights), highest
-
-
 def _products(left: Sequence[float], right: Sequence[float]) -> list[float]:
     return [a * b for a, b in zip(left, right, strict=True)]
 
 
-def _weighted_sum(
-    total: WeightedSum, products: Iterable[Params], like: Params
-) -> dict[str, Tensor]:
-    """Return the right-hand side: the sum of each client's weight times its product."""
-    rhs = {name: torch.zeros_like(like[name]) for name in total.shapes}
-    for weight, product in zip(total.weights, products, strict=True):
-        rhs = add(rhs, product, weight)
-    return rhs
-
-
-def _trusted_length(
-    examples: Sequence[float], squared_lengths: Sequence[float]
-) -> float:
-    """Return what `trust` multiplies: a length, in the unit of the clients' moves.
-
-    It is √(M - 1) times the root mean square of the lengths of the M clients' moves.
-    """
-    variance = sum(_products(shares_of(examples), squared_lengths))
-    return math.sqrt((len(squared_lengths) - 1) * variance)
-
-
-def _wide(tensor: Tensor, device: Device) -> Tensor:
-    """Return a tensor on a device, in at least float32, for the solver.
-
-    An accelerator is not waited for: it reads from memory that PyTorch keeps for that.
-    """
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    dtype = wide if tensor.is_floating_point() else tensor.dtype
-    goes_up = device is not None and torch.device(device).type != "cpu"
-    return tensor.to(device, dtype, non_blocking=goes_up)
-
-
 @dataclass(frozen=True)
-class _Measured:
-    """Measurements of all clients' moves away from the mean, for a system."""
+class _Layer:
+    """One layer of all clients: their curvatures, and their moves from the mean."""
 
+    curvatures: list[Curvature]  # regularised
+    mean: dict[str, Tensor]
+    # Makes a client's moves when they are used: all clients' would take as much memory
+    # again. Products with the curvatures are kept if they are small.
+    moves: Callable[[int], dict[str, Tensor]]
+    products: list[dict[str, Tensor]]
     traces: list[float]  # of the curvatures
     fisher_squares: list[float]  # of each move in the client's own curvature
     squared_lengths: list[float]
-    largest: float  # entry of all
-    products: list[dict[str, Tensor]]  # with moves; none if they would be large
+    largest: list[float]  # entry of each client's moves
+
+    def product(self, index: int) -> dict[str, Tensor]:
+        """Return a client's curvature times its moves."""
+        if self.products:
+            return self.products[index]
+        return self.curvatures[index].matvec(self.moves(index))
+
+    def fits_float32(self, size: int) -> bool:
+        """Return whether float32 holds a solver's products; zeros always do."""
+        limits = [(trace / size, _LARGEST_EIGENVALUE) for trace in self.traces]
+        limits += [(entry, _LARGEST_MOVE) for entry in self.largest]
+        return all(
+            not value or 1 / limit <= abs(value) <= limit for value, limit in limits
+        )
 
 
-@dataclass(frozen=True)
-class _ClientMoves:
-    """The clients' moves away from the mean, divided by ``2**exponent``.
+def _measured(
+    parts: Sequence[Curvature],
+    posteriors: Sequence[LocalPosterior],
+    mean: Params,
+    options: MergeOptions,
+    device: Device,
+    dtype: torch.dtype,
+) -> _Layer:
+    """Return the layer in at least `dtype`, from one pass and one read of a device."""
+    wide = partial(_wide, device=device, dtype=dtype)
+    layer_mean = {name: wide(mean[name]) for name in parts[0].shapes}
+    size = 4 * sum(value.numel() for value in layer_mean.values())
 
-    They are made when they are used: all clients' would take as much memory again.
+    def moves_of(index: int) -> dict[str, Tensor]:
+        trained = select(posteriors[index].params, layer_mean)
+        return subtract({k: wide(v) for k, v in trained.items()}, layer_mean)
+
+    curvatures, products, numbers = [], [], []
+    for index, part in enumerate(parts):
+        curvature = part.mapped(wide).regularised(
+            shrink=options.shrink, damping=options.damping
+        )
+        moves = moves_of(index)
+        product = curvature.matvec(moves)
+        square, length = dot(moves, product).clamp_min(0), dot(moves, moves)
+        largest = torch.stack([value.abs().max() for value in moves.values()]).max()
+        client = (curvature.queued_trace(), square, length, largest)
+        numbers.append(torch.stack([value.double() for value in client]))
+        curvatures.append(curvature)
+        products += [product] if size * len(parts) <= _SMALL else []
+    measures = torch.stack(numbers).T.tolist()
+    return _Layer(curvatures, layer_mean, moves_of, products, *measures)
+
+
+def _wide(tensor: Tensor, device: Device, dtype: torch.dtype) -> Tensor:
+    """Return a tensor on a device, its floats in at least `dtype`, for the solver.
+
+    An accelerator is not waited for: it reads from memory that PyTorch keeps for that.
     """
-
-    posteriors: Sequence[LocalPosterior]
-    mean: Params
-    device: Device
-    exponent: int = 0
-
-    def of_client(self, index: int) -> dict[str, Tensor]:
-        """Return a client's moves."""
-        trained, mean = select(self.posteriors[index].params, self.mean), self.mean
-        params = {name: _wide(value, self.device) for name, value in trained.items()}
-        if self.exponent:
-            params, mean = (shifted(x, -self.exponent) for x in (params, mean))
-        return subtract(params, mean)
-
-    def products(self, curvatures: Sequence[Curvature]) -> Iterator[Params]:
-        """Yield each client's curvature times its moves."""
-        for index, curvature in enumerate(curvatures):
-            yield curvature.matvec(self.of_client(index))
-
-    def measured(self, curvatures: Sequence[Curvature]) -> _Measured:
-        """Return the measurements, from one pass over the moves and one device read."""
-        numbers, products = [], []
-        size = 4 * sum(value.numel() for value in self.mean.values())
-        small = size * len(curvatures) <= _SMALL
-        for index, curvature in enumerate(curvatures):
-            move = self.of_client(index)
-            product = curvature.matvec(move)
-            client = [curvature.queued_trace(), dot(move, product), dot(move, move)]
-            extremes = [torch.aminmax(v) for v in move.values() if v.numel()]
-            client += [value for pair in extremes for value in pair]
-            numbers.append(torch.stack([value.double() for value in client]))
-            products += [product] if small else []
-        read = torch.stack(numbers).tolist()
-        traces, squares, lengths, *entries = map(list, zip(*read, strict=True))
-        largest = max((abs(value) for each in entries for value in each), default=0.0)
-        positive = [max(0.0, square) for square in squares]
-        return _Measured(traces, positive, lengths, largest, products)
-
-
-def _exponent_of_moves(largest: float, like: Params) -> int:
-    """Return the exponent of the longest move, or 0 if it is within range."""
-    # A difference of two finite numbers may be infinite.
-    most = min(torch.finfo(value.dtype).max for value in like.values())
-    exponent = exponent_of(min(largest, most))
-    return exponent if abs(exponent) > _widest(like) else 0
-
-
-def _exponent_of_mean(total: WeightedSum, like: Params) -> int:
-    """Return the exponent of the mean eigenvalue, or 0 if it is within range."""
-    exponent = exponent_of(total.trace() / total.numel())
-    return exponent if abs(exponent) > 2 * _widest(like) else 0
-
-
-def _widest(like: Params) -> int:
-    return min(widest_exponent(value.dtype) for value in like.values())
+    wide = torch.promote_types(tensor.dtype, dtype)
+    goes_up = device is not None and torch.device(device).type != "cpu"
+    target = wide if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(device, target, non_blocking=goes_up)

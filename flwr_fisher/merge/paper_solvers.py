@@ -9,12 +9,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature import WeightedSum
-from flwr_fisher.curvature.operators.rescaled import power_of_two, shifted
 from flwr_fisher.curvature.operators.solvers import Iterate, Matvec
-from flwr_fisher.merge.linear_system import LinearSystem, Moves, MoveUnit, moved
+from flwr_fisher.merge.linear_system import LinearSystem, Moves, moved
 from flwr_fisher.merge.options import MergeOptions, Report, Score
-from flwr_fisher.params import Params, add, is_finite, norm, scale, select
+from flwr_fisher.params import Params, add, is_finite, norm, select
 
 # The iterate, and the norm of its residual.
 Iterates = Iterator[tuple[dict[str, Tensor], Tensor]]
@@ -33,7 +31,6 @@ def adam(
 
     Return the moves, and the residual norms of all systems together, as one list.
     """
-    systems = [_unscaled(system) for system in systems]
     rhs = {name: value for system in systems for name, value in system.rhs.items()}
 
     def matvec(vector: Params) -> dict[str, Tensor]:
@@ -41,7 +38,7 @@ def adam(
 
     def moves_of(delta: Params) -> dict[str, Tensor]:
         near = {name: value.cpu() for name, value in delta.items()}
-        return _joined(s.unit.move(select(near, s.rhs)) for s in systems)
+        return _joined(s.move(select(near, s.rhs)) for s in systems)
 
     scored = None if score is None else (lambda d: score(moved(mean, {**moves_of(d)})))
     diagonal = all(system.is_diagonal() for system in systems)
@@ -56,21 +53,6 @@ def adam(
         return dict.fromkeys(rhs), [[1.0]]
     again, residuals = adam(mean, solved, options, score, progress)
     return dict.fromkeys(rhs) | again, residuals
-
-
-def _unscaled(system: LinearSystem) -> LinearSystem:
-    """Return a system at its original scale, in float64 if it was rescaled."""
-    exponent, radius = system.unit.exponent, system.unit.radius
-    if system.scale == 1 and not exponent:
-        return system
-    wide = {name: value.double() for name, value in system.rhs.items()}
-    wide_terms = [term.to(dtype=torch.float64) for term in system.curvature.terms]
-    return LinearSystem(
-        WeightedSum(wide_terms, system.curvature.weights).scaled(system.scale),
-        shifted(scale(wide, system.scale), exponent),
-        system.ridge * system.scale,
-        unit=MoveUnit(radius=radius * power_of_two(exponent)),
-    )
 
 
 def _joined(parts: Iterable[Params]) -> dict[str, Tensor]:

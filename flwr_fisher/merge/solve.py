@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.rescaled import power_of_two
 from flwr_fisher.curvature.operators.solvers import Iterate, conjugate_gradient
 from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.errors import StructureError
@@ -106,7 +105,6 @@ def _solved(
 
     There is no move if it is not solved.
     """
-    scale = system.scale * power_of_two(system.unit.exponent)
     # No curvature, or one that is not finite, is an error on the CPU.
     with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         end = _iterate(system, options)
@@ -115,10 +113,10 @@ def _solved(
         solution, norms = end.read()
         solution = {name: value.cpu() for name, value in solution.items()}
         if _improves(solution, norms, float(rise), options):
-            move: Moves = {**system.unit.move(solution)}
+            move: Moves = {**system.move(solution)}
             if is_finite(moved(select(mean, move), move)):
-                return move, [value * scale for value in norms], system.client_traces
-    start = float(norm(system.rhs)) * scale  # what is left at the mean
+                return move, [n * system.scale for n in norms], system.client_traces
+    start = float(norm(system.rhs)) * system.scale  # what is left at the mean
     unsolved: Moves = dict.fromkeys(system.rhs)
     return unsolved, [start if math.isfinite(start) else 0.0], system.client_traces
 
