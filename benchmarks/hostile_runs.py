@@ -65,7 +65,7 @@ SEEN = """\
 | a factor for an embedding of 50 000 rows, announced by 18 bytes | refused by its announced shape, before anything is allocated; of few bytes nothing larger than they are is made until it is used | `test_no_factor_is_larger_than_a_client_would_send`, `test_a_few_bytes_make_no_matrix_until_it_is_used` |
 | an exception in decoding that is no `WireError` | costs that reply alone | `test_any_exception_of_one_reply_costs_that_reply_alone` |
 | A = G = 1e30 I | refused: "of size 1e+…, which cannot be"; not kept on disk, and a resumed run does not meet it | `test_what_did_harm_does_none`, `test_a_rejected_upload_is_not_kept` |
-| an upload with which the step fails | set aside with its reason, and the step is taken without it | `test_an_upload_that_no_step_can_take_is_set_aside_and_never_met_again` |
+| an upload with which the step fails | left out with its reason, and the step is taken without it | `test_an_upload_that_no_step_can_take_is_left_out_by_name` |
 | factors at 1e-20 of their size, packed or not | merged at their scale | `test_what_did_harm_does_none` |
 | `num-examples` -192, or a list as loss, in an evaluate reply | refused by name; the round's other evaluations count | the runs below |
 | FAGH with gradients of 1e30 | refused: "of size 1e+…" | `test_what_did_harm_does_none` |

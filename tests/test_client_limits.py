@@ -17,7 +17,7 @@ from flwr_fisher.errors import (
     FlwrFisherError,
     WireError,
 )
-from flwr_fisher.wire import Roster
+from flwr_fisher.wire.options import members_from_tensors
 
 P = 29  # all of the tiny net's features
 KB = 1024
@@ -187,14 +187,14 @@ def test_a_tensor_of_another_kind_is_refused_by_name(name, value, tmp_path):
     assert nothing_in(tmp_path)
 
 
-@pytest.mark.parametrize("weights", [[1.0], [[1.0, 2.0]], 3.0])
-def test_a_roster_has_as_many_weights_as_clients(weights):
+@pytest.mark.parametrize("parts", [[0.5], [[0.5, 0.5]], [0.5, 2.0]])
+def test_each_client_has_one_part_of_its_change(parts):
     tensors = {
         "clients": torch.tensor([[0, 1], [1, 1]]),
-        "client-weights": torch.tensor(weights),
+        "client-parts": torch.tensor(parts),
     }
-    with pytest.raises(WireError, match="client-weights"):
-        Roster.from_tensors(tensors)
+    with pytest.raises(WireError, match="client-parts"):
+        members_from_tensors(tensors)
 
 
 @pytest.mark.parametrize("key", ["server/group-{}/x", "server/{}", "layer-{}"])

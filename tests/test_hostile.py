@@ -55,7 +55,7 @@ from virtual import (
 from flwr_fisher.errors import ConfigurationError, ParamsError, RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import seed_of_clients
-from flwr_fisher.server.door import Rejections
+from flwr_fisher.server.door import LeftOut
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.strategies import FedAvg, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
@@ -226,9 +226,7 @@ def stepping(make):
     return Odd(fraction_evaluate=0.0)
 
 
-def test_an_upload_that_no_step_can_take_is_set_aside_and_never_met_again(
-    tmp_path, caplog
-):
+def test_an_upload_that_no_step_can_take_is_left_out_by_name(tmp_path, caplog):
     def step(taken, state, uploads):
         if any(upload.client == "partition-2" for upload in uploads):
             raise ParamsError("the third client's overflow")
@@ -241,10 +239,8 @@ def test_an_upload_that_no_step_can_take_is_set_aside_and_never_met_again(
     assert same_bits(result.arrays, expected.arrays)
     assert "left out partition-2: node" in caplog.text
     assert "the third client's overflow" in caplog.text
-    (aside,) = tmp_path.rglob("set-aside/*.safetensors")
-    assert aside.stem == "partition-2"
-    journal = opened(tmp_path).exchange_journal(1, 1)
-    assert "overflow" in journal.all_set_aside["partition-2"]
+    closed = opened(tmp_path).exchange_journal(1, 1).record
+    assert "overflow" in closed.rejected["partition-2"]
 
 
 def test_a_step_that_fails_whatever_it_is_given_ends_the_round_and_keeps_all(tmp_path):
@@ -435,25 +431,25 @@ def test_who_is_limited_is_counted(tmp_path):
 
 
 def test_one_mistake_of_many_clients_is_two_lines(caplog):
-    rejections = Rejections()
+    left_out = LeftOut("train")
     for i in range(1000):
-        rejections.add(f"partition-{i}", "no\nsuch layer", stage="train", node=i)
-    rejections.summarise()
+        left_out.reject(f"partition-{i}", "no\nsuch layer", i)
+    left_out.log_repeated()
     first, rest = (r.getMessage() for r in caplog.records)
     assert first == r"train: left out partition-0: node 0: no\nsuch layer"
     assert rest.startswith("train: left out partition-1, ")
     assert rest.endswith(r"and 994 more, too: no\nsuch layer")
-    assert len(rejections) == 1000
-    (line,) = rejections.lines()
+    assert len(left_out.rejected) == 1000
+    (line,) = left_out.lines()
     assert line.endswith(r"and 995 more: no\nsuch layer")
 
 
 def test_a_thousand_mistakes_are_twenty_lines_of_an_error():
-    rejections = Rejections()
+    left_out = LeftOut("train")
     for i in range(1000):
-        rejections.add(f"partition-{i}", f"mistake {i}", stage="train")
-    assert len(rejections.lines()) == 21
-    assert rejections.lines()[-1] == "… and 980 more reasons"
+        left_out.reject(f"partition-{i}", f"mistake {i}")
+    assert len(left_out.lines()) == 21
+    assert left_out.lines()[-1] == "… and 980 more reasons"
 
 
 # Evaluate replies weigh no more than they may, either

@@ -18,7 +18,7 @@ from flwr_fisher.params import trainable_names
 from flwr_fisher.secure import SecureSums
 from flwr_fisher.strategies import Exchange, Membership
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import Additive, Roster
+from flwr_fisher.wire import Additive
 
 OWN = tutorials.load("own_state", "Two runs")
 
@@ -114,18 +114,19 @@ def test_a_personal_part_begins_as_it_is_told(tmp_path):
         tensors["w"] *= 0  # what it began with is not changed
         assert like["w"].tolist() == [1, 1]
         state.save({"w": torch.full((2,), kept)})
-        membership = Membership(7, step + 1, 1, Roster().after(step + 1, {0: 1.0}))
+        membership = Membership(7, step + 1, 1, {0: step + 1}, {0: 1.0})
 
 
 def test_what_the_server_did_not_take_is_not_kept(tmp_path):
     problem, like = tiny_client(state_dir=tmp_path).problem, {"w": torch.ones(2)}
-    roster, found = Roster(), []
+    membership, found = Membership(7), []
     for step, (saved, part) in enumerate([(4.0, 0.25), (3.0, 0.5), (0.0, 1.0)]):
-        sent = Membership(7, step, 1, roster).sent()
-        state = ClientState.of(problem, Request({}, {"": sent}), "mine", like)
+        request = Request({}, {"": membership.sent()})
+        state = ClientState.of(problem, request, "mine", like)
         found += [state.load()[0]["w"].tolist() for _ in range(2)]  # it is asked again
         state.save({"w": torch.full((2,), saved)})
-        roster = roster.after(step + 1, {0: 1.0}, {0: part} if part < 1 else {})
+        parts = {0: part} if part < 1 else {}
+        membership = Membership(7, step + 1, 1, {0: step + 1}, {0: 1.0}, parts)
     assert found == [[kept] * 2 for kept in (0.0, 0.0, 1.0, 1.0, 2.0, 2.0)]
 
 

@@ -1,6 +1,7 @@
 """SCAFFOLD as a strategy: its optimum, its clients' memory, and what it owes users."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,8 +27,9 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.params import shared_state
+from flwr_fisher.server.membership import Membership
 from flwr_fisher.strategies import Policy, Scaffold
-from flwr_fisher.wire import Roster, arrays_to_tensors
+from flwr_fisher.wire import arrays_to_tensors
 
 plain_sgd = partial(LocalSGD, momentum=0.0)
 
@@ -244,15 +246,11 @@ def test_what_a_client_must_be(train_fn, config, reason):
         ask(tiny_client(0, train_fn=train_fn), config={"job": "scaffold"} | config)
 
 
-# The roster
+# Who has taken part
 
 
-def test_a_roster_survives_its_tensors_with_large_node_ids():
-    big = 2**64 - 5
-    roster = Roster().after(1, {big: 2.0, 0: 1.0})
-    roster = roster.after(2, {0: 3.0})
-    assert roster.steps == {big: 1, 0: 2}
-    again = Roster.from_tensors(roster.to_tensors())
-    assert (again.steps, again.weights) == (roster.steps, {big: 2.0, 0: 3.0})
-    assert "client-weights" not in roster.sent()
-    assert Roster.from_tensors({}).steps == {}
+def test_a_membership_survives_its_tensors_with_large_node_ids():
+    big, begins = 2**64 - 5, Membership.new()
+    known = replace(begins, steps=2, last_steps={big: 1, 0: 2}, weights={big: 2, 0: 3})
+    assert Membership.from_tensors(known.to_tensors()) == known
+    assert "client-weights" not in known.sent()

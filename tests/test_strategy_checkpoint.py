@@ -18,14 +18,12 @@ from virtual import (
     kill_after,
     killing_app,
     node_of,
-    opened,
     same_bits,
     set_metric,
     tiny_arrays,
 )
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
-from flwr_fisher.server.cohort import Identity
 from flwr_fisher.server.journal import Journal
 from flwr_fisher.strategies import (
     FAGH,
@@ -258,7 +256,7 @@ def test_what_a_later_exchange_was_made_of_may_not_get_lost(tmp_path):
         gradients_displaced(stopped, where)
     uploads = where / "uploads-0001"
     spoil(uploads / "exchange-1" / "partition-1.safetensors")
-    for _ in range(2):  # the damaged file is set aside, and still missing
+    for _ in range(2):
         app = Watched()
         with pytest.raises(CheckpointError, match=r"partition-1 is damaged.*delete"):
             gradients_displaced(app, where, resume=True)
@@ -442,25 +440,3 @@ def test_a_directory_with_a_run_is_refused_without_resume(once):
         start(where="")  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="resume=True needs a checkpoint_dir"):
         start(resume=True)
-
-
-def test_an_upload_that_does_not_fit_the_model_is_set_aside_and_never_met_again(
-    tmp_path,
-):
-    with pytest.raises(KeyboardInterrupt):
-        start(killing_app(3), tmp_path)
-    path = next((tmp_path / "uploads-0001" / "exchange-1").glob("*.safetensors"))
-    arrays = ArrayRecord({"w": torch.zeros(2)})
-    whose, metrics = Identity(1, "", int(path.stem[-1])), {"num-examples": 3}
-    opened(tmp_path).exchange_journal(1, 1).save(whose, arrays, MetricRecord(metrics))
-    app = killing_app(3)
-    with pytest.raises(KeyboardInterrupt):
-        start(app, tmp_path, resume=True)
-    assert list(opened(tmp_path).exchange_journal(1, 1).all_set_aside) == [path.stem]
-    assert not path.exists()
-    # Nor is its client asked again, who would send the same.
-    app = Watched()
-    resumed = start(app, tmp_path, resume=True)
-    assert f"partition-{path.stem[-1]}" == path.stem
-    assert (1, int(path.stem[-1])) not in app.trained
-    assert resumed.train_metrics_clientapp[1]["num-rejected"] == 1

@@ -15,9 +15,9 @@ from rivals import FedGA
 from virtual import Watched, opened, quick_app, same_bits, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
-from flwr_fisher.server.driver import Driver, Scores
 from flwr_fisher.server.exchange import Exchange, Step, Upload
 from flwr_fisher.server.mailbox import Mailbox
+from flwr_fisher.server.round import ExchangeRun
 from flwr_fisher.server.run import Run
 from flwr_fisher.strategies import (
     FAGH,
@@ -28,6 +28,7 @@ from flwr_fisher.strategies import (
     wait_for_nodes,
 )
 from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import Additive
 
 SLOW_TO_EVALUATE = Behaviour(seconds=lambda times: 1.0 if times == 0 else 5.0)
 
@@ -253,31 +254,21 @@ def test_enough_is_never_less_than_a_round_needs(clock, waiting):
     assert len(result.uploads) >= 3
 
 
-def test_who_is_never_waited_for_sits_out_in_the_end(clock):
-    grid = ClockedGrid(quick_app(), {1: HANGS}, clock, 4)
-    start(grid, num_rounds=20, timeout=100, waiting=Waiting(enough_fraction=0.7))
-    asked = [who for _, kind, who in grid.sent if kind == "train"]
-    rounds = [asked[: i + 1].count(0) for i, who in enumerate(asked) if who == 1]
-    assert rounds == [1, 2, 4, 7, 12]
-    assert asked.count(0) == 20
-
-
 def test_rounds_that_are_over_hold_no_model(clock):
     """A client that hangs is due for hours; its rounds' parameters are not kept."""
     alive = []
-    do_exchange = Driver._do_exchange
+    close = ExchangeRun.close
 
-    def tracked(self, *args):
-        returned = do_exchange(self, *args)
-        alive.append(weakref.ref(self._open_again[1]))
-        return returned
+    def tracked(self, uploads):
+        alive.append(weakref.ref(self))
+        close(self, uploads)
 
     grid = ClockedGrid(quick_app(), {1: HANGS}, clock, 3)
     strategy = FedFisherOneShot(**options_of(waiting=Waiting(enough_fraction=0.6)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Driver, "_do_exchange", tracked)
+        patch.setattr(ExchangeRun, "close", tracked)
         strategy.start(grid, tiny_arrays(), num_rounds=6, timeout=9000)
-    assert len(strategy.cohort.mailbox(grid)._due) == 3  # rounds 1, 2 and 4
+    assert len(strategy.cohort.mailbox(grid)._due) == 6
     gc.collect()
     assert len(alive) == 6
     assert sum(one() is not None for one in alive) <= 1
@@ -432,8 +423,10 @@ def test_a_window_asks_everyone():
 
 def test_a_late_reply_adds_no_other_rounds_bytes():
     run = Run.begin(tiny_arrays(), {}, None, resume=False)
-    exchange = Exchange({}, lambda *_: Scores(), lambda state, uploads: Step(state))
-    uploads = [Upload(1, "a", 1, Scores(), MetricRecord(), num_bytes=100)]
+    exchange = Exchange(
+        {}, Additive.reader("params"), lambda state, uploads: Step(state)
+    )
+    uploads = [Upload(1, "a", 1, Additive({}), MetricRecord(), num_bytes=100)]
     for server_round in (1, 2):
         run.count_late(server_round)
         counts = MetricRecord({"num-replies": 1})

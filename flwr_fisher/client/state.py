@@ -12,7 +12,7 @@ from flwr_fisher.client.request import Request
 from flwr_fisher.errors import ParamsError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, add, check_same_layout, subtract
-from flwr_fisher.wire import Roster
+from flwr_fisher.wire.options import members_from_tensors
 
 _TAKEN = "taken"  # the note of tensors that the server may take in part
 
@@ -88,9 +88,10 @@ class ClientState:
         # The last step's state stays until the server has this one's reply.
         num_bytes = 2 * sum(v.nbytes for v in like.values())
         disk.check_room(num_bytes, f"the state of run {disk.key}")
-        roster, client = Roster.from_tensors(request.facts), request.client
-        last_step, part = roster.steps.get(client), roster.parts.get(client, 1.0)
-        return cls(disk, like, name, last_step, request.count("steps") + 1, part)
+        last_steps, parts = members_from_tensors(request.facts)
+        client, next_step = request.client, request.count("steps") + 1
+        last_step, part = last_steps.get(client), parts.get(client, 1.0)
+        return cls(disk, like, name, last_step, next_step, part)
 
     def load(self, first: Params | None = None) -> tuple[dict[str, Tensor], bool]:
         """Return the state, or `first` if it was lost, and whether it was lost.

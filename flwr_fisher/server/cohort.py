@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,7 +37,6 @@ Said = TypeVar("Said")
 
 _GONE_WITHIN = 120.0  # seconds until the SuperLink notices that a node is gone
 _ASK_AGAIN = 60.0  # seconds after a node died for which it still counts as connected
-_TRIES = 3  # of a node that answers with an error
 FREEZE_THE_SAME = (
     "load the same pre-trained parameters on every client, and make adapters with "
     "the same seed"
@@ -172,12 +171,11 @@ class Cohort:
         self._known: dict[int, Identity] = {}
         self._registered: dict[int, str] = {}  # names of the asked nodes, or ""
         self._until: dict[int, float] = {}  # when a query expires
-        self._errors: dict[int, int] = {}  # how often a node answered with one
+        self._failed: set[int] = set()  # nodes that answered a query with an error
         self._warned: set[str] = set()  # warnings that the log has already
         # By name: how many deadlines a node missed in a row, and the round until which
         # it sits out.
         self._missed: dict[str, tuple[int, int]] = {}
-        self._passed_over: set[str] = set()  # names of clients that were too late once
         self._given_up: set[int] = set()  # nodes that are not waited for
         # By node: names of trained parameters; names and digests of frozen ones.
         self._trained: dict[int, frozenset[str] | None] = {}
@@ -252,11 +250,6 @@ class Cohort:
             while due:
                 replies = query(mailbox, due, RecordDict(), wait, self._take)
                 due = [reply.node for reply in replies if self._take(reply)]
-            if any(n in self.answered and self.order(n)[0] == 2 for n in new):
-                logger.info(
-                    "Nodes without a partition-id are known by their node id: another "
-                    "run with the same seed may sample others"
-                )
         self._refuse(nodes)
         return [n for n in nodes if n in self.answered and n not in self.refused]
 
@@ -269,9 +262,17 @@ class Cohort:
         answer = Answer.of(message)
         if reason := _foreign_because(message, answer):
             self.foreign[node] = reason
-        elif message.has_error() and not self._gives_up(node, message.error.reason):
-            self._until[node] = time.monotonic()
-            return True
+        elif message.has_error():
+            if node not in self._failed:  # such as for a lack of memory
+                self._failed.add(node)
+                self._until[node] = time.monotonic()
+                return True
+            reason, name = printable(message.error.reason), self.identity(node).name
+            self.warn_once(
+                f"node-{node} failed to send its partition-id, and is known as {name}: "
+                f"{reason}",
+                key=f"partition-id: {reason}",
+            )
         self.answered.add(node)
         if answer.any_job:
             self.do_any_job.add(node)
@@ -287,53 +288,15 @@ class Cohort:
             )
         return False
 
-    def _gives_up(self, node: int, error: str | None) -> bool:
-        """Note an error; return whether to stop asking the node."""
-        self._errors[node] = self._errors.get(node, 0) + 1
-        if self._errors[node] < _TRIES:
-            return False
-        reason, name = printable(error), self.identity(node).name
-        text = f"node-{node} failed to send its partition-id, and is known as {name}: "
-        self.warn_once(text + reason, f"partition-id: {reason}")
-        return True
-
     def _refuse(self, nodes: Collection[int]) -> None:
         """Refuse the connected nodes that must not take part; log new refusals."""
-        before, self.refused = self.refused, {}
-        self._refuse_doubles([self.identity(node) for node in nodes])
+        before = self.refused
+        self.refused = _claimed_twice([self.identity(node) for node in nodes])
         if not self.allow_foreign:
             self.refused |= {n: self.foreign[n] for n in nodes if n in self.foreign}
         new = {n: why for n, why in self.refused.items() if n not in before}
         for reason, refused in by_reason(new).items():  # often all nodes of the run
             logger.warning("Not asking %s: %s", self._listed(refused), reason)
-
-    def _refuse_doubles(self, connected: Sequence[Identity]) -> None:
-        """Refuse the nodes that share a name or a number with another node."""
-        claims: dict[str | int, list[Identity]] = {}
-        for client in connected:
-            for claim in (client.name, client.number):
-                claims.setdefault(claim, []).append(client)
-        for client in connected:
-            # A node's id is always its own, even if another node claims it.
-            numbered = [] if client.partition is None else claims[client.number]
-            # A registered node keeps its place, whatever an unregistered one claims.
-            same = {
-                other.node
-                for other in claims[client.name] + numbered
-                if other.registered or not client.registered
-            }
-            if len(same | {client.node}) == 1:
-                continue
-            # Registered nodes have other names, and only the partition in common.
-            shown = client
-            if client.partition is not None:
-                shown = replace(client, registered="")
-            nodes = listed([f"node-{node}" for node in same])
-            self.refused[client.node] = (
-                f"more than one node claims '{printable(shown.name)}' ({nodes}): give "
-                "each node its own partition-id, or register nodes. A restarted node "
-                "is asked again once the SuperLink finds its former one gone"
-            )
 
     # --- who is asked
 
@@ -458,22 +421,13 @@ class Cohort:
             times = self._missed.get(name, (0, 0))[0] + 1
             self._missed[name] = times, server_round + 2 ** (times - 1)
 
-    def passed_over(self, nodes: Iterable[int], server_round: int) -> None:
-        """Note a node that was too late; twice in a row counts as a missed deadline."""
-        names = {self.name(node): node for node in nodes}
-        again = names.keys() & self._passed_over
-        self._passed_over |= names.keys()
-        self.missed([names[name] for name in again], server_round)
-
     def replied(self, node: int) -> None:
         """Note that a node replied, so that it no longer sits out."""
         self._missed.pop(self.name(node), None)
-        self._passed_over.discard(self.name(node))
 
     def absences(self) -> dict[str, Any]:
         """Return the nodes that sit out, for the journal of a resumed run."""
-        passed = sorted(self._passed_over)
-        return {"missed": dict(self._missed), "passed-over": passed}
+        return {"missed": dict(self._missed)}
 
     def recall_absences(self, record: Mapping[str, Any]) -> None:
         """Restore what :meth:`absences` returned before the run was resumed.
@@ -486,7 +440,6 @@ class Cohort:
         with kept_record("the run's record of the clients that sit out"):
             missed = record.get("missed", {}).items()
             self._missed = {name: (times, until) for name, (times, until) in missed}
-            self._passed_over = set(record.get("passed-over", ()))
 
     def _reliable(
         self, nodes: Sequence[int], minimum: int, server_round: int
@@ -537,6 +490,32 @@ class Cohort:
             self._trained[reply.node] = names & answer.trained
         if (frozen := answer.frozen_beside(names)) is not None:
             self._frozen[reply.node] = self._alike.setdefault(frozen, frozen)
+
+
+def _claimed_twice(connected: Sequence[Identity]) -> dict[int, str]:
+    """Return the nodes that share a name or a partition with others, and why not."""
+    claims: dict[str | int, list[Identity]] = {}
+    for client in connected:
+        for claim in (client.name, client.number):
+            claims.setdefault(claim, []).append(client)
+    refused = {}
+    for client in connected:
+        same = list(claims[client.name])
+        if client.partition is not None:  # or else its number is its id: its own
+            same += claims[client.number]
+        # A registered node keeps its place, whatever an unregistered one claims.
+        rivals = {o.node for o in same if o.registered or not client.registered}
+        if rivals <= {client.node}:
+            continue
+        # Registered nodes have other names, and only the partition in common.
+        shared = client.name if client.partition is None else client.unregistered_name
+        nodes = listed([f"node-{node}" for node in rivals])
+        refused[client.node] = (
+            f"more than one node claims '{printable(shared)}' ({nodes}): give each "
+            "node its own partition-id, or register nodes. A restarted node is asked "
+            "again once the SuperLink finds its former one gone"
+        )
+    return refused
 
 
 def unlike_most(

@@ -7,7 +7,7 @@ agrees with most others, and the policy (:meth:`Door.uploads`).
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +37,7 @@ from flwr_fisher.wire.answer import split_frozen
 from flwr_fisher.wire.options import LONGEST_NAME, MOST_METRICS, MOST_NUMBERS
 
 Key = TypeVar("Key", bound=Hashable)
+Record = TypeVar("Record")
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 
 _REASON, _LONG_REASON, _LINES = 500, 800, 20
@@ -60,12 +61,7 @@ def read_metrics(message: Message) -> MetricRecord:
     if message.has_error():
         reason = printable(message.error.reason, _REASON)
         raise WireError(f"the client failed: {reason}", field="error")
-    records = list(message.content.metric_records.values())
-    if len(records) != 1:
-        raise WireError(
-            f"expected one MetricRecord, got {len(records)}", field="content"
-        )
-    (metrics,) = records
+    metrics = _only(message.content.metric_records.values(), "MetricRecord")
     numbers = sum(len(v) for v in metrics.values() if isinstance(v, list))
     bounds = (
         ("metrics", len(metrics), MOST_METRICS),
@@ -78,6 +74,13 @@ def read_metrics(message: Message) -> MetricRecord:
                 f"{count} {what}, but at most {most} are allowed", field="metrics"
             )
     return metrics
+
+
+def _only(records: Collection[Record], kind: str) -> Record:
+    """Return the one record of its kind in a reply."""
+    if len(records) != 1:
+        raise WireError(f"expected one {kind}, got {len(records)}", field="content")
+    return next(iter(records))
 
 
 def weight_of(metrics: MetricRecord, key: str) -> float:
@@ -142,56 +145,80 @@ def _finite_entries(record: MetricRecord) -> list[tuple[str, int | None]]:
     return entries
 
 
-# --- rejected clients
+# --- clients without a usable reply
 
 
-class Rejections:
-    """The rejected clients with the reasons, in the order of their rejection.
+class LeftOut:
+    """The clients of a request whose reply the server lacks or cannot use.
 
-    The first client with a reason is logged at once. :meth:`summarise` logs all others
-    with the same reason. So a thousand clients with one mistake take two lines in the
-    log.
+    The first client with a reason is logged at once. :meth:`log_repeated` logs all
+    others with the same reason. So a thousand clients with one mistake take two lines
+    in the log.
+
+    Parameters
+    ----------
+    stage : str
+        The beginning of a line in the log, as in Flower's.
+
+    Attributes
+    ----------
+    rejected : dict[str, str]
+        The clients whose replies are not usable, with the reasons.
+    missing : dict[str, str]
+        The clients without a reply, with the reasons.
     """
 
-    def __init__(self) -> None:
-        self.reasons: dict[str, str] = {}
-        self._nodes: dict[str, str] = {}
-        self._unlogged: dict[tuple[str, str], list[str]] = {}
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self.rejected: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+        self._senders: dict[str, str] = {}
+        self._unlogged: dict[str, str] = {}
 
-    def __len__(self) -> int:
-        return len(self.reasons)
-
-    def add(
-        self, client: str, reason: object, *, stage: str, node: int | None = None
+    def reject(
+        self, client: str, reason: object, node: int | None = None, stage: str = ""
     ) -> None:
         """Note and log why a client is left out; the reason may come from outside."""
         if isinstance(reason, Exception) and not isinstance(reason, FlwrFisherError):
             reason = f"{type(reason).__name__}: {reason}"
         text = printable(reason, _LONG_REASON)
-        first = text not in self.reasons.values()
-        self.reasons[client] = text
-        if node is not None:
-            self._nodes[client] = f"node {node}: "
-        if first:
-            sender = self._nodes.get(client, "")
-            logger.warning("%s: left out %s: %s%s", stage, client, sender, text)
+        sender = "" if node is None else f"node {node}: "
+        if text in self.rejected.values():
+            self._unlogged[client] = text
         else:
-            self._unlogged.setdefault((stage, text), []).append(client)
+            start = f"{stage or self.stage}: left out {client}: {sender}"
+            logger.warning("%s%s", start, text)
+        self.rejected[client], self._senders[client] = text, sender
 
-    def summarise(self) -> None:
-        """Log the clients that were left out for reasons that the log has already."""
-        for (stage, reason), clients in self._unlogged.items():
-            logger.warning("%s: left out %s, too: %s", stage, listed(clients), reason)
+    def miss(self, clients: Iterable[str], reason: str) -> None:
+        """Note the clients without a reply, and why."""
+        self.missing |= dict.fromkeys(clients, reason)
+
+    def log_repeated(self) -> None:
+        """Log the clients that are rejected for reasons that the log has already."""
+        for reason, clients in by_reason(self._unlogged).items():
+            who = listed(clients)
+            logger.warning("%s: left out %s, too: %s", self.stage, who, reason)
         self._unlogged.clear()
+
+    def log_missing(self) -> None:
+        """Log the clients without a reply."""
+        for line in self._missing_lines():
+            logger.warning("%s: %s", self.stage, line)
 
     def lines(self) -> list[str]:
         """Return a line for each reason, with the clients' names, for an error."""
         lines = []
-        for reason, clients in by_reason(self.reasons).items():
-            sender = self._nodes.get(clients[0], "") if len(clients) == 1 else ""
+        for reason, clients in by_reason(self.rejected).items():
+            sender = self._senders[clients[0]] if len(clients) == 1 else ""
             lines.append(f"{listed(clients)}: {sender}{reason}")
-        more = len(lines) - _LINES
-        return lines[:_LINES] + [f"… and {more} more reasons"] * (more > 0)
+        if (more := len(lines) - _LINES) > 0:
+            lines[_LINES:] = [f"… and {more} more reasons"]
+        return lines + self._missing_lines()
+
+    def _missing_lines(self) -> list[str]:
+        reasons = by_reason(self.missing).items()
+        return [f"no reply from {listed(clients)}: {why}" for why, clients in reasons]
 
 
 # --- the door
@@ -207,44 +234,40 @@ class Door(Generic[P]):
     ----------
     cohort : Cohort
         Who is who.
-    exchange : Exchange
-        How to read the replies, and how they are summed.
-    state : ServerState
-        The state whose parameters were sent out.
     policy : Policy
         Limits the uploads, unless they are added up as they arrive.
     weighted_by : str
         The metric that is a client's weight.
+    exchange : Exchange
+        How to read the replies, and how they are summed.
+    state : ServerState
+        The state whose parameters were sent out.
     weights : Mapping[int, float]
         Weights, by client's number, that replace the reported ones.
 
     Attributes
     ----------
-    stage : str
-        The beginning of a line in the log, as in Flower's.
     expected : int
         How many clients were asked, for the log.
     admitted : list[Upload]
         The admitted uploads, in the order of their arrival.
-    rejected : Rejections
-        The clients whose replies are not usable, with the reasons.
-    withdrawn : dict[str, str]
-        Those of the rejected clients that were admitted at first.
-    missing : dict[str, str]
-        The clients without a reply, with the reasons.
+    left_out : LeftOut
+        The clients without a usable reply.
     limited : dict[str, Mapping[str, float]]
         What the policy has cut, by client, as in :class:`Upload`.
     remembered : dict[str, float]
         The numbers that the policy needs in the next round.
+    way_out : str
+        The end of the error if there are too few uploads.
     """
 
     def __init__(
         self,
         cohort: Cohort,
-        exchange: Exchange[P],
-        state: ServerState,
         policy: Policy,
         weighted_by: str,
+        exchange: Exchange[P],
+        state: ServerState,
         weights: Mapping[int, float],
     ) -> None:
         self.cohort, self.exchange, self.like = cohort, exchange, state.params
@@ -253,18 +276,15 @@ class Door(Generic[P]):
         if self.fold is not None:  # uploads that are added at once cannot be compared
             self.policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
         self._check = None if exchange.check is None else exchange.check(state)
-        self.stage = exchange.log_name if exchange.optional else TRAIN
-        self.expected, self.quiet = 0, exchange.quiet
+        self.left_out = LeftOut(exchange.log_name if exchange.optional else TRAIN)
+        self.expected, self.way_out = 0, ""
         self.admitted: list[Upload[P]] = []
-        self.rejected = Rejections()
-        self.withdrawn: dict[str, str] = {}
-        self.missing: dict[str, str] = {}
         self.limited: dict[str, Mapping[str, float]] = {}
         self.remembered: dict[str, float] = {}
-        self.way_out = ""  # the end of an error, if there are too few uploads
+        # What else is known of each admitted client, by its name.
         self._clients: dict[str, Identity] = {}
         self._sizes: dict[str, Sizes] = {}
-        self._digests: dict[str, str] = {}  # of parameters frozen and not sent
+        self._frozen_digests: dict[str, str] = {}  # of what is frozen and not sent
 
     # --- one reply
 
@@ -273,27 +293,20 @@ class Door(Generic[P]):
 
         A client that replies twice, from two nodes, counts once.
         """
-        identity = self.cohort.identity(reply.node)
+        identity, name = self.cohort.identity(reply.node), self.cohort.name(reply.node)
         if self.has(identity):
             return None
         if reply.from_superlink or reply.nothing_will_come:
-            self.mark_missing([reply.node], printable(reply.message.error.reason))
+            self.left_out.miss([name], printable(reply.message.error.reason))
             return None
         try:
             metrics = read_metrics(reply.message)
-            arrays = self._arrays(reply.message)
+            arrays = _only(reply.message.content.array_records.values(), "ArrayRecord")
             self.admit(identity, arrays, metrics)
             return arrays, metrics
         except Exception as error:  # untrusted replies can fail in any way
-            self.reject(reply.node, error)
+            self.left_out.reject(name, error, reply.node)
             return None
-
-    def _arrays(self, message: Message) -> ArrayRecord:
-        records = list(message.content.array_records.values())
-        if len(records) != 1:
-            reason = f"expected one ArrayRecord, got {len(records)}"
-            raise WireError(reason, field="content")
-        return records[0]
 
     def admit(
         self, identity: Identity, arrays: ArrayRecord, metrics: MetricRecord
@@ -306,20 +319,23 @@ class Door(Generic[P]):
             It names the wrong key. Other exceptions of a payload's reader are not
             caught.
         """
+        # 1. Who is it? Only now are two clients with one partition seen together.
         self._check_claim(identity)
-        # Bounds and format: the reader decides both before it decodes anything.
-        record, digest = split_frozen(arrays)
+        # 2. Bounds and format: the reader decides both before it decodes anything.
+        record, frozen_digest = split_frozen(arrays)
         payload = self.exchange.read(record, self.like)
+        # 3. Is it an answer to what was sent?
         if self._check is not None:
             self._check(payload)
-        # Plausibility: weight and sizes, which the policy compares later.
+        # 4. Plausibility: the weight, and the sizes, which the policy compares later.
         weight = weight_of(metrics, self.weighted_by)
         weight = self.weights.get(identity.number, weight)
         payload.check_weight(weight)
         sizes = Sizes.of(payload, self.like)
         sizes.check_plausible()
-        # With a digest, it waits for the others': a summand cannot be taken out again.
-        if self.fold is not None and not digest:
+        # 5. Into the sum, if there is one. An upload with a digest waits until all
+        # digests are known, because a summand cannot be taken out again.
+        if self.fold is not None and not frozen_digest:
             payload = self.fold(payload, weight)
         upload = Upload(
             identity.node,
@@ -332,14 +348,14 @@ class Door(Generic[P]):
         )
         self.admitted.append(upload)
         self._clients[upload.client], self._sizes[upload.client] = identity, sizes
-        if digest:
-            self._digests[upload.client] = digest
-        self.missing.pop(upload.client, None)
-        if not self.quiet:
-            count = len(self.admitted) + len(self.rejected)
+        if frozen_digest:
+            self._frozen_digests[upload.client] = frozen_digest
+        self.left_out.missing.pop(upload.client, None)
+        if not self.exchange.quiet:
+            count = len(self.admitted) + len(self.left_out.rejected)
             logger.info(
                 "%s: %s of %s replies (%s, %g examples)",
-                self.stage,
+                self.left_out.stage,
                 count,
                 max(self.expected, count),
                 upload.client,
@@ -354,7 +370,8 @@ class Door(Generic[P]):
         """
         if identity.partition is None:
             return
-        for other in list(self._clients.values()):
+        for upload in list(self.admitted):
+            other = self._clients[upload.client]
             if other.partition != identity.partition:
                 continue
             if bool(other.registered) == bool(identity.registered):
@@ -367,23 +384,12 @@ class Door(Generic[P]):
             )
             if owner is other or self.fold is not None:
                 raise error  # a summand cannot be removed from a sum
-            for upload in [u for u in self.admitted if u.client == other.name]:
-                self.withdraw(upload, error)
-
-    def reject(self, node: int, error: Exception, stage: str = "") -> None:
-        """Reject a node's client."""
-        name = self.cohort.name(node)
-        self.rejected.add(name, error, stage=stage or self.stage, node=node)
+            self.withdraw(upload, error)
 
     def withdraw(self, upload: Upload[P], error: Exception) -> None:
         """Reject an upload after its admission."""
         self.admitted = [u for u in self.admitted if u.client != upload.client]
-        self.rejected.add(upload.client, error, stage=self.stage, node=upload.node_id)
-        self.withdrawn[upload.client] = self.rejected.reasons[upload.client]
-
-    def mark_missing(self, nodes: Iterable[int], reason: str) -> None:
-        """Note the nodes without a reply, and why."""
-        self.missing |= {self.cohort.name(node): reason for node in nodes}
+        self.left_out.reject(upload.client, error, upload.node_id)
 
     # --- clients that have replied
 
@@ -394,7 +400,7 @@ class Door(Generic[P]):
     def done(self) -> set[str]:
         """Return the names of all clients with an admitted or rejected reply."""
         names = {name for known in self._clients.values() for name in known.names}
-        return names | self.rejected.reasons.keys()
+        return names | self.left_out.rejected.keys()
 
     def without_done(self, nodes: Iterable[int]) -> list[int]:
         """Return the nodes of clients without an admitted or rejected reply.
@@ -410,25 +416,17 @@ class Door(Generic[P]):
                 left.append(node)
         return left
 
-    def log_missing(self) -> None:
-        """Log the clients without a reply."""
-        for line in self._missing_lines():
-            logger.warning("%s: %s", self.stage, line)
-
-    def _missing_lines(self) -> list[str]:
-        reasons = by_reason(self.missing).items()
-        return [f"no reply from {listed(clients)}: {why}" for why, clients in reasons]
-
     # --- all replies
 
-    def uploads(
-        self, needed: int, before: Mapping[str, float] | None = None
-    ) -> list[Upload[P]]:
+    def uploads(self, needed: int, before: Mapping[str, float]) -> list[Upload[P]]:
         """Return the uploads in an order that is independent of node ids and timing.
 
-        Uploads that do not agree with most are rejected first; then the policy limits
-        the others. `before` are the numbers that the policy remembered from the last
-        round.
+        Parameters
+        ----------
+        needed : int
+            How many there must be.
+        before : Mapping[str, float]
+            The numbers that the policy remembered in the last round.
 
         Raises
         ------
@@ -436,13 +434,16 @@ class Door(Generic[P]):
             With every reason, if there are fewer than `needed`.
         """
         self.admitted.sort(key=lambda upload: self._clients[upload.client].order)
+        # 1. Those that do not agree with most are rejected.
         self._withdraw_mismatched()
-        self._fold_held()
+        if self.fold is not None:
+            self._fold_held(self.fold)
         self.check_enough(needed)
+        # 2. The policy limits the others, by what most of them have sent.
         sizes = [self._sizes[upload.client] for upload in self.admitted]
         kept = self.exchange.kept
-        references = self.policy.references(sizes, before or {}, kept)
-        self.remembered = remembered(references, before or {}, kept)
+        references = self.policy.references(sizes, before, kept)
+        self.remembered = remembered(references, before, kept)
         uploads = [
             replace(upload, taken=upload.limited.get(kept, 1.0))
             for upload in self.policy.limit(self.admitted, sizes, self.like, references)
@@ -452,7 +453,7 @@ class Door(Generic[P]):
             if min(factors.values()) > _SLIGHT:
                 continue  # the round's metrics have it
             parts = ", ".join(f"{name} x {part:.2g}" for name, part in factors.items())
-            logger.warning("%s: limited %s: %s", self.stage, client, parts)
+            logger.warning("%s: limited %s: %s", self.left_out.stage, client, parts)
         return uploads
 
     def check_enough(self, needed: int, awaited: int = 0) -> None:
@@ -463,11 +464,10 @@ class Door(Generic[P]):
         RoundError
             With every reason, if there are fewer than `needed`.
         """
-        self.rejected.summarise()
+        self.left_out.log_repeated()
         if (count := len(self.admitted) + awaited) >= needed:
             return
-        lines = self.rejected.lines() + self._missing_lines()
-        lines += [self.way_out] if self.way_out else []
+        lines = self.left_out.lines() + ([self.way_out] if self.way_out else [])
         optional = self.exchange.optional
         wanted = f"{needed} is needed" if optional else f"min_train_nodes={needed}"
         few = f"{count} usable {'reply' if count == 1 else 'replies'}"
@@ -475,15 +475,6 @@ class Door(Generic[P]):
             few += " is possible" if count == 1 else " are possible"
         reasons = "\n" + "\n".join(lines) if lines else " no other client was asked"
         raise RoundError(f"only {few}, but {wanted}:{reasons}")
-
-    def _fold_held(self) -> None:
-        """Add up the uploads that were held back until all digests were known."""
-        if self.fold is None:
-            return
-        for i, upload in enumerate(self.admitted):
-            if self._digests.pop(upload.client, ""):
-                payload = self.fold(upload.payload, upload.num_examples)
-                self.admitted[i] = replace(upload, payload=payload)
 
     def _withdraw_mismatched(self) -> None:
         """Reject the uploads with another layout, or frozen part, than most have."""
@@ -495,29 +486,41 @@ class Door(Generic[P]):
                 names = sorted(set(layout) ^ set(common))
                 what = names or "the same in another order"
                 self.withdraw(upload, WireError(f"{reason}: {what}", field=field))
-        uploads = {u.client: u for u in self.admitted if u.client in self._digests}
-        said = {client: self._digests[client] for client in uploads}
-        for client, reason in unlike_most(said, _other_digest).items():
+        uploads = {u.client: u for u in self.admitted}
+        digests = {
+            client: digest
+            for client, digest in self._frozen_digests.items()
+            if client in uploads
+        }
+        # They were not asked before their training, so it shows only now.
+        for client, reason in unlike_most(digests, _other_digest).items():
             self.withdraw(uploads[client], WireError(reason, field="frozen"))
+
+    def _fold_held(self, fold: Callable[[P, float], P]) -> None:
+        """Add up the uploads that were held back until all digests were known."""
+        for i, upload in enumerate(self.admitted):
+            if self._frozen_digests.pop(upload.client, ""):
+                payload = fold(upload.payload, upload.num_examples)
+                self.admitted[i] = replace(upload, payload=payload)
 
     def metrics(
         self, aggregate: Aggregate, uploads: Sequence[Upload[P]]
     ) -> MetricRecord:
-        """Return the uploads' aggregated metrics, and how many replies there were.
-
-        An error of the user's function ends the run, unless the replies have no metrics
-        or not the one that it reads: not all of a run's requests are trainings.
-        """
+        """Return the uploads' aggregated metrics, and how many replies there were."""
         key = self.weighted_by
         weighted = {
             u.client: MetricRecord({**u.metrics, key: u.num_examples}) for u in uploads
         }
         good, mismatched = comparable(weighted)
         for client, reason in mismatched.items():
-            logger.warning("%s: metrics without %s: it %s", self.stage, client, reason)
-        counts = {"num-replies": len(uploads), "num-rejected": len(self.rejected)}
-        if self.missing:
-            counts["num-missing"] = len(self.missing)
+            stage = self.left_out.stage
+            logger.warning("%s: metrics without %s: it %s", stage, client, reason)
+        counts = {
+            "num-replies": len(uploads),
+            "num-rejected": len(self.left_out.rejected),
+        }
+        if self.left_out.missing:
+            counts["num-missing"] = len(self.left_out.missing)
         limits: dict[str, list[float]] = {}
         if self.limited:
             counts["num-limited"] = len(self.limited)
@@ -526,34 +529,36 @@ class Door(Generic[P]):
                 min((f for name, f in u.limited.items() if name != WEIGHT), default=1.0)
                 for u in uploads
             ]
-        averaged: Any = self._aggregated(list(good.values()), aggregate)
+        averaged = self._aggregated(list(good.values()), aggregate)
         return MetricRecord({**averaged, **counts, **limits})
 
     def _aggregated(
         self, records: Sequence[MetricRecord], aggregate: Aggregate
-    ) -> MetricRecord:
-        """Return what the user's function makes of the clients' metrics."""
-        returned, key = None, self.weighted_by
-        if records:
-            try:
-                returned = aggregate([RecordDict({"metrics": r}) for r in records], key)
-            except Exception as error:
-                names = {name for record in records for name in record}
-                lacking = isinstance(error, KeyError) and names.isdisjoint(error.args)
-                if names - {key, NUM_EXAMPLES} and not lacking:
-                    raise
-                self.cohort.warn_once(
-                    f"{self.stage}: no metrics of train_metrics_aggr_fn, which failed "
-                    f"for replies with {listed(names)} alone: {error!r}"
-                )
-        return metrics_from(returned, "train_metrics_aggr_fn") or MetricRecord()
+    ) -> Mapping[str, Any]:
+        """Return what the user's function makes of the clients' metrics.
+
+        Not all requests are trainings. If the replies have no metrics, the function is
+        not called; if they lack the one that it reads, the round has none of its own.
+        """
+        names = {name for record in records for name in record}
+        if not names - {self.weighted_by, NUM_EXAMPLES}:
+            return {}
+        try:
+            contents = [RecordDict({"metrics": record}) for record in records]
+            returned = aggregate(contents, self.weighted_by)
+        except KeyError as error:
+            if not names.isdisjoint(error.args):
+                raise
+            self.cohort.warn_once(
+                f"{self.left_out.stage}: no metrics of train_metrics_aggr_fn, which "
+                f"failed for replies with {listed(names)} alone: {error!r}"
+            )
+            return {}
+        return metrics_from(returned, "train_metrics_aggr_fn") or {}
 
 
 def _other_digest(digest: str, other: str, whom: str) -> str:
-    """Return the reason for rejecting a client with other frozen values.
-
-    It was not asked for them before its training, so the difference shows only now.
-    """
+    """Return the reason for rejecting a client with other frozen values."""
     return (
         "its frozen parameters, which the server does not send, differ from those of "
         f"{whom}: {FREEZE_THE_SAME}"

@@ -1,9 +1,7 @@
 """The driver of a run's rounds: it trains, evaluates, saves, and calls callbacks."""
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,24 +16,22 @@ from flwr.app import (
 from flwr.serverapp import Grid
 
 from flwr_fisher.callbacks import Callback
-from flwr_fisher.errors import ConfigurationError, RoundError, WireError, listed
+from flwr_fisher.errors import ConfigurationError, RoundError, listed, printable
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import Params
-from flwr_fisher.server.door import TRAIN, Door, comparable
-from flwr_fisher.server.exchange import (
-    Exchange,
-    ServerState,
-    Step,
-    Uploads,
-    metrics_from,
-    sessions,
+from flwr_fisher.server.door import (
+    TRAIN,
+    LeftOut,
+    comparable,
+    read_metrics,
+    weight_of,
 )
+from flwr_fisher.server.exchange import Exchange, metrics_from, sessions
 from flwr_fisher.server.journal import ExchangeJournal
 from flwr_fisher.server.mailbox import NodeReply, collect
-from flwr_fisher.server.round import ExchangeRun, Strategy, door_of, requests
+from flwr_fisher.server.round import ExchangeRun, Strategy, requests
 from flwr_fisher.server.run import Run
 from flwr_fisher.server.waiting import Waiting
-from flwr_fisher.wire import NUM_EXAMPLES, Payload, named_options
+from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]  # the server's scores
 _LONGEST_WAIT = 60.0  # seconds until enough clients are connected to evaluate
@@ -48,9 +44,9 @@ class Driver:
         self.strategy, self.cohort = strategy, strategy.cohort
         self.grid, self.run = grid, run
         self.server_round = run.server_round  # the current round
-        # The exchange whose late replies are kept, because it can be opened again, and
-        # what makes a door for them. Earlier exchanges hold no model any more.
-        self._open_again: tuple[ExchangeJournal, Callable[[], Door[Any]]] | None = None
+        # The exchange whose late replies are kept, because it can be opened again.
+        # Earlier exchanges hold no model any more.
+        self._last: ExchangeRun[Any] | None = None
 
     def rounds(
         self,
@@ -203,15 +199,11 @@ class Driver:
         run, server_round = self.run, self.server_round
         if not exchange.optional:  # free uploads before the next ones arrive
             run.forget_uploads()
+            self._last = None
         journal = run.exchange_journal(server_round, index)
         under_way = ExchangeRun(
             self.strategy, exchange, run.state, config, self.grid, journal, previous
         )
-        if not exchange.optional:
-            # It must not hold the exchange's uploads, and must not change its sum.
-            alone = replace(exchange, additive=None)
-            make_door = partial(door_of, self.strategy, alone, run.state, {})
-            self._open_again = journal, make_door
         try:
             under_way.gather(partial(self._take_late, journal))
             step, uploads, metrics = under_way.step()
@@ -221,35 +213,37 @@ class Driver:
             raise
         under_way.close(uploads)
         run.take_step(server_round, exchange, step, uploads, metrics)
+        # A secure sum is not opened again: the difference would reveal a client.
+        if journal.on_disk and self.strategy.secure is None and not exchange.optional:
+            self._last = under_way
         # Before the policy's limits, which the next exchange has, too.
         return {u.number: u.num_examples for u in under_way.door.admitted}
 
     def _take_late(self, journal: ExchangeJournal, reply: NodeReply) -> None:
         """Handle a reply that comes after the end of its exchange.
 
-        It is counted. If the exchange can still be opened again, which no secure sum
-        can, its journal admits the reply, so that it counts then.
+        It is counted. If its exchange is the last one, which can be opened again, the
+        journal admits the reply, so that it counts then.
         """
         if reply.from_superlink:
             return
         self.cohort.replied(reply.node)
         self.run.count_late(self.server_round)
-        identity, make_door = self.cohort.identity(reply.node), None
-        if self._open_again is not None and self._open_again[0] is journal:
-            current = journal.server_round == self.server_round
-            # An admitted reply is not replaced.
-            keep = current and journal.on_disk and not journal.has(identity)
-            if keep and self.strategy.secure is None:
-                make_door = self._open_again[1]
+        last = self._last
+        if last is not None and (
+            last.journal is not journal
+            or journal.has(self.cohort.identity(reply.node))  # it is not replaced
+        ):
+            last = None
         logger.warning(
             "%s: the reply of %s to round %s came too late for it%s",
             TRAIN,
             self.cohort.name(reply.node),
             journal.server_round,
-            "; keeping it, for reopen=True" if make_door else "",
+            "" if last is None else "; keeping it, for reopen=True",
         )
-        if make_door and (records := make_door().take(reply)) is not None:
-            journal.save(identity, *records)
+        if last is not None:
+            last.keep_late(reply)
 
 
 def _checked(name: str, returned: object, server_round: int) -> ConfigRecord:
@@ -320,100 +314,72 @@ def evaluate(
     ]
     due = {message.metadata.dst_node_id for message in messages}
     num_asked, abstaining = len(due), set[int]()
-    door = EvaluationDoor(strategy)
+    left_out = LeftOut("aggregate_evaluate")
+    replies: dict[int, Message] = {}
+    metrics: dict[int, MetricRecord] = {}
 
     def enough() -> bool:
         wanted = strategy.waiting.enough(num_asked - len(abstaining))
-        return len(door.admitted) >= max(wanted, 1)
+        return len(metrics) >= max(wanted, 1)
 
     for reply in collect(cohort.mailbox(grid), messages, timeout, enough=enough):
+        node, name = reply.node, cohort.name(reply.node)
         if reply.from_superlink and not reply.nothing_will_come:
             continue  # the time is up
-        due.discard(reply.node)
-        if _abstains(reply.message):
-            abstaining.add(reply.node)
-        else:
-            door.take(reply)
+        due.discard(node)
+        if reply.nothing_will_come:
+            left_out.miss([name], printable(reply.message.error.reason))
+            continue
+        try:
+            scores = read_metrics(reply.message)
+            if dict(scores) == {NUM_EXAMPLES: 0}:  # the client has no data for it
+                abstaining.add(node)
+                continue
+            weight_of(scores, strategy.weighted_by_key)
+            metrics[node], replies[node] = scores, reply.message
+        except Exception as error:  # untrusted replies can fail in any way
+            left_out.reject(name, error, node)
     if abstaining:
         cohort.abstaining |= abstaining
         names = listed(map(cohort.name, abstaining))
         logger.info("configure_evaluate: without data for evaluation: %s", names)
     if enough():
-        door.mark_missing(due, "not waited for, since enough have replied")
+        reason = "not waited for, since enough have replied"
     else:
-        door.mark_missing(due, f"none within {timeout:.0f} s")
+        reason = f"none within {timeout:.0f} s"
         cohort.missed(due, server_round)
-    door.log_missing()
-    replies = door.replies()
-    metrics = strategy.aggregate_evaluate(server_round, replies) if replies else None
-    return metrics_from(metrics, "evaluate_metrics_aggr_fn")
+    left_out.miss(map(cohort.name, due), reason)
+    left_out.log_missing()
+    contents = _comparable_replies(strategy, replies, metrics, left_out)
+    left_out.log_repeated()
+    returned = strategy.aggregate_evaluate(server_round, contents) if contents else None
+    return metrics_from(returned, "evaluate_metrics_aggr_fn")
 
 
-def _abstains(message: Message) -> bool:
-    """Return whether a client says that it has no data for evaluation."""
-    if not message.has_content() or len(message.content) != 1:
-        return False
-    records = list(message.content.metric_records.values())
-    return len(records) == 1 and dict(records[0]) == {NUM_EXAMPLES: 0}
+def _comparable_replies(
+    strategy: Strategy,
+    replies: Mapping[int, Message],
+    metrics: Mapping[int, MetricRecord],
+    left_out: LeftOut,
+) -> list[Message]:
+    """Return the replies whose metrics can be averaged, in the clients' order.
 
-
-class Scores(Payload):
-    """The empty upload of an evaluate reply, which has only metrics."""
-
-    def layout(self) -> tuple[str, ...]:
-        """Return an empty layout, equal for all clients."""
-        return ()
-
-    def to_arrays(self) -> ArrayRecord:
-        """Return no arrays."""
-        return ArrayRecord()
-
-
-def _no_arrays(record: ArrayRecord, like: Params) -> Scores:
-    return Scores()
-
-
-def _no_step(state: ServerState, uploads: Uploads[Scores]) -> Step:
-    return Step(state)
-
-
-class EvaluationDoor(Door[Scores]):
-    """Checks evaluate replies, which have only metrics."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        policy = strategy.policy
-        if not policy.limit_scores:
-            policy = replace(policy, max_weight=math.inf)
-        exchange = Exchange({}, _no_arrays, _no_step, optional=True)
-        key, none = strategy.weighted_by_key, ServerState({})
-        super().__init__(strategy.cohort, exchange, none, policy, key, {})
-        self.stage, self.quiet = "aggregate_evaluate", True
-        self._messages: dict[int, Message] = {}
-        self._scores: dict[str, MetricRecord] = {}  # the metrics that most report
-
-    def _arrays(self, message: Message) -> ArrayRecord:
-        return ArrayRecord()
-
-    def take(self, reply: NodeReply) -> tuple[ArrayRecord, MetricRecord] | None:
-        """Admit or reject a reply, and keep its message."""
-        self._messages[reply.node] = reply.message
-        return super().take(reply)
-
-    def _withdraw_mismatched(self) -> None:
-        """Reject the replies without the metrics that most clients report."""
-        reported = {upload.client: upload.metrics for upload in self.admitted}
-        self._scores, mismatched = comparable(reported)
-        for upload in [u for u in self.admitted if u.client in mismatched]:
-            error = WireError(f"it {mismatched[upload.client]}", field="metrics")
-            self.withdraw(upload, error)
-
-    def replies(self) -> list[Message]:
-        """Return the replies for a strategy to aggregate, in the clients' order."""
-        messages = []
-        for upload in self.uploads(needed=0):
-            message = copy.copy(self._messages[upload.node_id])
-            weight = {self.weighted_by: upload.num_examples}
-            record = MetricRecord({**self._scores[upload.client], **weight})
-            message.content = RecordDict({"metrics": record})
-            messages.append(message)
-        return messages
+    A strict policy limits their weights.
+    """
+    cohort, key, policy = strategy.cohort, strategy.weighted_by_key, strategy.policy
+    good, others = comparable(metrics)
+    for node, reason in others.items():
+        left_out.reject(cohort.name(node), f"'metrics': it {reason}", node)
+    nodes = sorted(good, key=cohort.order)
+    weights = [weight_of(metrics[node], key) for node in nodes]
+    limited = policy.weights(weights) if policy.limit_scores else weights
+    comparables = []
+    for node, before, after in zip(nodes, weights, limited, strict=True):
+        if after < before:
+            text = "%s: limited %s: weight x %.2g"
+            logger.warning(text, left_out.stage, cohort.name(node), after / before)
+        message = copy.copy(replies[node])
+        record = MetricRecord({**good[node], key: after})
+        message.content = RecordDict({"metrics": record})
+        comparables.append(message)
+    return comparables

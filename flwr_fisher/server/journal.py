@@ -6,13 +6,13 @@ The folder contains (format 6):
     A line of JSON for each event, in order, with the run's id and a digest of the line.
     The events are: the run has ``begun``, with its options; an exchange was
     ``opened``, with the clients that it asks; a reply was ``admitted``, with its client
-    and metrics; a reply was ``set aside``, with the reason; an exchange was ``closed``,
-    with the clients whose replies it used; a round is ``finished``, with its metrics.
+    and metrics; an exchange was ``closed``, with the clients whose replies it used; a
+    round is ``finished``, with its metrics. (Version 0.3 also wrote ``set aside``, for
+    a reply that turned out to be bad, and moved its file away.)
 ``round-0003.safetensors``
     The server's state after a round, for the last two rounds; 0 is the start.
 ``uploads-0004/exchange-1/<client>.safetensors``
-    The arrays of an admitted reply. They stay until the next round is finished. Replies
-    that turned out to be bad later are in the folder ``set-aside``.
+    The arrays of an admitted reply. They stay until the next round is finished.
 ``lock``, ``holder.txt``
     The server that uses the folder.
 
@@ -25,7 +25,6 @@ refuses it by its number.
 
 import json
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -65,8 +64,7 @@ FORMAT = "6"
 # After a SuperLink was killed, its ServerApp ends only after 15 seconds, or more on a
 # busy machine, while the next one has started.
 PATIENCE = 60.0  # seconds
-_FILE, _SET_ASIDE = "journal.jsonl", "set-aside"
-_STATE = re.compile(r"round-(\d{4,})\.safetensors")
+_FILE = "journal.jsonl"
 _LONGEST = 160  # characters of a client's name in a file's name
 _ELSEWHERE = "begin a new run in another checkpoint_dir"
 
@@ -109,8 +107,9 @@ class ExchangeRecord:
     rejected: dict[str, str] = field(default_factory=dict)
     absences: dict[str, Any] = field(default_factory=dict)
 
-
-_NONE = ExchangeRecord(None, 0, 0, 0.0)
+    def again(self) -> "ExchangeRecord":
+        """Return the record of the exchange when it is opened again, now."""
+        return replace(self, opened=time.time(), closed=None)
 
 
 class Journal:
@@ -183,32 +182,20 @@ class Journal:
             with kept_record(where):
                 self._apply(event)
             self._end += len(text) + 1
-        self._check_whole(self.path)
         # An exchange without its folder has not begun.
         self._exchanges = {
             key: exchange
             for key, exchange in self._exchanges.items()
             if exchange.folder.is_dir()
         }
-        rounds = self.rounds()
-        if rounds:
+        if rounds := self.rounds():
             self._prune(rounds[-1])
+        elif self.finished or any(self.path.glob("round-*[1-9]*.safetensors")):
+            raise CheckpointError(
+                f"{file}, or the state of its last round, is missing or incomplete: "
+                f"restore it, or {_ELSEWHERE}"
+            )
         return rounds
-
-    def _check_whole(self, path: Path) -> None:
-        """Check that the journal's lines and the folder's files agree."""
-        matches = (_STATE.fullmatch(name) for name in os.listdir(path))
-        states = {int(match[1]) for match in matches if match}
-        last = max(self.finished, default=-1)
-        if states and max(states) > last + 1:
-            raise CheckpointError(
-                f"{path / _FILE} is missing or incomplete: restore it, or "
-                f"{_ELSEWHERE}. The last model is in {self._state(max(states))}"
-            )
-        if self.finished and not states & self.finished.keys():
-            raise CheckpointError(
-                f"{self._state(last)} is missing: restore it, or {_ELSEWHERE}"
-            )
 
     def _event(self, text: bytes, where: str) -> Event:
         """Read and check a line of the journal."""
@@ -218,7 +205,11 @@ class Journal:
         try:
             event: Event = json.loads(text)
             if first and event.get("format") != FORMAT:
-                raise _other_format(where, repr(event.get("format")))
+                raise CheckpointError(
+                    f"{where} has format {event.get('format')!r}, but this version "
+                    f"reads {FORMAT!r}: resume with the version of flwr-fisher that "
+                    f"began the run, or {_ELSEWHERE}"
+                )
             del event["digest"]
             if _line(event).encode() != text + b"\n":
                 raise ValueError("its content has changed since it was written")
@@ -264,10 +255,17 @@ class Journal:
                     k: e for k, e in self._exchanges.items() if k[0] >= last
                 }
             case kind:
-                if kind == "opened":  # perhaps again; the round has begun
-                    self.finished.pop(event["round"], None)
-                    self._forget_later(event["round"], event["exchange"])
-                self.exchange_journal(event["round"], event["exchange"]).apply(event)
+                now = event["round"], event["exchange"]
+                if kind == "opened":
+                    # Perhaps again: the round has begun, and its later exchanges, which
+                    # started from the state after this one, have not.
+                    self.finished.pop(now[0], None)
+                    self._exchanges = {
+                        key: exchange
+                        for key, exchange in self._exchanges.items()
+                        if key[0] != now[0] or key <= now
+                    }
+                self.exchange_journal(*now).apply(event)
 
     # --- rounds
 
@@ -351,7 +349,7 @@ class Journal:
                     f"of round {server_round}, so that round cannot be opened again: "
                     "resume without reopen=True"
                 )
-            under_way.note(replace(record, opened=time.time()))
+            under_way.note(record.again())
             return False
         last = self.last_exchange(server_round)
         if last is None or server_round - 1 not in self.rounds():
@@ -365,7 +363,7 @@ class Journal:
             self._state(before), self.finished[before], "resume without reopen=True"
         )
         if last.record is not None:
-            last.note(replace(last.record, opened=time.time(), closed=None))
+            last.note(last.record.again())
         return True
 
     def last_exchange(self, server_round: int) -> "ExchangeJournal | None":
@@ -373,19 +371,10 @@ class Journal:
         begun = [
             key
             for key, exchange in self._exchanges.items()
-            if key[0] == server_round and not (exchange.record or _NONE).optional
+            if key[0] == server_round
+            and not (exchange.record is not None and exchange.record.optional)
         ]
         return self._exchanges[max(begun)] if begun else None
-
-    def _forget_later(self, server_round: int, index: int) -> None:
-        """Forget a round's exchanges after one that begins, perhaps again.
-
-        They began from the state after it.
-        """
-        for key in [
-            k for k in self._exchanges if k[0] == server_round and k[1] > index
-        ]:
-            del self._exchanges[key]
 
     # --- files beside the journal
 
@@ -421,14 +410,11 @@ class ExchangeJournal:
     ----------
     record : ExchangeRecord | None
         The exchange's record; None if it has not begun.
-    all_set_aside : dict[str, str]
-        The clients whose uploads turned out to be bad, with the reasons.
     """
 
     def __init__(self, journal: Journal, server_round: int, index: int) -> None:
         self.server_round, self.index = server_round, index
         self.record: ExchangeRecord | None = None
-        self.all_set_aside: dict[str, str] = {}
         self._journal = journal
         self._admitted: dict[str, Event] = {}
 
@@ -451,9 +437,8 @@ class ExchangeJournal:
             case "admitted":
                 MetricRecord(event["metrics"])  # is one
                 self._admitted[Identity(**event["client"]).name] = event
-            case "set aside":
+            case "set aside":  # by version 0.3
                 self._admitted.pop(event["client"], None)
-                self.all_set_aside[event["client"]] = event["reason"]
 
     def note(self, record: ExchangeRecord) -> ExchangeRecord:
         """Write an event of this exchange."""
@@ -491,7 +476,7 @@ class ExchangeJournal:
                 "accepted, and the round's later exchanges used it: restore it, or "
                 f"delete {self.folder.parent} to do the round again"
             )
-        return self.note(replace(self.record, opened=time.time(), closed=None))
+        return self.note(self.record.again())
 
     def close(
         self,
@@ -534,38 +519,17 @@ class ExchangeJournal:
     def uploads(self) -> Iterator[tuple[Identity, ArrayRecord, MetricRecord]]:
         """Read the admitted replies from the folder, in their order.
 
-        If a file is damaged, the log names it, and it is set aside. Then its client is
-        asked again.
+        If a file is damaged, the log names it. Then its client is asked again.
         """
         for name, event in list(self._admitted.items()) if self.on_disk else ():
-            path = self._path(name)
             try:
-                tensors = self._journal.read(path, event)
+                tensors = self._journal.read(self._path(name), event)
             except CheckpointError as error:
                 del self._admitted[name]
-                aside = self._put_aside(path, ".damaged")
-                logger.warning(
-                    "%s. Moving it to %s, and asking %s again",
-                    error,
-                    aside,
-                    name,
-                )
+                logger.warning("%s. Asking %s again", error, name)
                 continue
             client = Identity(**event["client"])
             yield client, tensors_to_arrays(tensors), MetricRecord(event["metrics"])
-
-    def set_aside(self, client: str, reason: str) -> None:
-        """Move a client's bad upload away; the client is not asked again."""
-        self._append("set aside", client=client, reason=reason)
-        if self.on_disk:
-            self._put_aside(self._path(client))
-
-    def _put_aside(self, path: Path, ending: str = "") -> Path:
-        aside = path.parent / _SET_ASIDE / f"{path.name}{ending}"
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.replace(aside)
-        return aside
 
     def _append(self, event: str, **content: Any) -> None:
         where = {"round": self.server_round, "exchange": self.index}
@@ -607,39 +571,35 @@ class FolderLock:
         self._lock = FileLock(folder / "lock")
         self._holder = folder / "holder.txt"
         process = f"process {os.getpid()} on {socket.gethostname()}"
-        if not self._acquired(0):
-            holder = self._name()
-            taken = f"{folder} is in use by another run ({holder})"
-            ours = holder.startswith(f"{process},")  # it cannot end while we wait
-            if not ours:
-                logger.warning("%s: waiting %.0f s for it to end", taken, PATIENCE)
-            if ours or not self._acquired(PATIENCE):
-                raise CheckpointError(
-                    f"{taken}. If it is an earlier start of this run, wait for its "
-                    "end, or stop it by `flwr list` and `flwr stop` (Ctrl-C of `flwr "
-                    "run` stops only the log). If it is another run, pass another "
-                    "checkpoint_dir"
-                )
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            self._wait(folder, process)
         since = datetime.now(UTC).isoformat(" ", "seconds")
         self._holder.write_text(f"{process}, since {since}\n")
+
+    def _wait(self, folder: Path, process: str) -> None:
+        """Wait for the holder to end, unless it is this process itself."""
+        holder = "its name is not known yet"
+        if self._holder.exists():
+            holder = self._holder.read_text().strip()
+        patience = 0.0 if holder.startswith(f"{process},") else PATIENCE
+        taken = f"{folder} is in use by another run ({holder})"
+        if patience:
+            logger.warning("%s: waiting %.0f s for it to end", taken, patience)
+        try:
+            self._lock.acquire(timeout=patience)
+        except Timeout as error:
+            raise CheckpointError(
+                f"{taken}. If it is an earlier start of this run, wait for its end, or "
+                "stop it by `flwr list` and `flwr stop` (Ctrl-C of `flwr run` stops "
+                "only the log). If it is another run, pass another checkpoint_dir"
+            ) from error
 
     def release(self) -> None:
         """Release the folder."""
         self._holder.unlink(missing_ok=True)
         self._lock.release()
-
-    def _acquired(self, seconds: float) -> bool:
-        try:
-            self._lock.acquire(timeout=seconds)
-        except Timeout:
-            return False
-        return True
-
-    def _name(self) -> str:
-        try:
-            return self._holder.read_text().strip()
-        except OSError:
-            return "its name is not known yet"
 
 
 def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -664,13 +624,6 @@ def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
 def _line(event: Event) -> str:
     """Return an event as a line of the journal."""
     return f"{json.dumps({**event, 'digest': digest_of(event)})}\n"
-
-
-def _other_format(where: object, written: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} has format {written}, but this version reads {FORMAT!r}: resume with "
-        f"the version of flwr-fisher that began the run, or {_ELSEWHERE}"
-    )
 
 
 @contextmanager

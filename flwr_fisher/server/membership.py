@@ -1,6 +1,6 @@
 """The membership of a run whose clients keep a state on their disks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 from typing import Any
@@ -13,9 +13,10 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, scale
 from flwr_fisher.randomness import new_run_number
 from flwr_fisher.server.exchange import Uploads
-from flwr_fisher.wire import Roster
+from flwr_fisher.wire.options import members_from_tensors, members_to_tensors
 
-_RUN, _STEPS, _TOTAL = "run", "steps", "total-weight"
+_RUN, _STEPS = "run", "steps"
+_TOTAL, _WEIGHTS = "total-weight", "client-weights"
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,13 @@ class Membership:
     total : float
         The sum of all clients' weights, as it was known at the last step. Clients that
         have not uploaded yet count with the mean weight of the others.
-    roster : Roster
-        The clients that have taken part, with the step of their last reply and their
-        weight.
+    last_steps : Mapping[int, int]
+        The last step to which each client contributed, by the client's number.
+    weights : Mapping[int, float]
+        Each client's weight in that step. Weights are not sent to clients.
+    parts : Mapping[int, float]
+        For each client of whose change the server used only a part in that step: this
+        part. The policy cut the rest.
 
     Examples
     --------
@@ -49,7 +54,9 @@ class Membership:
     run: int
     steps: int = 0
     total: float = 0.0
-    roster: Roster = field(default_factory=Roster)
+    last_steps: Mapping[int, int] = field(default_factory=dict)
+    weights: Mapping[int, float] = field(default_factory=dict)
+    parts: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     def new(cls) -> "Membership":
@@ -71,17 +78,24 @@ class Membership:
         connected : int
             How many nodes there are.
         """
-        steps = self.steps + 1
-        given = {
+        step = self.steps + 1
+        new = {
             number: upload.num_examples / (len(upload.members) or 1)
             for upload in uploads
             for number in upload.members or [upload.number]
         }
         limited = {u.number: u.taken for u in uploads if u.taken < 1}
-        roster = self.roster.after(steps, given, limited)
-        known = len(roster.weights)
-        total = fsum(roster.weights.values()) * (max(known, connected) / known)
-        return Membership(self.run, steps, total, roster)
+        earlier = {n: part for n, part in self.parts.items() if n not in new}
+        weights = {**self.weights, **new}
+        known = len(weights)
+        return Membership(
+            self.run,
+            step,
+            fsum(weights.values()) * (max(known, connected) / known),
+            {**self.last_steps, **dict.fromkeys(new, step)},
+            weights,
+            earlier | limited,
+        )
 
     def participation(self, weights: Sequence[float]) -> float:
         """Return a cohort's share of all clients' weight, given its weights."""
@@ -101,12 +115,17 @@ class Membership:
     def sent(self) -> dict[str, Tensor]:
         """Return the tensors by which clients find their own state."""
         numbers = {_RUN: torch.tensor(self.run), _STEPS: torch.tensor(self.steps)}
-        return numbers | self.roster.sent()
+        return numbers | members_to_tensors(self.last_steps, self.parts)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the whole membership as tensors."""
-        total = torch.tensor(self.total, dtype=torch.float64)
-        return self.sent() | {_TOTAL: total} | self.roster.to_tensors()
+        weights = [self.weights[number] for number in self.last_steps]
+        own = {_TOTAL: self.total, _WEIGHTS: weights}
+        return self.sent() | {
+            name: torch.tensor(value, dtype=torch.float64)
+            for name, value in own.items()
+            if value != []
+        }
 
     @classmethod
     def from_tensors(cls, tensors: Params) -> "Membership":
@@ -123,8 +142,16 @@ class Membership:
                 f"{sorted(tensors)}: return Membership.new().to_tensors() from "
                 "`initial_groups`, and return the group again in every Step"
             )
-        roster, total = Roster.from_tensors(tensors), float(tensors.get(_TOTAL, 0.0))
-        return cls(int(tensors[_RUN]), int(tensors[_STEPS]), total, roster)
+        last_steps, parts = members_from_tensors(tensors)
+        weights = tensors[_WEIGHTS].tolist() if _WEIGHTS in tensors else []
+        return cls(
+            int(tensors[_RUN]),
+            int(tensors[_STEPS]),
+            float(tensors.get(_TOTAL, 0.0)),
+            last_steps,
+            dict(zip(last_steps, weights, strict=False)),
+            parts,
+        )
 
 
 def lost_states(uploads: Uploads[Any]) -> int:

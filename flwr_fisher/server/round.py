@@ -8,6 +8,7 @@ what the door admitted; ``close`` records whose uploads it used.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, Protocol
 
 import torch
@@ -42,13 +43,15 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.server.journal import ExchangeJournal, ExchangeRecord
-from flwr_fisher.server.mailbox import Receive, collect
+from flwr_fisher.server.mailbox import NodeReply, Receive, collect
 from flwr_fisher.server.policy import Policy
-from flwr_fisher.server.waiting import NodeRequests, Waiting
+from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
 _POLICY = "policy"  # the policy's group of the state's tensors
 _AT_ONCE = 4  # replies that are held at most, if uploads are added up as they arrive
+# Seconds until a node is asked again in a collection window, the first time.
+_AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0
 # The errors of a step that cannot use its uploads.
 _STEP_ERRORS = (
     ParamsError,
@@ -129,19 +132,6 @@ def requests(
     return messages
 
 
-def door_of(
-    strategy: Strategy,
-    exchange: Exchange[P],
-    state: ServerState,
-    weights: Mapping[int, float],
-) -> Door[P]:
-    """Return the door for an exchange's replies."""
-    # Only trainings need have the strategy's own weight among their metrics.
-    weighted_by = NUM_EXAMPLES if exchange.optional else strategy.weighted_by_key
-    cohort, policy = strategy.cohort, strategy.policy
-    return Door(cohort, exchange, state, policy, weighted_by, weights)
-
-
 class ExchangeRun(Generic[P]):
     """A running exchange: gather uploads, take the step, close.
 
@@ -171,108 +161,27 @@ class ExchangeRun(Generic[P]):
         self.needed = 1 if exchange.optional else strategy.min_train_nodes
         self._numbers = exchange.numbers(state, previous)
         # A collection window asks whoever connects, so it has no sample.
-        window = strategy.waiting.window if self._numbers is None else None
-        if window is not None and exchange.require_same_parameters:
+        self._window = strategy.waiting.window if self._numbers is None else None
+        if self._window is not None and exchange.require_same_parameters:
             # Only the last upload shows what most clients train and freeze.
             tell = named_options({"tell-frozen": True})
             self.config = ConfigRecord({**self.config, **tell})
         weights = previous if exchange.clients == "previous" else {}
-        self.door = door_of(strategy, exchange, state, weights)
-        self._window = window
+        self.door = self._door(exchange, weights)
         self._sampled: set[str] | None = None  # names, or None for all that connect
-        self._requests: dict[int, NodeRequests] = {}  # by node that was asked
         self._due: set[int] = set()  # nodes without a reply
+        # By node: how often it was asked, and when for the last time.
+        self._requests: dict[int, tuple[int, float]] = {}
 
-    # --- ask
-
-    def _open(self) -> tuple[ExchangeRecord, list[Message]]:
-        """Sample clients, record them, and return the requests.
-
-        Raises
-        ------
-        RoundError
-            If too few nodes are connected when the time is up, or too few of them train
-            the same parameters.
-        """
-        if self._window is not None:
-            return self.journal.open(None, 0, 0), []
-        sampled, wanted = self._sample()
-        names = [self.cohort.name(node) for node in sampled]
-        # The record is written before the first request leaves, so that a resumed run
-        # asks the same clients.
-        record = self.journal.open(
-            names, wanted, self.cohort.connected, optional=self.exchange.optional
-        )
-        self.door.expected = len(names)
-        nodes = self._without_mismatched(self.door.without_done(sampled))
-        self.door.check_enough(self.needed, len(nodes))
-        return record, self._ask(nodes)
-
-    def _sample(self) -> tuple[list[int], int]:
-        """Return the nodes to ask, and how many replies are wanted."""
-        strategy, cohort, exchange = self.strategy, self.cohort, self.exchange
-        if self._numbers is None:
-            nodes, wanted = cohort.sample(
-                self.grid,
-                fraction=1.0 if exchange.clients == "all" else strategy.fraction_train,
-                minimum=self.needed,
-                available=self.needed
-                if exchange.optional
-                else strategy.min_available_nodes,
-                server_round=self.journal.server_round,
-                purpose="train",
-                timeout=strategy.timeout,
-                waiting=strategy.waiting,
-            )
-            logger.info("configure_train: Sampled %s nodes", len(nodes))
-            return nodes, wanted
-        if exchange.optional:  # nobody is waited for, and only trainings are universal
-            ready = cohort.present(self.grid, strategy.timeout)
-            nodes = sorted(cohort.do_any_job.intersection(ready), key=cohort.order)
-        else:
-            least = min(self.needed, len(self._numbers))
-            nodes = cohort.ready(self.grid, 0, least, strategy.timeout)
-        nodes = [n for n in nodes if cohort.identity(n).number in self._numbers]
-        there = {cohort.identity(node).number for node in nodes}
-        reason = "it is no longer connected"
-        if exchange.optional:
-            reason += ", or its ClientApp can only train"
-        gone = cohort.named(set(self._numbers) - there)
-        self.door.missing |= dict.fromkeys(gone, reason)
-        logger.info("%s: asking %s nodes", exchange.log_name, len(nodes))
-        return nodes, len(nodes)
-
-    def _without_mismatched(self, nodes: list[int]) -> list[int]:
-        """Reject the nodes with parameters that cannot be merged; return the rest."""
-        if not self.exchange.require_same_parameters or not nodes:
-            return nodes
-        everyone, timeout = [*self._requests, *nodes], self.strategy.timeout
-        mismatched = self.cohort.mismatched(
-            self.grid, everyone, self.state.params, timeout
-        )
-        for node in mismatched.keys() & set(nodes):
-            self.door.reject(node, mismatched[node], "configure_train")
-        return [node for node in nodes if node not in mismatched]
-
-    def _ask(self, nodes: list[int]) -> list[Message]:
-        """Return the requests to nodes, and note that they are asked."""
-        for node in nodes:
-            before = self._requests.get(node)
-            times = before.times + 1 if before else 1
-            self._requests[node] = NodeRequests(times, time.monotonic())
-        self._due |= set(nodes)
-        if not nodes:
-            return []
-        by_number, identity = self.exchange.records(self.state), self.cohort.identity
-        return requests(
-            self.strategy,
-            self.journal.server_round,
-            lambda node: by_number(identity(node).number),
-            self.config,
-            nodes,
+    def _door(self, exchange: Exchange[P], weights: Mapping[int, float]) -> Door[P]:
+        strategy = self.strategy
+        # Only trainings need have the strategy's own weight among their metrics.
+        weighted_by = NUM_EXAMPLES if exchange.optional else strategy.weighted_by_key
+        return Door(
+            self.cohort, strategy.policy, weighted_by, exchange, self.state, weights
         )
 
-    # --- wait and admit
+    # --- 1. gather: what is on disk, then what clients send
 
     def gather(self, late: Receive) -> None:
         """Restore the uploads of an interrupted run, then ask, and receive replies.
@@ -295,20 +204,130 @@ class ExchangeRun(Generic[P]):
                 self.cohort.recall_absences(record.absences)
                 return
             record = self.journal.reopen(lost)
+        begins = record is None
         if record is None:
             record, messages = self._open()
         waiting, timeout = self.strategy.waiting, self.strategy.timeout
         if record.clients is None:
-            timeout = self._window_left(record)
-            enough = waiting.enough_in_window
+            timeout, enough = self._window_left(record), waiting.enough(None)
         else:
-            self._sampled = set(record.clients)
-            enough = waiting.enough(record.wanted)
-        if not messages and self.exchange.optional:  # resumed: only who is here now
+            self._sampled, enough = set(record.clients), waiting.enough(record.wanted)
+        if not begins and self.exchange.optional:  # nobody else is waited for
             messages = self._newcomers() or []
         if timeout > 0:
             self._receive(messages, timeout, max(enough, self.needed), late)
-        self._mark_absent()
+        unasked = sorted(self._unasked())
+        self.door.left_out.miss(unasked, "it did not connect, or could not be asked")
+
+    def _restore(self, record: ExchangeRecord | None) -> None:
+        """Admit the uploads of an interrupted run, even of disconnected clients.
+
+        The client of an upload that is no longer accepted is rejected. If the exchange
+        was closed, only the uploads that its step used count.
+        """
+        left_out, closed = self.door.left_out, None
+        if record is not None:
+            self.door.expected = len(record.clients or ())
+            self.cohort.connected, closed = record.connected, record.closed
+        if record is not None and closed is not None:
+            left_out.missing |= record.missing
+            for name, reason in record.rejected.items():
+                left_out.reject(name, reason)
+        for identity, arrays, metrics in self.journal.uploads():
+            if closed is not None and identity.name not in closed:
+                continue
+            self.cohort.recall(identity)
+            try:
+                self.door.admit(identity, arrays, metrics)
+            except Exception as error:  # admitted before, perhaps by another version
+                left_out.reject(identity.name, error, identity.node)
+
+    def _open(self) -> tuple[ExchangeRecord, list[Message]]:
+        """Sample clients, record them, and return the record and the requests.
+
+        Raises
+        ------
+        RoundError
+            If too few nodes are connected when the time is up, or too few of them train
+            the same parameters.
+        """
+        if self._window is not None:
+            return self.journal.open(None, 0, 0), []
+        nodes, wanted = self._sample() if self._numbers is None else self._named()
+        names = [self.cohort.name(node) for node in nodes]
+        # The record is written before the first request leaves, so that a resumed run
+        # asks the same clients.
+        record = self.journal.open(
+            names, wanted, self.cohort.connected, optional=self.exchange.optional
+        )
+        self.door.expected = len(names)
+        nodes = self._without_mismatched(self.door.without_done(nodes))
+        self.door.check_enough(self.needed, len(nodes))
+        return record, self._ask(nodes)
+
+    def _sample(self) -> tuple[list[int], int]:
+        """Return the sampled nodes, and how many replies are wanted."""
+        strategy, exchange = self.strategy, self.exchange
+        everyone, optional = exchange.clients == "all", exchange.optional
+        nodes, wanted = self.cohort.sample(
+            self.grid,
+            fraction=1.0 if everyone else strategy.fraction_train,
+            minimum=self.needed,
+            available=self.needed if optional else strategy.min_available_nodes,
+            server_round=self.journal.server_round,
+            purpose="train",
+            timeout=strategy.timeout,
+            waiting=strategy.waiting,
+        )
+        logger.info("configure_train: Sampled %s nodes", len(nodes))
+        return nodes, wanted
+
+    def _named(self) -> tuple[list[int], int]:
+        """Return the nodes of the clients that the exchange names, and their number."""
+        cohort, timeout = self.cohort, self.strategy.timeout
+        numbers = set(self._numbers or ())
+        reason = "it is no longer connected"
+        if self.exchange.optional:  # nobody is waited for, and it is no training
+            ready = cohort.present(self.grid, timeout)
+            nodes = sorted(cohort.do_any_job.intersection(ready), key=cohort.order)
+            reason += ", or its ClientApp can only train"
+        else:
+            nodes = cohort.ready(self.grid, 0, min(self.needed, len(numbers)), timeout)
+        nodes = [n for n in nodes if cohort.identity(n).number in numbers]
+        gone = numbers - {cohort.identity(node).number for node in nodes}
+        self.door.left_out.miss(cohort.named(gone), reason)
+        logger.info("%s: asking %s nodes", self.exchange.log_name, len(nodes))
+        return nodes, len(nodes)
+
+    def _without_mismatched(self, nodes: list[int]) -> list[int]:
+        """Reject the nodes with parameters that cannot be merged; return the rest."""
+        if not self.exchange.require_same_parameters or not nodes:
+            return nodes
+        everyone, timeout = [*self._requests, *nodes], self.strategy.timeout
+        mismatched = self.cohort.mismatched(
+            self.grid, everyone, self.state.params, timeout
+        )
+        for node in mismatched.keys() & set(nodes):
+            name, error = self.cohort.name(node), mismatched[node]
+            self.door.left_out.reject(name, error, node, stage="configure_train")
+        return [node for node in nodes if node not in mismatched]
+
+    def _ask(self, nodes: list[int]) -> list[Message]:
+        """Return the requests to nodes, and note that they are asked."""
+        for node in nodes:
+            times, _ = self._requests.get(node, (0, 0.0))
+            self._requests[node] = times + 1, time.monotonic()
+        self._due |= set(nodes)
+        if not nodes:
+            return []
+        by_number, identity = self.exchange.records(self.state), self.cohort.identity
+        return requests(
+            self.strategy,
+            self.journal.server_round,
+            lambda node: by_number(identity(node).number),
+            self.config,
+            nodes,
+        )
 
     def _window_left(self, record: ExchangeRecord) -> float:
         """Return how long the collection window is still open."""
@@ -325,38 +344,11 @@ class ExchangeRun(Generic[P]):
             self.door.way_out += "; resume=True and reopen=True open it again"
         return left
 
-    def _restore(self, record: ExchangeRecord | None) -> None:
-        """Admit the uploads of an interrupted run, even of disconnected clients.
-
-        An upload that turned out to be bad is not read, and its client stays rejected.
-        If the exchange was closed, only the uploads that its step used count.
-        """
-        door, rejected, closed = self.door, self.journal.all_set_aside, None
-        if record is not None:
-            door.expected = len(record.clients or ())
-            self.cohort.connected, closed = record.connected, record.closed
-            if closed is not None:
-                rejected = {**record.rejected, **rejected}
-                door.missing |= record.missing
-        for name, reason in rejected.items():
-            door.rejected.add(name, reason, stage=door.stage)
-        for identity, arrays, metrics in self.journal.uploads():
-            name = identity.name
-            if closed is not None and name not in closed:
-                continue
-            self.cohort.recall(identity)
-            try:
-                door.admit(identity, arrays, metrics)
-            except Exception as error:  # admitted before, perhaps by another version
-                door.rejected.add(name, error, stage=door.stage, node=identity.node)
-                self.journal.set_aside(name, door.rejected.reasons[name])
-
     def _receive(
         self, messages: list[Message], timeout: float, enough: float, late: Receive
     ) -> None:
         """Receive replies, and save each admitted one."""
-        door, cohort, silent = self.door, self.cohort, list[int]()
-        server_round = self.journal.server_round
+        door, cohort, expired = self.door, self.cohort, list[int]()
         deadline = time.monotonic() + timeout
 
         def are_enough() -> bool:
@@ -378,20 +370,20 @@ class ExchangeRun(Generic[P]):
             if not reply.from_superlink:
                 cohort.replied(reply.node)
             elif not reply.nothing_will_come:
-                silent.append(reply.node)
+                expired.append(reply.node)
             if (records := door.take(reply)) is not None:
                 self.journal.save(identity, *records)
-        if are_enough():
-            door.mark_missing(self._due, "not waited for, since enough have replied")
-            cohort.passed_over(self._due, server_round)
-        else:
-            silent += self._due
-            if time.monotonic() > deadline:
-                door.mark_missing(silent, f"none within {timeout:.0f} s")
-            cohort.missed(silent, server_round)
-        door.log_missing()
+        # Who is silent at the deadline sits out later rounds; who is only slower than
+        # enough others does not.
+        silent, reason = self._due, "not waited for, since enough have replied"
+        if not are_enough():
+            silent, reason = {*self._due, *expired}, f"none within {timeout:.0f} s"
+            cohort.missed(silent, self.journal.server_round)
+        if are_enough() or time.monotonic() > deadline:
+            door.left_out.miss(map(cohort.name, silent), reason)
+        door.left_out.log_missing()
 
-    # --- nodes that connect or are absent
+    # --- nodes that connect during the exchange
 
     def _newcomers(self) -> list[Message] | None:
         """Return the messages to nodes that have connected and were not asked yet.
@@ -416,11 +408,19 @@ class ExchangeRun(Generic[P]):
         return self._ask(new)
 
     def _may_be_asked(self, node: int) -> bool:
-        """Return whether to ask a node in a window, for the first time or again."""
-        if (requests := self._requests.get(node)) is None:
+        """Return whether to ask a node in a window, for the first time or again.
+
+        A node that died is asked when it is back, later each time. A node that was
+        restarted may have lost the request, which the server cannot see. So if clients
+        keep their uploads, a silent node is asked again, too.
+        """
+        if node not in self._requests:
             return True
-        due, kept = node in self._due, self.journal.on_disk
-        return requests.again(time.monotonic(), due=due, kept=kept)
+        times, last = self._requests[node]
+        if node in self._due and not self.journal.on_disk:
+            return False
+        wait = _AGAIN_IF_SILENT if node in self._due else _AGAIN_IF_DEAD
+        return time.monotonic() > last + wait * (1 << (times - 1))
 
     def _unasked(self) -> set[str]:
         """Return the names of sampled clients that have not been asked yet."""
@@ -431,12 +431,7 @@ class ExchangeRun(Generic[P]):
         }
         return self._sampled - asked - self.door.done()
 
-    def _mark_absent(self) -> None:
-        """Note the sampled clients that could not be asked."""
-        for name in sorted(self._unasked()):
-            self.door.missing[name] = "it did not connect, or could not be asked"
-
-    # --- step
+    # --- 2. step
 
     def step(self) -> tuple[Step, Uploads[P], MetricRecord]:
         """Take the step, and check its result; return it, its uploads and metrics.
@@ -451,34 +446,27 @@ class ExchangeRun(Generic[P]):
         """
         # What the policy knows of the rounds before.
         known = {n: float(v) for n, v in self.state.group(_POLICY).items()}
-        try:
-            while True:
-                uploads = self.door.uploads(self.needed, known)
-                try:
-                    step = self._try_step(uploads)
-                    break
-                except _STEP_ERRORS as error:
-                    if not self._withdraw_culprits(uploads):
-                        raise RoundError(
-                            f"the step failed: {error}. The round is not finished; "
-                            "with a checkpoint_dir, its uploads are kept"
-                        ) from error
-        finally:
-            for client, reason in self.door.withdrawn.items():
-                self.journal.set_aside(client, reason)
+        while True:
+            uploads = self.door.uploads(self.needed, known)
+            try:
+                step = self._try_step(uploads)
+                break
+            except _STEP_ERRORS as error:
+                if not self._withdraw_culprits(uploads):
+                    raise RoundError(
+                        f"the step failed: {error}. The round is not finished; with a "
+                        "checkpoint_dir, its uploads are kept"
+                    ) from error
         metrics = MetricRecord()
         if not self.exchange.optional:  # or else it reports its step's metrics alone
             aggregate = self.strategy.train_metrics_aggr_fn
             metrics = self.door.metrics(aggregate, uploads)
-        return self._with_remembered(step), uploads, metrics
-
-    def _with_remembered(self, step: Step) -> Step:
-        """Return the step with the policy's knowledge for the next round."""
-        if not (known := self.door.remembered):
-            return step
-        tensors = {n: torch.tensor(v, dtype=torch.float64) for n, v in known.items()}
-        groups = {**step.state.groups, _POLICY: tensors}
-        return replace(step, state=replace(step.state, groups=groups))
+        if remembered := self.door.remembered:  # for the policy in the next round
+            float64 = partial(torch.tensor, dtype=torch.float64)
+            tensors = {name: float64(value) for name, value in remembered.items()}
+            groups = {**step.state.groups, _POLICY: tensors}
+            step = replace(step, state=replace(step.state, groups=groups))
+        return step, uploads, metrics
 
     def _try_step(self, uploads: Uploads[P]) -> Step:
         step = self.exchange.take(self.state, uploads)
@@ -505,15 +493,27 @@ class ExchangeRun(Generic[P]):
             self.door.withdraw(upload, reason)
         return bool(culprits)
 
+    # --- 3. close
+
     def close(self, uploads: Uploads[P]) -> None:
         """Record the clients whose uploads the step used, for a resumed run.
 
         With none, an optional exchange has failed, and a resumed run does not repeat
         it.
         """
+        left_out = self.door.left_out
         self.journal.close(
             [upload.client for upload in uploads],
-            self.door.missing,
-            self.door.rejected.reasons,
+            left_out.missing,
+            left_out.rejected,
             self.cohort.absences(),
         )
+
+    def keep_late(self, reply: NodeReply) -> None:
+        """Save a reply that came after the end, if it can be used, for a reopened run.
+
+        It is not added to the sum, and it is no longer in memory afterwards.
+        """
+        door = self._door(replace(self.exchange, additive=None), {})
+        if (records := door.take(reply)) is not None:
+            self.journal.save(self.cohort.identity(reply.node), *records)

@@ -1,21 +1,18 @@
 """The end of a round's wait: its deadline, its window, or enough replies."""
 
-from dataclasses import dataclass
 from math import ceil, inf, isfinite
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.options import Options, option
 
-_AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0  # seconds, at first
-
 
 class Waiting(Options):
     """When a round ends, in addition to its deadline (`timeout` of ``start``).
 
-    A client sits out the next round if it misses a deadline, or if twice in a row a
-    request ends without its reply. Then it sits out two rounds, four, …, until it
-    replies. If too few other clients are connected, it is asked nonetheless. Options
-    that are not for training or for a collection window also apply to evaluation.
+    A client that misses a deadline sits out the next round. If it misses more, it sits
+    out two rounds, four, …, until it replies. If too few other clients are connected,
+    it is asked nonetheless. Options that are not for training or for a collection
+    window also apply to evaluation.
 
     Raises
     ------
@@ -87,43 +84,12 @@ class Waiting(Options):
         """Return how many clients to ask for a number of replies."""
         return ceil(round(wanted * (1 + self.over_selection), 9))
 
-    def enough(self, wanted: int) -> float:
-        """Return how many usable replies end a request for a number of replies."""
-        share = ceil(round(wanted * self.enough_fraction, 9))
-        return min(share, inf if self.enough_replies is None else self.enough_replies)
+    def enough(self, wanted: int | None) -> float:
+        """Return how many usable replies end a request for a number of replies.
 
-    @property
-    def enough_in_window(self) -> float:
-        """The number of usable replies that closes the window."""
-        return inf if self.enough_replies is None else self.enough_replies
-
-
-@dataclass
-class NodeRequests:
-    """The requests to a node: how many, when the last, and since when it is gone."""
-
-    times: int
-    since: float
-    died: float | None = None
-
-    def again(self, now: float, *, due: bool, kept: bool) -> bool:
-        """Return whether to ask the node again in a collection window.
-
-        A node that died is asked when it is back, later each time. A node that was
-        restarted may have lost the request, which the server cannot see. So if clients
-        keep their uploads, a silent node is asked again, too.
-
-        Parameters
-        ----------
-        now : float
-            The time, in seconds, as in `since`.
-        due : bool
-            Whether it is connected, and has not replied.
-        kept : bool
-            Whether clients keep their uploads.
+        The number is None in a collection window, which takes all that come.
         """
-        factor = 1 << (self.times - 1)
-        if due:
-            return kept and now > self.since + factor * _AGAIN_IF_SILENT
-        self.died = now if self.died is None else self.died
-        return now > self.died + factor * _AGAIN_IF_DEAD
+        limit = inf if self.enough_replies is None else self.enough_replies
+        if wanted is None:
+            return limit
+        return min(limit, ceil(round(wanted * self.enough_fraction, 9)))

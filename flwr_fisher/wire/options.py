@@ -1,6 +1,6 @@
 """The keys of a request: the server's options, and its tensors beside the parameters.
 
-Among these tensors is the roster of clients that took part, with the last step of each.
+Among these tensors are the clients that took part, with the last step of each.
 
 The server's options are in the ``ConfigRecord``. They begin with ``fisher.``, so that a
 user's own ``seed``, ``task`` or ``structure`` stays the user's. ``server-round`` is
@@ -11,7 +11,6 @@ The tensor `name` of the group `group` has the key ``server/<group>/<name>``, or
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +27,7 @@ NUM_EXAMPLES = "num-examples"  # Flower's metric, by which clients are weighted
 # A server refuses replies with more metrics, longer names, or more numbers in lists.
 MOST_METRICS, LONGEST_NAME, MOST_NUMBERS = 1000, 200, 100_000
 REGRESSION = "regression"  # a metric of clients with a Gaussian likelihood
-_CLIENTS, _WEIGHTS, _PARTS = "clients", "client-weights", "client-parts"
+_CLIENTS, _PARTS = "clients", "client-parts"
 
 Value = TypeVar("Value")
 # the values of a ConfigRecord, which flwr.app names since 1.31
@@ -114,100 +113,60 @@ def split_groups(
 # --- who took part
 
 
-@dataclass(frozen=True)
-class Roster:
-    """The clients with accepted uploads, by partition or node id.
+def members_to_tensors(
+    last_steps: Mapping[int, int], parts: Mapping[int, float]
+) -> dict[str, Tensor]:
+    """Return the tensors by which clients with a state of their own go on with it.
 
-    A client with a state of its own continues from the last step to which it
-    contributed. It cannot know that step by itself, because its reply may have been
-    lost, or left out by the server.
+    A client continues from the last step to which it contributed. It cannot know that
+    step by itself, because its reply may have been lost, or left out by the server.
 
     Parameters
     ----------
-    steps : Mapping[int, int]
-        The last step to which each client contributed.
-    weights : Mapping[int, float]
-        Each client's weight in that step. Weights are not sent to clients.
+    last_steps : Mapping[int, int]
+        The last step to which each client contributed. A client's number is its
+        partition, or its node's id.
     parts : Mapping[int, float]
         For each client of whose change the server used only a part in that step: this
-        part. The policy cut the rest.
+        part.
 
     Examples
     --------
-    >>> roster = Roster().after(1, {3: 20.0, 5: 30.0})
-    >>> Roster.from_tensors(roster.sent()).steps
-    {3: 1, 5: 1}
+    >>> members_from_tensors(members_to_tensors({3: 1, 5: 2}, {5: 0.5}))
+    ({3: 1, 5: 2}, {5: 0.5})
     """
-
-    steps: Mapping[int, int] = field(default_factory=dict)
-    weights: Mapping[int, float] = field(default_factory=dict)
-    parts: Mapping[int, float] = field(default_factory=dict)
-
-    def after(
-        self,
-        step: int,
-        weights: Mapping[int, float],
-        parts: Mapping[int, float] | None = None,
-    ) -> "Roster":
-        """Return the roster after a step, given its clients' weights by number.
-
-        A client's number is its partition, or its node's id. `parts` has only the parts
-        below 1.
-        """
-        steps = {**self.steps, **dict.fromkeys(weights, step)}
-        before = {n: p for n, p in self.parts.items() if n not in weights}
-        return Roster(steps, {**self.weights, **weights}, before | dict(parts or {}))
-
-    def sent(self) -> dict[str, Tensor]:
-        """Return the tensors to send to clients: each one's last step, and parts."""
-        if not self.steps:
-            return {}
-        steps = torch.tensor(list(self.steps.values()))
-        sent = {_CLIENTS: torch.stack([numbers_to_tensor(self.steps), steps], 1)}
-        if self.parts:
-            parts = [self.parts.get(number, 1.0) for number in self.steps]
-            sent[_PARTS] = torch.tensor(parts, dtype=torch.float64)
-        return sent
-
-    def to_tensors(self) -> dict[str, Tensor]:
-        """Return the whole roster as tensors, for a checkpoint."""
-        if not self.steps:
-            return {}
-        weights = [self.weights[number] for number in self.steps]
-        return self.sent() | {_WEIGHTS: torch.tensor(weights, dtype=torch.float64)}
-
-    @classmethod
-    def from_tensors(cls, tensors: Params) -> "Roster":
-        """Return the roster of tensors from :meth:`sent` or :meth:`to_tensors`.
-
-        Raises
-        ------
-        WireError
-            If clients are not pairs of integers (a client, and its step from 0 on), if
-            weights or parts are not one for each pair, or if a part is not in [0, 1].
-        """
-        if _CLIENTS not in tensors:
-            return cls()
-        _check(tensors)
-        numbers, last = tensors[_CLIENTS].unbind(1)
-        steps = dict(zip(tensor_to_numbers(numbers), last.tolist(), strict=True))
-        weights = tensors[_WEIGHTS].tolist() if _WEIGHTS in tensors else []
-        parts = tensors[_PARTS].tolist() if _PARTS in tensors else []
-        cut = {n: part for n, part in zip(steps, parts, strict=False) if part < 1}
-        return cls(steps, dict(zip(steps, weights, strict=False)), cut)
+    if not last_steps:
+        return {}
+    steps = torch.tensor(list(last_steps.values()))
+    tensors = {_CLIENTS: torch.stack([numbers_to_tensor(last_steps), steps], 1)}
+    if parts:
+        of_all = [parts.get(number, 1.0) for number in last_steps]
+        tensors[_PARTS] = torch.tensor(of_all, dtype=torch.float64)
+    return tensors
 
 
-def _check(tensors: Params) -> None:
+def members_from_tensors(tensors: Params) -> tuple[dict[int, int], dict[int, float]]:
+    """Return the clients' last steps, and the parts below 1, that a server sent.
+
+    Raises
+    ------
+    WireError
+        If clients are not pairs of integers (a client, and its step from 0 on), or if
+        parts are not one number in [0, 1] for each pair.
+    """
+    if _CLIENTS not in tensors:
+        return {}, {}
     pairs = tensors[_CLIENTS]
     if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype != torch.int64:
         reason = f"{pairs.dtype} of shape {tuple(pairs.shape)}, expected int64 [n, 2]"
         raise WireError(reason, field=_CLIENTS)
     if (pairs[:, 1] < 0).any():
         raise WireError("a negative step", field=_CLIENTS)
-    for name in {_WEIGHTS, _PARTS} & set(tensors):
-        if tensors[name].shape != pairs.shape[:1]:
-            reason = f"shape {tuple(tensors[name].shape)} for {len(pairs)} clients"
-            raise WireError(reason, field=name)
-    parts = tensors.get(_PARTS, torch.ones(0))
-    if not ((parts >= 0) & (parts <= 1)).all():
-        raise WireError("a part that is not in [0, 1]", field=_PARTS)
+    parts = tensors.get(_PARTS, torch.ones(len(pairs)))
+    if parts.shape != pairs.shape[:1] or not ((parts >= 0) & (parts <= 1)).all():
+        reason = f"{tuple(parts.shape)}, expected {len(pairs)} numbers in [0, 1]"
+        raise WireError(reason, field=_PARTS)
+    numbers = tensor_to_numbers(pairs[:, 0])
+    last_steps = dict(zip(numbers, pairs[:, 1].tolist(), strict=True))
+    below_1 = {n: p for n, p in zip(numbers, parts.tolist(), strict=True) if p < 1}
+    return last_steps, below_1
