@@ -43,7 +43,7 @@ from flwr_fisher.wire import (
     Additive,
     Codec,
     FisherUpload,
-    RunningMean,
+    exact_mean,
     resolve,
 )
 from flwr_fisher.wire.additive import SUMS
@@ -207,14 +207,11 @@ class FedFisherOneShot(CurvatureStrategy):
                 Exchange(options, self._read, step, require_same_parameters=True)
             ]
         elif self.structure == "kfac":
-            keep_all = self.policy.limits
-            merging = KfacSums(self._filled, options, keep_all, step_of).exchanges()
+            limits = self.policy.limits
+            merging = KfacSums(self._filled, options, limits, step_of).exchanges()
         else:
-            mean = Summation[Additive](
-                read=Additive.reader(*SUMS, of_one=False),
-                total=RunningMean(),
-                keep_all=self.policy.limits,
-            )
+            read = Additive.reader(*SUMS, of_one=False)
+            mean = Summation[Additive](read=read, mean=exact_mean)
             merging = [
                 Exchange(
                     {**options, "job": "diagonal-sums"},

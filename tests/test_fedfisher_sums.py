@@ -13,7 +13,6 @@ from virtual import (
 
 from flwr_fisher.client import LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError
-from flwr_fisher.strategies import Policy
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import split_config
 
@@ -157,11 +156,3 @@ def test_own_loops_weights_count(tmp_path):
     options = {"iterations": 2, "balance": 0.0}
     parts = merged(app, **options, **ALIKE)
     assert distance(parts, merged(app, aggregate="sums", **options)) < 1e-4
-
-
-def test_uploads_that_are_held_give_what_their_sums_do(tmp_path):
-    """Of clients whom no limit reaches; with a policy none is added before the end."""
-    held = merged(app_of(tmp_path), aggregate="sums", policy=Policy())
-    folded = merged(app_of(tmp_path), aggregate="sums")
-    assert "num-limited" not in held.train_metrics_clientapp[1]
-    assert distance(held, folded) == 0

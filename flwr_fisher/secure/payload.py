@@ -17,7 +17,7 @@ masks: they describe it, and are equal for all clients.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, clipped
 from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponent_of
 from flwr_fisher.server.privacy import exponent_for, with_noise
-from flwr_fisher.wire.additive import Added
 from flwr_fisher.wire.arrays import (
     arrays_to_tensors,
     contribution_bytes,
@@ -133,36 +132,17 @@ class SecureUpload(Payload):
         return cls(tensors)
 
 
-class WordSums:
-    """The masked words of all uploads of one layout, modulo 2**bits.
+def sum_words(payloads: Sequence[SecureUpload]) -> tuple[Words, dict[str, Tensor]]:
+    """Return the sum of masked words modulo 2**bits, and what describes them.
 
-    Each layout has a sum of its own. When all uploads have arrived, those with another
-    layout than most clients' are left out.
+    All payloads have the same layout and descriptions.
     """
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[str, ...], tuple[Words, dict[str, Tensor]]] = {}
-
-    def __call__(self, payload: SecureUpload, weight: float) -> Added:
-        """Add an upload's words; return it without them."""
-        words: Words = payload.part(WORDS).numpy()
-        layout = payload.layout()
-        if layout in self._sums:
-            total, _ = self._sums[layout]
-            np.add(total, words, out=total)
-        else:
-            texts = {k: v for k, v in payload.tensors.items() if _is_text(k)}
-            texts[LAYOUT] = payload.part(LAYOUT)
-            self._sums[layout] = words.copy(), texts
-        return Added(layout)
-
-    def mean(self, uploads: object) -> NoReturn:
-        """Raise an error: masked words have no mean."""
-        raise NotImplementedError
-
-    def of(self, left: Added) -> tuple[Words, dict[str, Tensor]]:
-        """Return the sum over the uploads with one's layout, and their descriptions."""
-        return self._sums[left.layout()]
+    first = payloads[0]
+    total: Words = first.part(WORDS).numpy().copy()
+    for payload in payloads[1:]:
+        np.add(total, payload.part(WORDS).numpy(), out=total)
+    texts = {k: v for k, v in first.tensors.items() if _is_text(k)}
+    return total, texts | {LAYOUT: first.part(LAYOUT)}
 
 
 def rows_of(rows: Sequence[bytes]) -> Tensor:

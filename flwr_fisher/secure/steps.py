@@ -36,15 +36,14 @@ from flwr_fisher.secure.fixed_point import LEVELS, FixedPoint, Words, highest
 from flwr_fisher.secure.payload import (
     LAYOUT,
     SecureUpload,
-    WordSums,
     bytes_in,
     read_layout,
     rows_of,
+    sum_words,
 )
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import NUM_EXAMPLES, tensors_to_arrays
-from flwr_fisher.wire.additive import Added
 
 GROUP = "secure"  # groups of a state's tensors, and of tensors for clients' mods
 _FEWEST = 2
@@ -224,10 +223,9 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
 
 def take_words(
     index: int,
-    sums: WordSums,
     privacy: Privacy | None,
     state: ServerState,
-    uploads: Uploads[Added],
+    uploads: Uploads[SecureUpload],
 ) -> Step:
     """Keep the sum of the masked words.
 
@@ -244,7 +242,7 @@ def take_words(
             f"at least {fewest} (Privacy(honest={privacy.honest:g})), so the sum is "
             "not opened"
         )
-    total, descriptions = sums.of(uploads[0].payload)
+    total, descriptions = sum_words([upload.payload for upload in uploads])
     new = known.after(uploads, words=torch.from_numpy(total), descriptions=descriptions)
     left = set(known.present) - set(new.present)
     if gone := [known.aggregator.names[n] for n in known.present if n in left]:

@@ -32,13 +32,12 @@ from flwr_fisher.options import Options, option
 from flwr_fisher.secure import steps
 from flwr_fisher.secure.aggregator import degree_for
 from flwr_fisher.secure.fixed_point import check_bits
-from flwr_fisher.secure.payload import SecureUpload, WordSums, rows_of
+from flwr_fisher.secure.payload import SecureUpload, rows_of
 from flwr_fisher.secure.steps import GROUP, SecureState
 from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,
     Step,
-    Summation,
     Uploads,
 )
 from flwr_fisher.server.privacy import Privacy
@@ -220,17 +219,15 @@ class SecureSums(Options):
         requested = {**exchange.options, "secure-job": job}
         if additive.weighted:
             requested["secure-weighted"] = True
-        sizes, words = WordSums(), WordSums()
         privacy = additive.privacy
         exponents = ask(
             "exponents",
             index,
-            partial(steps.take_words, index, sizes, privacy),
+            partial(steps.take_words, index, privacy),
             partial(_begin, privacy, index == 0),
             options=requested,
             send=exchange.send,
             start=exchange.start,
-            additive=Summation(total=sizes, alone=False),
             log_text=f"{_PART}, how large contribution {1 + index // 2} is",
         )
         return [
@@ -239,9 +236,8 @@ class SecureSums(Options):
             ask(
                 "values",
                 values,
-                partial(steps.take_words, values, words, privacy),
+                partial(steps.take_words, values, privacy),
                 self._scales,
-                additive=Summation(total=words, alone=False),
             ),
             ask(
                 "open",

@@ -235,7 +235,7 @@ class Door(Generic[P]):
     cohort : Cohort
         Who is who.
     policy : Policy
-        Limits the uploads, unless they are added up as they arrive.
+        Limits the uploads.
     weighted_by : str
         The metric that is a client's weight.
     exchange : Exchange
@@ -272,9 +272,7 @@ class Door(Generic[P]):
     ) -> None:
         self.cohort, self.exchange, self.like = cohort, exchange, state.params
         self.weighted_by, self.weights = weighted_by, weights
-        self.fold, self.policy = exchange.fold, policy
-        if self.fold is not None:  # uploads that are added at once cannot be compared
-            self.policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
+        self.policy = policy
         self._check = None if exchange.check is None else exchange.check(state)
         self.left_out = LeftOut(exchange.log_name if exchange.optional else TRAIN)
         self.expected, self.way_out = 0, ""
@@ -333,10 +331,6 @@ class Door(Generic[P]):
         payload.check_weight(weight)
         sizes = Sizes.of(payload, self.like)
         sizes.check_plausible()
-        # 5. Into the sum, if there is one. An upload with a digest waits until all
-        # digests are known, because a summand cannot be taken out again.
-        if self.fold is not None and not frozen_digest:
-            payload = self.fold(payload, weight)
         upload = Upload(
             identity.node,
             identity.name,
@@ -382,8 +376,8 @@ class Door(Generic[P]):
                 "registered: give each node its own partition-id",
                 field="partition-id",
             )
-            if owner is other or self.fold is not None:
-                raise error  # a summand cannot be removed from a sum
+            if owner is other:
+                raise error
             self.withdraw(upload, error)
 
     def withdraw(self, upload: Upload[P], error: Exception) -> None:
@@ -436,8 +430,6 @@ class Door(Generic[P]):
         self.admitted.sort(key=lambda upload: self._clients[upload.client].order)
         # 1. Those that do not agree with most are rejected.
         self._withdraw_mismatched()
-        if self.fold is not None:
-            self._fold_held(self.fold)
         self.check_enough(needed)
         # 2. The policy limits the others, by what most of them have sent.
         sizes = [self._sizes[upload.client] for upload in self.admitted]
@@ -495,13 +487,6 @@ class Door(Generic[P]):
         # They were not asked before their training, so it shows only now.
         for client, reason in unlike_most(digests, _other_digest).items():
             self.withdraw(uploads[client], WireError(reason, field="frozen"))
-
-    def _fold_held(self, fold: Callable[[P, float], P]) -> None:
-        """Add up the uploads that were held back until all digests were known."""
-        for i, upload in enumerate(self.admitted):
-            if self._frozen_digests.pop(upload.client, ""):
-                payload = fold(upload.payload, upload.num_examples)
-                self.admitted[i] = replace(upload, payload=payload)
 
     def metrics(
         self, aggregate: Aggregate, uploads: Sequence[Upload[P]]

@@ -256,16 +256,6 @@ class Step:
     quiet: bool = False
 
 
-class Total(Protocol):
-    """A running sum of uploads."""
-
-    def __call__(self, payload: Any, weight: float) -> Any:
-        """Add an upload; return it without its tensors."""
-
-    def mean(self, uploads: Sequence[tuple[Any, float]]) -> Payload:
-        """Return the mean of uploads, from them or from their remains."""
-
-
 @dataclass(frozen=True)
 class Summation(Generic[P]):
     """How an exchange's uploads are summed, for a step that needs only their mean.
@@ -281,41 +271,15 @@ class Summation(Generic[P]):
     privacy : Privacy, optional
         Each client subtracts the parameters that it received from its contribution,
         clips the difference, and adds noise to it. Each client then counts once.
-    total : Total, optional
-        Adds uploads up also without a secure sum, such as
-        :class:`~flwr_fisher.wire.RunningMean`. It starts from zero in each exchange.
-    alone : bool, default True
-        Whether the step receives only the mean of `total`, as one upload.
-    keep_all : bool, default False
-        Whether the server keeps all uploads until the last has arrived, because a
-        policy compares them with each other. If not, it adds each upload to `total`
-        when it arrives, and keeps no more than one.
+    mean : Callable[[Sequence[tuple[P, float]]], P], optional
+        Takes the weighted mean also without a secure sum, such as
+        :func:`~flwr_fisher.wire.exact_mean`; then the step always receives one upload.
     """
 
     weighted: bool = True
     read: Callable[[ArrayRecord, Params], P] | None = None
     privacy: Privacy | None = None
-    total: Total | None = None
-    alone: bool = True
-    keep_all: bool = False
-
-    def mean(self, total: Total, uploads: Uploads[Any]) -> Upload[Any]:
-        """Return the uploads' mean as one upload, of all their clients."""
-        mean = total.mean([(u.payload, self.weight(u.num_examples)) for u in uploads])
-        members = uploads[0].members or [upload.number for upload in uploads]
-        weight = math.fsum(weights_of(uploads))
-        name, none = f"the mean over {len(members)} clients", MetricRecord()
-        return Upload(0, name, weight, mean, none, num_bytes=0, members=members)
-
-    def weight(self, num_examples: float) -> float:
-        """Return an upload's weight in the sum."""
-        return num_examples if self.weighted and self.privacy is None else 1.0
-
-    def add(self, payload: P, weight: float) -> P:
-        """Add an arriving upload; return it without its tensors."""
-        assert self.total is not None
-        left: P = self.total(payload, self.weight(weight))
-        return left
+    mean: Callable[[Sequence[tuple[P, float]]], P] | None = None
 
 
 @dataclass(frozen=True)
@@ -407,14 +371,6 @@ class Exchange(Generic[P]):
             ) from error
 
     @property
-    def fold(self) -> Callable[[P, float], P] | None:
-        """The function that adds an arriving upload to the sum, if there is one."""
-        additive = self.additive
-        if additive is None or additive.total is None or additive.keep_all:
-            return None
-        return additive.add
-
-    @property
     def stands_alone(self) -> bool:
         """Whether a secure sum of it has keys of its own."""
         return self.optional or self.prepare is not None
@@ -437,9 +393,8 @@ class Exchange(Generic[P]):
         ConfigurationError
             If the strategy's function returned something else than a step.
         """
-        additive = self.additive
-        if additive is not None and additive.total is not None and additive.alone:
-            uploads = [additive.mean(additive.total, uploads)]
+        if self.additive is not None and self.additive.mean is not None:
+            uploads = [_joined(uploads, self.additive.mean)]
         step: object = self.step(state, uploads)
         who = getattr(self.step, "__qualname__", repr(self.step))
         if not isinstance(step, Step) or not isinstance(step.state, ServerState):
@@ -496,6 +451,17 @@ class Exchange(Generic[P]):
         """Return the record to send: parameters and groups, perhaps of one client."""
         groups = {**self.send(state), **(for_client or {})}
         return tensors_to_arrays({**self.start(state), **join_groups(groups)})
+
+
+def _joined(
+    uploads: Uploads[P], mean: Callable[[Sequence[tuple[P, float]]], P]
+) -> Upload[P]:
+    """Return the uploads' mean as one upload, of all their clients."""
+    payload = mean([(upload.payload, upload.num_examples) for upload in uploads])
+    members = uploads[0].members or [upload.number for upload in uploads]
+    weight = math.fsum(weights_of(uploads))
+    name, none = f"the mean over {len(members)} clients", MetricRecord()
+    return Upload(0, name, weight, payload, none, num_bytes=0, members=members)
 
 
 def sessions(exchanges: Sequence[Exchange[Any]]) -> Iterator[list[Exchange[Any]]]:

@@ -125,20 +125,15 @@ class Mailbox:
         reply = NodeReply(node, Message(error, reply_to=message), unsent=True)
         return f"unsent-{self._num_unsent}", reply
 
-    def pull(
-        self, wanted: Iterable[str] = (), at_once: int | None = None
-    ) -> list[tuple[str, NodeReply]]:
-        """Return the replies to `wanted` messages; pass others to their senders.
-
-        `at_once` is how many replies are held at most; by default all that have come.
-        """
+    def pull(self, wanted: Iterable[str] = ()) -> list[tuple[str, NodeReply]]:
+        """Return the replies to `wanted` messages; pass others to their senders."""
         wanted = set(wanted)
         replies = [(id_, reply) for id_, reply in self._held if id_ in wanted]
         self._held = [held for held in self._held if held[0] not in wanted]
         self._forget(wanted)
         if not self._due:
             return replies
-        for message in self._some(at_once):
+        for message in self.grid.pull_messages(set(self._due)):
             id_ = message.metadata.reply_to_message_id
             if (due := self._due.pop(id_, None)) is None:
                 continue  # it answers no known message
@@ -150,19 +145,6 @@ class Mailbox:
             else:
                 due.late(reply)
         return replies
-
-    def _some(self, at_once: int | None) -> list[Message]:
-        """Return replies that have arrived, for at most `at_once` messages."""
-        if at_once is None:
-            return list(self.grid.pull_messages(set(self._due)))
-        ids = list(self._due)
-        for start in range(0, len(ids), at_once):
-            some = ids[start : start + at_once]
-            if messages := list(self.grid.pull_messages(set(some))):
-                return messages
-            for id_ in some:  # the next call begins with the others
-                self._due[id_] = self._due.pop(id_)
-        return []
 
     def _forget(self, wanted: set[str]) -> None:
         """Forget expired messages of other senders, which the SuperLink has dropped."""
@@ -185,7 +167,6 @@ def collect(
     enough: Callable[[], bool] = lambda: False,
     newcomers: Newcomers = lambda: None,
     lifetime: float | None = None,
-    at_once: int | None = None,
 ) -> Iterator[NodeReply]:
     """Send messages and yield replies as they arrive.
 
@@ -209,8 +190,6 @@ def collect(
         node is expected; then all have replied when these nodes have.
     lifetime : float, optional
         Seconds after which messages expire; by default `timeout`.
-    at_once : int, optional
-        How many replies are held at most; by default all that have come.
     """
     deadline, wait = time.monotonic() + timeout, _FIRST_WAIT
     due: set[str] = set()
@@ -222,7 +201,7 @@ def collect(
                 sent = set(mailbox.send(come, left, late))
                 due |= sent
                 mailbox.awaited |= sent
-            replies = mailbox.pull(due, at_once)
+            replies = mailbox.pull(due)
             for id_, reply in replies:
                 due.discard(id_)
                 mailbox.awaited.discard(id_)

@@ -49,7 +49,6 @@ from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
 _POLICY = "policy"  # the policy's group of the state's tensors
-_AT_ONCE = 4  # replies that are held at most, if uploads are added up as they arrive
 # Seconds until a node is asked again in a collection window, the first time.
 _AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0
 # The errors of a step that cannot use its uploads.
@@ -361,7 +360,6 @@ class ExchangeRun(Generic[P]):
             late=late,
             enough=are_enough,
             newcomers=self._newcomers,
-            at_once=_AT_ONCE if door.fold is not None else None,
         ):
             self._due.discard(reply.node)
             identity = cohort.identity(reply.node)

@@ -1,6 +1,6 @@
 """The payloads between clients and server, and every check of what arrives."""
 
-from flwr_fisher.wire.additive import Additive, RunningMean
+from flwr_fisher.wire.additive import Additive, exact_mean
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.budget import resolve
 from flwr_fisher.wire.codec import LOSSLESS, Codec
@@ -39,11 +39,11 @@ __all__ = [
     "HeadUpload",
     "Part",
     "Payload",
-    "RunningMean",
     "arrays_bytes",
     "arrays_to_tensors",
     "curvature_to_tensors",
     "description",
+    "exact_mean",
     "fedavg_bytes",
     "join_groups",
     "named_options",

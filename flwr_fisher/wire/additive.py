@@ -21,22 +21,22 @@ Each tensor belongs to a part, and is sent under ``<part>/<parameter>``:
     K-FAC's partial traces under a Fisher's keys (:class:`LayerTraces`), which can be
     added up (:func:`~flwr_fisher.merge.partial_traces`).
 
-The mean can be taken at the end or as uploads arrive (:class:`RunningMean` does both),
-or under masks (``flwr_fisher.secure``). Its weights are in the replies' metrics.
+The mean is taken by the server, or under masks (``flwr_fisher.secure``). Its weights
+are in the replies' metrics.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
-from flwr_fisher.errors import ParamsError, WireError
+from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params, norm, sum_dtype
 from flwr_fisher.wire.arrays import (
     SLACK,
@@ -325,107 +325,31 @@ def _lighter(block: Curvature, factor: float) -> Curvature:
 # Sums
 
 
-@dataclass(frozen=True)
-class Added(Payload):
-    """An upload that was added to a sum: its layout, without its tensors.
+def exact_mean(uploads: Sequence[tuple[Additive, float]]) -> Additive:
+    """Return the weighted mean of uploads of one layout, in float64.
 
-    Parameters
-    ----------
-    parts : tuple[str, ...]
-        The upload's layout.
-    """
-
-    parts: tuple[str, ...]
-    disagreement: ClassVar[tuple[str, str]] = _DISAGREEMENT
-
-    def layout(self) -> tuple[str, ...]:
-        """Return the upload's layout."""
-        return self.parts
-
-    def to_arrays(self) -> NoReturn:
-        """Raise an error: the numbers are only in the sum."""
-        raise NotImplementedError
-
-
-class RunningMean:
-    """The weighted mean of uploads in float64, one for each layout.
-
-    The rounding error of each addition in float64 is stored beside the sum (Knuth's
-    two-sum). So the result is the same, bit for bit, in whatever order uploads arrive.
+    The rounding error of each addition is stored beside the sum (Knuth's two-sum). So
+    the result is the same, bit for bit, in whatever order the uploads are.
 
     Examples
     --------
-    >>> total = RunningMean()
     >>> ones = torch.ones(1)
     >>> uploads = [Additive({"product": {"w": x * ones}}) for x in (1, 4)]
-    >>> left = [(total(u, n), n) for u, n in zip(uploads, (1.0, 2.0), strict=True)]
-    >>> total.mean(left).part("product")
+    >>> exact_mean(list(zip(uploads, (1.0, 2.0), strict=True))).part("product")
     {'w': tensor([3.], dtype=torch.float64)}
     """
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[str, ...], _Sum] = {}
-
-    def __call__(self, payload: Any, weight: float) -> Any:
-        """Add an upload; return its :class:`Added`."""
-        layout = payload.layout()
-        self._sums.setdefault(layout, _Sum()).add(payload.parts, weight)
-        return Added(layout)
-
-    def mean(self, uploads: Sequence[tuple[Payload, float]]) -> Additive:
-        """Return the mean of uploads of one layout, given them or their :class:`Added`.
-
-        Raises
-        ------
-        ParamsError
-            If other uploads of this layout were added, too.
-        """
-        first, _ = uploads[0]
-        if isinstance(first, Additive):
-            total = _Sum()
-            for payload, weight in uploads:
-                total.add(payload.parts, weight)  # type: ignore[attr-defined]
-            return Additive(total.mean())
-        total = self._sums[first.layout()]
-        if len(total.weights) != len(uploads):
-            raise ParamsError(
-                f"the sum is over {len(total.weights)} uploads, but the round admitted "
-                f"{len(uploads)}"
-            )
-        return Additive(total.mean())
-
-
-class _Sum:
-    """A weighted sum of named tensors, with its rounding error."""
-
-    def __init__(self) -> None:
-        self.weights: list[float] = []
-        self._total: dict[tuple[str, str], Tensor] = {}
-        self._lost: dict[tuple[str, str], Tensor] = {}
-
-    def add(self, parts: Mapping[str, Params], weight: float) -> None:
-        """Add tensors times a weight."""
-        self.weights.append(weight)
-        for key, value in (
-            ((part, name), value)
-            for part, own in parts.items()
-            for name, value in own.items()
-        ):
-            term = value.detach().cpu().double() * weight
-            total = self._total.get(key)
-            if total is None:
-                self._total[key], self._lost[key] = term, torch.zeros_like(term)
-                continue
-            new = total + term
-            virtual = new - total
-            self._lost[key] += (total - (new - virtual)) + (term - virtual)
-            self._total[key] = new
-
-    def mean(self) -> dict[str, dict[str, Tensor]]:
-        """Return the sum over the sum of the weights, part by part."""
-        weight = math.fsum(self.weights)
-        parts: dict[str, dict[str, Tensor]] = {}
-        for (part, name), value in self._total.items():
-            own = parts.setdefault(part, {})
-            own[name] = (value + self._lost[part, name]) / weight
-        return parts
+    (first, _), total_weight = uploads[0], math.fsum(weight for _, weight in uploads)
+    means: dict[str, dict[str, Tensor]] = {}
+    for part, tensors in first.parts.items():
+        means[part] = {}
+        for name, value in tensors.items():
+            total = torch.zeros(value.shape, dtype=torch.float64)
+            lost = torch.zeros_like(total)
+            for upload, weight in uploads:
+                term = upload.parts[part][name].detach().cpu().double() * weight
+                new = total + term
+                virtual = new - total
+                lost = lost + ((total - (new - virtual)) + (term - virtual))
+                total = new
+            means[part][name] = (total + lost) / total_weight
+    return Additive(means)

@@ -38,12 +38,13 @@ from flwr_fisher.wire import (
     PREFIX,
     Additive,
     ConfigValue,
-    RunningMean,
+    exact_mean,
     tensors_to_curvature,
 )
 from flwr_fisher.wire.additive import PARAMS, PRODUCT, LayerTraces
 
 _RUN, _TRACES = "sums", "traces"
+_MEAN = Summation[Any](mean=exact_mean)
 _DIRECTION = "direction"  # one of the groups of an Iterate
 _SLACK = 1e-3  # for float32's rounding, relative to the largest possible length
 
@@ -64,16 +65,15 @@ class KfacSums:
         the clients'.
     options : Mapping[str, …]
         The request's options for the clients' Fisher.
-    keep_all : bool
-        Whether the server keeps all uploads of an exchange, because a policy compares
-        them with each other. If not, it adds each upload to the sum when it arrives.
+    limits : bool
+        Whether a policy compares uploads with each other.
     step_of : Callable[[MergeResult], Step]
         Makes the step to a merged model, and logs it.
     """
 
     merge: MergeOptions
     options: Mapping[str, ConfigValue]
-    keep_all: bool
+    limits: bool
     step_of: Callable[[MergeResult], Step]
 
     def exchanges(self) -> Sequence[Exchange[Any]]:
@@ -87,23 +87,20 @@ class KfacSums:
             _take_mean,
             send=_run,
             require_same_parameters=True,
-            additive=self._mean(),
+            additive=_MEAN,
         )
         # Only a policy needs to know how far each client's product leads.
-        alone = partial(own_move, anchor=self.merge.anchor) if self.keep_all else None
+        alone = partial(own_move, anchor=self.merge.anchor) if self.limits else None
         traces = Exchange(
             {"job": "kfac-traces"},
             partial(LayerTraces.read_traces, own_step=alone),
             self._begin,
             send=_run,
             clients="previous",
-            additive=self._mean(),
+            additive=_MEAN,
         )
         products = [self._product(k) for k in range(1, self.merge.iterations + 1)]
         return [models, traces, *products]
-
-    def _mean(self) -> Summation[Any]:
-        return Summation(total=RunningMean(), keep_all=self.keep_all)
 
     def _product(self, iteration: int) -> Exchange[Additive]:
         """Return an exchange that asks for the Fishers' products with a direction."""
@@ -113,7 +110,7 @@ class KfacSums:
             partial(self._advance, iteration),
             send=_direction,
             clients="previous",
-            additive=self._mean(),
+            additive=_MEAN,
             check=_product_check,
         )
 
