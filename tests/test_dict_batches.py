@@ -84,7 +84,7 @@ CONFIGS = {
     "batches": {"job": "fedfish"},
     "last-epoch": {"job": "fedfish", "fisher-source": "last-epoch"},
     "sum": {"job": "fedfish", "reduction": "sum"},
-    "plain": {"report-local": True},
+    "plain": {},
 }
 
 
@@ -104,7 +104,6 @@ def test_training_and_curvature_are_the_same_bits(config):
 
 EVALUATIONS = {
     "validation": {},
-    "train": {"evaluate-on": "train"},
 }
 
 

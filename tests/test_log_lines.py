@@ -4,7 +4,7 @@ import logging
 import re
 
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp import strategy as flowers
 from torch.utils.data import DataLoader
@@ -86,15 +86,6 @@ def test_both_stages_of_tct_leave_it_out(caplog):
     )
     assert sorted(result.evaluate_metrics_clientapp) == [1, 2, 3]
     assert "left out" not in caplog.text
-
-
-def test_evaluation_on_the_training_data_asks_all():
-    result = FedAvg().start(
-        LocalGrid(without_valloader(0, 1), 2),
-        tiny_arrays(),
-        evaluate_config=ConfigRecord({"fisher.evaluate-on": "train"}),
-    )
-    assert "loss" in result.evaluate_metrics_clientapp[1]
 
 
 def test_with_flowers_fedavg_it_is_an_error_that_explains_itself(caplog):

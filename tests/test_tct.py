@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import virtual
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
@@ -464,16 +464,6 @@ def test_clients_evaluate_the_network_and_then_the_regression():
         x, y = tiny_data(i).tensors
         right, total = right + int((model(x).argmax(1) == y).sum()), total + len(y)
     assert scores[ROUNDS]["accuracy"] == pytest.approx(right / total)
-
-
-def test_clients_may_evaluate_on_training_data_but_not_personalise(caplog):
-    config = ConfigRecord({"fisher.evaluate-on": "train"})
-    result = run(tct(fraction_evaluate=1.0), evaluate_config=config)
-    assert 0 <= result.evaluate_metrics_clientapp[ROUNDS]["accuracy"] <= 1
-    config = ConfigRecord({"fisher.personalise-fraction": 0.5})
-    result = run(tct(fraction_evaluate=1.0), evaluate_config=config)
-    assert sorted(result.evaluate_metrics_clientapp) == [1, 2]
-    assert "personalisation is not possible" in caplog.text
 
 
 def test_the_server_evaluates_the_network_and_then_the_model():

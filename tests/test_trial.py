@@ -271,7 +271,7 @@ def test_a_client_has_as_many_examples_as_its_training_read(
 def test_an_endless_stream_is_read_no_further_than_the_training_read():
     client = client_of(loader=DataLoader(Endless(), 4), train_fn=a_few_batches)
     Endless.read = 0
-    asked(client, **{"report-local": True})
+    asked(client)
     assert Endless.read <= 5 * 12 + 4
     untold = client_of(
         loader=DataLoader(Endless(), 10**6), train_fn=lambda *_: {"num-examples": 3}

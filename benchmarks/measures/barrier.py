@@ -83,7 +83,7 @@ class ClientServerBarrier:
             )
             warn_unmeasured("client-server barrier", server_round, reason)
             return None
-        config = named_options({"evaluate-on": "train"})
+        config = named_options({"job": "evaluate-on-train"})
         replies = self.grid.evaluate(local, server_round, arrays, config, self.timeout)
         server = _scores(replies)
         if not server:

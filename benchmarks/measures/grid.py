@@ -21,6 +21,8 @@ from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.mailbox import Mailbox, collect
 from flwr_fisher.wire import ConfigValue, named_options, serialized_bytes
+from flwr_fisher.wire.options import OPTION
+from measures.scores import TRAININGS
 
 _SPELT_OUT = 3  # failures that the log names
 
@@ -226,11 +228,14 @@ class MeasuredGrid(Grid):
         records = message.content.config_records.items()
         name, config = next(iter(records), ("config", ConfigRecord()))
         server_round = config.get("server-round", 0)
-        if not self._every or int(str(server_round)) % self._every:
+        job = str(config.get(f"{OPTION}job", "train"))
+        due = self._every and not int(str(server_round)) % self._every
+        if not due or job not in TRAININGS:
             return message
         # A copy, because message, content and config belong to the strategy.
         request = copy.copy(message)
-        changed = ConfigRecord({**config, **named_options({"report-local": True})})
+        scored = named_options({"job": "scored", "scored-job": job})
+        changed = ConfigRecord({**config, **scored})
         request.content = RecordDict({**message.content, name: changed})
         return request
 

@@ -51,9 +51,7 @@ class FisherClient:
     ``fisher.structure`` and the other options of :func:`flwr_fisher.curvature.fisher`
     say which Fisher information the client adds, and ``fisher.codec`` says how it packs
     the reply. Without a structure the reply is an ordinary one, as Flower's FedAvg and
-    FedProx expect it. With ``fisher.report-local`` the client also reports
-    ``local-loss`` and ``local-accuracy``, the scores of the trained model on the
-    client's own training data. ``fisher.check`` names a job that the client does first,
+    FedProx expect it. ``fisher.check`` names a job that the client does first,
     only to see whether it raises an error. All random numbers depend only on
     ``fisher.seed``, ``server-round`` and the node's ``partition-id``.
 
@@ -197,8 +195,7 @@ class FisherClient:
     def evaluate(self, message: Message, context: Context) -> Message:
         """Evaluate the server's arrays on `valloader`: ``loss`` and ``accuracy``.
 
-        The config may request the training data instead (``fisher.evaluate-on`` =
-        "train"). Without a `valloader` the reply says that no example was scored, if
+        Without a `valloader` the reply says that no example was scored, if
         the server understands such a reply.
 
         Raises

@@ -40,7 +40,7 @@ _GROUPS = "groups/"
 *_, _COUNT = NORM_STATISTICS
 _CLIENTS = ("sampled", "all", "previous")
 # options that the library sets itself
-_RESERVED = ("query", "report-local", "run", "seed", "tell-frozen")
+_RESERVED = ("query", "run", "seed", "tell-frozen")
 
 
 class _Group(dict[str, Tensor]):

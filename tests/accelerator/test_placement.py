@@ -120,7 +120,6 @@ def test_a_numpy_client_on_the_accelerator_is_one_on_the_cpu():
 def test_a_loop_that_moves_the_model_is_followed(config):
     own = FisherClient(tiny_model(), loader(), train_fn=moving_loop)
     cpu = FisherClient(tiny_model(), loader(), train_fn=own_loop, device="cpu")
-    config = config | {"report-local": True} if config else config
     got, want = (tensors_of(ask(each, config=config)) for each in (own, cpu))
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)

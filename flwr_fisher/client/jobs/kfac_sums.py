@@ -7,7 +7,6 @@ the Fisher by each vector that the server's conjugate gradients send.
 import json
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
-from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.jobs.train import TrainingJob
 from flwr_fisher.client.request import real_number
 from flwr_fisher.client.state import run_disk
@@ -77,8 +76,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     curvature = balanced(curvature, **wanted)
     _save(problem, request, LocalPosterior(params, curvature, count))
     upload = Additive({"params": params})
-    metrics |= {NUM_EXAMPLES: count, **local_scores(problem, request)}
-    return Reply(metrics, upload.to_arrays())
+    return Reply({**metrics, NUM_EXAMPLES: count}, upload.to_arrays())
 
 
 @register_job("kfac-traces")

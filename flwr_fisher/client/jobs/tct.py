@@ -65,16 +65,10 @@ def tct_evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     Raises
     ------
     ClientError
-        If the received parameters are not those of this client's network, or if the
-        server requests personalisation.
+        If the received parameters are not those of this client's network.
     """
     if not TCTModel.is_in(request.params):
         return evaluate_job(problem, request)
-    if "personalise-fraction" in request.options:
-        raise ClientError(
-            "personalisation is not possible for a TCT model, because its features "
-            "are fixed: leave it out in the second stage"
-        )
     return evaluation(problem, request, _with_tct_model)
 
 

@@ -14,7 +14,6 @@ from flwr_fisher.client.jobs import (
     get_job,
     register_job,
 )
-from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.jobs.norm_statistics import catch_up_norms
 from flwr_fisher.client.trial import try_upload, upload_summary
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
@@ -40,11 +39,7 @@ J = TypeVar("J", bound="type[TrainingJob]")
 
 
 def training_job(name: str) -> Callable[[J], J]:
-    """Return a decorator that registers a :class:`TrainingJob`: train, upload.
-
-    With the option ``report-local``, the metrics also have ``local-loss`` and
-    ``local-accuracy``.
-    """
+    """Return a decorator that registers a :class:`TrainingJob`: train, upload."""
 
     def register(kind: J) -> J:
         register_job(name)(Training(kind))
@@ -89,9 +84,9 @@ def requested_training(options: Mapping[str, Any]) -> "type[TrainingJob]":
 class TrainingJob:
     """Train the model, compute its Fisher if requested, and upload both.
 
-    It reads the server's options ``structure`` and ``codec``, those of
-    :class:`~flwr_fisher.curvature.FisherOptions`, and ``report-local``. Jobs that
-    derive from it read further options in their own ``of``.
+    It reads the server's options ``structure`` and ``codec``, and those of
+    :class:`~flwr_fisher.curvature.FisherOptions`. Jobs that derive from it read further
+    options in their own ``of``.
 
     Parameters
     ----------
@@ -134,7 +129,6 @@ class TrainingJob:
         metrics, curvature = self.train(problem, request)
         count = problem.weight(metrics, request.client)
         arrays = self.packed(problem, request, curvature, count)
-        metrics |= local_scores(problem, request)
         name = client_name(request.client).capitalize()
         logger.info("%s: trained on %g examples", name, count)
         return Reply({**metrics, NUM_EXAMPLES: count}, arrays)
