@@ -113,10 +113,8 @@ VICTIMS = {
     "FedFisher, K-FAC sums": Victim(partial(lossless, aggregate="sums")),
     "FedFisher, three rounds": Victim(lossless, 3, LocalSGD(epochs=4, lr=0.05)),
     "FedFish": Victim(partial(FedFish, codec="lossless"), 6, ONE),
-    "FedFish, product": Victim(
-        partial(FedFish, upload="product", server_optimizer="adam", server_lr=0.05),
-        8,
-        ONE,
+    "FedFish, Adam": Victim(
+        partial(FedFish, server_optimizer="adam", server_lr=0.05), 8, ONE
     ),
     "FAGH": Victim(partial(FAGH, lr=0.3, rho=0.5), 12, ONE),
     "FAGH, momentum probe": Victim(

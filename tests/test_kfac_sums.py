@@ -25,7 +25,7 @@ from flwr_fisher.merge.sums_solver import (
     begin,
     from_groups,
     merged,
-    own_move,
+    step_of_product,
     to_groups,
 )
 from flwr_fisher.params import (
@@ -247,7 +247,7 @@ def test_what_is_solved_at_once_or_well_enough_moves_no_more():
 def test_no_honest_pull_leads_further_than_its_client_went(name, anchor):
     for client in clients(name):
         F, away = client.curvature, client.params
-        step = own_move(partial_traces(F), F.matvec(away), anchor)
+        step = step_of_product(partial_traces(F), F.matvec(away), anchor)
         assert float(norm(step)) <= float(norm(away))
 
 
@@ -261,18 +261,10 @@ def test_numbers_that_are_no_product_of_a_fisher_lead_far():
     pull = F.matvec(away)
     numbers = {"w": randn(2, 4, 8, dtype=torch.float64)}
     numbers = scale(numbers, float(norm(pull)) / float(norm(numbers)))
-    like = {"w": torch.zeros(4, 8)}
-    own, other = (
-        LayerTraces.of(product, partial_traces(F)) for product in (pull, numbers)
-    )
-    assert own.step_norms(like) == {}
-    alone = partial(own_move, anchor=1e-3)
-    lengths = [
-        replace(upload, own_step=alone).step_norms(like)["step of the product"]
-        for upload in (own, other)
-    ]
-    assert lengths[0] < float(norm(away))
-    assert lengths[1] > 10 * lengths[0]
+    step_of = partial(step_of_product, partial_traces(F), anchor=1e-3)
+    honest, invented = (float(norm(step_of(each))) for each in (pull, numbers))
+    assert honest < float(norm(away))
+    assert invented > 10 * honest
 
 
 def test_of_two_limits_of_a_product_the_lower_one_counts():

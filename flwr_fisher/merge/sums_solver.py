@@ -58,28 +58,30 @@ def begin(traces: Curvature, pull: Params, anchor: float) -> list[Iterate]:
     return layers
 
 
-def own_move(traces: Curvature, pull: Params, anchor: float) -> dict[str, Tensor]:
-    r"""Return the move to which one client's pull would lead without the others.
+def step_of_product(
+    traces: Curvature, product: Params, anchor: float
+) -> dict[str, Tensor]:
+    r"""Return the step to which one client's product would lead by itself.
 
-    :math:`(F_i + \lambda I)^{-1} F_i (\theta_i - \bar\theta)`, the ridge shared
-    between a layer's factors. It is never longer than the client's move from the mean.
-    If the client's numbers are no product of its Fisher, it is long, because the merge
-    divides them by curvatures near 0.
+    It is :math:`(F + \lambda I)^{-1} F_i v`, the ridge shared between a layer's
+    factors. If the client's numbers are no product of its Fisher, it is long, because
+    the merge divides them by curvatures near 0.
 
     Parameters
     ----------
     traces : Curvature
-        The client's own :func:`~flwr_fisher.merge.partial_traces`.
-    pull : Mapping[str, Tensor]
-        What it says is :math:`F_i (\theta_i - \bar\theta)`.
+        The :func:`~flwr_fisher.merge.partial_traces` of F. With the client's own F, the
+        step is never longer than v.
+    product : Mapping[str, Tensor]
+        What the client says is :math:`F_i v`.
     anchor : float
         Of the merge.
     """
-    move: dict[str, Tensor] = {}
+    step: dict[str, Tensor] = {}
     for system in _layer_systems(traces, anchor):
-        rhs = system.scaled(pull)
-        move |= rhs if system.inverse is None else system.inverse(rhs)
-    return move
+        rhs = system.scaled(product)
+        step |= rhs if system.inverse is None else system.inverse(rhs)
+    return step
 
 
 def advanced(

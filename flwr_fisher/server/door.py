@@ -273,7 +273,7 @@ class Door(Generic[P]):
         self.cohort, self.exchange, self.like = cohort, exchange, state.params
         self.weighted_by, self.weights = weighted_by, weights
         self.policy = policy
-        self._check = None if exchange.check is None else exchange.check(state)
+        self._measure = exchange.measure and exchange.measure(state)
         self.left_out = LeftOut(exchange.log_name if exchange.optional else TRAIN)
         self.expected, self.way_out = 0, ""
         self.admitted: list[Upload[P]] = []
@@ -323,13 +323,12 @@ class Door(Generic[P]):
         record, frozen_digest = split_frozen(arrays)
         payload = self.exchange.read(record, self.like)
         # 3. Is it an answer to what was sent?
-        if self._check is not None:
-            self._check(payload)
+        measured = self._measure(payload) if self._measure else {}
         # 4. Plausibility: the weight, and the sizes, which the policy compares later.
         weight = weight_of(metrics, self.weighted_by)
         weight = self.weights.get(identity.number, weight)
         payload.check_weight(weight)
-        sizes = Sizes.of(payload, self.like)
+        sizes = Sizes.of(payload, self.like, measured)
         sizes.check_plausible()
         upload = Upload(
             identity.node,

@@ -317,9 +317,11 @@ class Exchange(Generic[P]):
         The part of an upload that clients also keep on their disks. If the policy cuts
         it, the clients also keep only the share that the server used. They learn this
         share with their next request, from ``Membership``.
-    check : Callable[[ServerState], Callable[[P], None]], optional
-        Called once in an exchange. It returns a function that raises ``WireError`` for
-        an upload that cannot be the answer to what was sent.
+    measure : Callable[[ServerState], Callable[[P], Mapping[str, float]]], optional
+        Called once in an exchange. It returns a function that looks at an upload beside
+        what was sent. The function returns further lengths of steps for the policy, by
+        the part to cut. It raises ``WireError`` for an upload that cannot be the
+        answer.
     name : str
         Its name in the log. With a name, ``CurvatureResult.exchange_uploads`` keeps the
         last round's uploads under it.
@@ -349,7 +351,7 @@ class Exchange(Generic[P]):
     require_same_parameters: bool = False
     additive: Summation[P] | None = None
     kept: str = ""
-    check: Callable[[ServerState], Callable[[P], None]] | None = None
+    measure: Callable[[ServerState], Callable[[P], Mapping[str, float]]] | None = None
     name: str = ""
     optional: bool = False
     prepare: "Callable[[ServerState, ServerState], Exchange[P] | None] | None" = None

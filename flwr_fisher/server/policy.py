@@ -32,9 +32,15 @@ class Sizes:
     curvature_norms: Mapping[str, float]
 
     @classmethod
-    def of(cls, payload: Payload, like: Params) -> "Sizes":
-        """Return an upload's sizes; this unpacks its parameters."""
-        return cls(payload.step_norms(like), payload.curvature_norms())
+    def of(
+        cls, payload: Payload, like: Params, measured: Mapping[str, float] = {}
+    ) -> "Sizes":
+        """Return an upload's sizes; this unpacks its parameters.
+
+        `measured` are the further lengths of its exchange.
+        """
+        steps = {**payload.step_norms(like), **measured}
+        return cls(steps, payload.curvature_norms())
 
     def check_plausible(self) -> None:
         """Raise :class:`WireError` for sizes that only a diverged training can have."""

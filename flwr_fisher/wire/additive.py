@@ -26,8 +26,8 @@ are in the replies' metrics.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
 from flwr_fisher.errors import WireError
-from flwr_fisher.params import Params, norm, sum_dtype
+from flwr_fisher.params import Params, sum_dtype
 from flwr_fisher.wire.arrays import (
     SLACK,
     arrays_to_tensors,
@@ -61,9 +61,7 @@ _OTHERS = {PARAMS, BUFFERS, FISHER, POINT, PRODUCT}  # parts that are no plain v
 _DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
 
 
-_LED = f"step of the {PRODUCT}"
-# From a client's traces and product, the step to which they lead by themselves.
-OwnStep = Callable[[Curvature, Params], Params]
+PRODUCT_STEP = f"step of the {PRODUCT}"  # to which it would lead by itself
 
 
 @dataclass(frozen=True)
@@ -125,8 +123,14 @@ class Additive(Payload):
         return own
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> "Additive":
-        """Return it with a smaller step, shorter vectors, and scaled Fishers."""
+        """Return it with a smaller step, shorter vectors, and scaled Fishers.
+
+        Of two limits of a product, the lower one counts. If both did, a longer product
+        would count for less.
+        """
         parts: dict[str, Params] = {}
+        of_product = (factors.get(name, 1.0) for name in (PRODUCT, PRODUCT_STEP))
+        factors = {**factors, PRODUCT: min(of_product)}
         for part, own in self.parts.items():
             if part in (PARAMS, BUFFERS):
                 parts[part] = dict(drawn_back(own, like, factors))
@@ -255,13 +259,9 @@ class LayerTraces(Additive):
         The parts of both, by name; :meth:`of` makes them.
     traces : Curvature
         The partial traces as a curvature, from the part ``curvature``.
-    own_step : Callable[[Curvature, Params], Params], optional
-        The merge's step by this client's traces and product alone. Pass it if a policy
-        limits how far the product may lead.
     """
 
     traces: Curvature
-    own_step: OwnStep | None = None
 
     @classmethod
     def of(cls, product: Params, traces: Curvature) -> "LayerTraces":
@@ -269,12 +269,6 @@ class LayerTraces(Additive):
         own = curvature_to_tensors(traces)
         named = {key.removeprefix(PREFIX): value for key, value in own.items()}
         return cls({PRODUCT: product, PREFIX.removesuffix("/"): named}, traces)
-
-    def step_norms(self, like: Params) -> dict[str, float]:
-        """Return the length of the step to which the product would lead by itself."""
-        if self.own_step is None:
-            return {}
-        return {_LED: float(norm(self.own_step(self.traces, self.part(PRODUCT))))}
 
     def curvature_norms(self) -> dict[str, float]:
         """Return each layer's trace, and the product's norm."""
@@ -286,17 +280,13 @@ class LayerTraces(Additive):
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> "LayerTraces":
         """Return it with scaled layers, and a shorter product."""
-        factor = min(factors.get(PRODUCT, 1.0), factors.get(_LED, 1.0))
-        product = {name: value * factor for name, value in self.part(PRODUCT).items()}
+        product = Additive({PRODUCT: self.part(PRODUCT)}).scaled(factors, like)
         blocks = self.traces.blocks()
         lighter = [_lighter(b, factors.get(trace_name(b), 1.0)) for b in blocks]
-        scaled = self.of(product, BlockDiagonal(lighter))
-        return replace(scaled, own_step=self.own_step)
+        return self.of(product.part(PRODUCT), BlockDiagonal(lighter))
 
     @classmethod
-    def read_traces(
-        cls, record: ArrayRecord, like: Params, *, own_step: OwnStep | None = None
-    ) -> "LayerTraces":
+    def read_traces(cls, record: ArrayRecord, like: Params) -> "LayerTraces":
         """Read and check a record, none of which is trusted.
 
         Raises
@@ -311,7 +301,7 @@ class LayerTraces(Additive):
         product = take_parts(tensors, like, [PRODUCT])[PRODUCT]
         traces = tensors_to_curvature(own, like)
         check_same_keys(product.keys(), traces.shapes.keys(), f"{PRODUCT}/")
-        return replace(cls.of(product, traces), own_step=own_step)
+        return cls.of(product, traces)
 
 
 def _lighter(block: Curvature, factor: float) -> Curvature:

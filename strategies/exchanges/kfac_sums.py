@@ -21,10 +21,10 @@ from flwr_fisher.merge.sums_solver import (
     begin,
     from_groups,
     merged,
-    own_move,
+    step_of_product,
     to_groups,
 )
-from flwr_fisher.params import Params, check_finite, double, rounded
+from flwr_fisher.params import Params, check_finite, double, norm, rounded
 from flwr_fisher.randomness import new_run_number
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -41,7 +41,7 @@ from flwr_fisher.wire import (
     exact_mean,
     tensors_to_curvature,
 )
-from flwr_fisher.wire.additive import PARAMS, PRODUCT, LayerTraces
+from flwr_fisher.wire.additive import PARAMS, PRODUCT, PRODUCT_STEP, LayerTraces
 
 _RUN, _TRACES = "sums", "traces"
 _MEAN = Summation[Any](mean=exact_mean)
@@ -89,15 +89,14 @@ class KfacSums:
             require_same_parameters=True,
             additive=_MEAN,
         )
-        # Only a policy needs to know how far each client's product leads.
-        alone = partial(own_move, anchor=self.merge.anchor) if self.limits else None
         traces = Exchange(
             {"job": "kfac-traces"},
-            partial(LayerTraces.read_traces, own_step=alone),
+            LayerTraces.read_traces,
             self._begin,
             send=_run,
             clients="previous",
             additive=_MEAN,
+            measure=lambda state: self._measure_pull,
         )
         products = [self._product(k) for k in range(1, self.merge.iterations + 1)]
         return [models, traces, *products]
@@ -111,8 +110,33 @@ class KfacSums:
             send=_direction,
             clients="previous",
             additive=_MEAN,
-            check=_product_check,
+            measure=self._measure_product,
         )
+
+    def _measure_pull(self, upload: LayerTraces) -> dict[str, float]:
+        """Return how far a client's pull leads, by the client's own curvature."""
+        return self._step_length(upload.traces, upload.part(PRODUCT))
+
+    def _measure_product(
+        self, state: ServerState
+    ) -> Callable[[Additive], dict[str, float]]:
+        """Return a function that checks a product, and measures how far it leads.
+
+        The server has no longer each client's own curvature, so the sum's is used.
+        """
+        traces, check = _traces(state), _product_check(state)
+
+        def measure(upload: Additive) -> dict[str, float]:
+            check(upload)
+            return self._step_length(traces, upload.part(PRODUCT))
+
+        return measure
+
+    def _step_length(self, traces: Curvature, product: Params) -> dict[str, float]:
+        if not self.limits:
+            return {}  # only a policy needs it
+        step = step_of_product(traces, product, self.merge.anchor)
+        return {PRODUCT_STEP: float(norm(step))}
 
     def _begin(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return a step to the preconditioned system's first direction."""
