@@ -401,7 +401,7 @@ def test_parameters_that_an_optimizer_refuses_are_told_before_anything_trains():
         return torch.optim.SGD(parameters, 1.0)
 
     app = Watched()
-    with pytest.raises(ConfigurationError, match="as Muon is"):
+    with pytest.raises(ValueError, match="as Muon is"):
         run(FedFish(server_optimizer=for_matrices, fraction_evaluate=0.0), app)
     assert not app.trained
 

@@ -1,13 +1,7 @@
 """The pages on moving do what they say: their lines are applied, both apps run."""
 
-import ast
-import importlib
-import importlib.util
-import os
-import pickle
 import re
 import sys
-import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -24,9 +18,6 @@ PAGES = {
     name: (ROOT / "docs" / f"moving-from-{name}.md").read_text(encoding="utf-8")
     for name in ("fedavg", "numpyclient")
 }
-QUICKSTART = Path(
-    os.environ.get("FLWR_FISHER_QUICKSTART", ROOT.parent / "shared/flower-quickstart")
-)
 
 
 def blocks(page, kind):
@@ -185,9 +176,6 @@ def test_a_fisher_client_takes_the_place_of_a_client_app(my_app, strategy):
     assert my_app.states
 
 
-# Flower's own apps
-
-
 def hunks(block):
     """Yield (file, old lines, new lines) for each hunk of a page's diff."""
     path, lines = "", list[str]()
@@ -199,171 +187,6 @@ def hunks(block):
             path = line[4:] if line.startswith("---") else path
         else:
             lines.append(line)
-
-
-def apply(page, app, folder):
-    """Copy an app with the page's lines changed."""
-    if not QUICKSTART.is_dir():
-        pytest.skip(f"Flower's own apps are not at {QUICKSTART}")
-    texts = {}
-    for path in sorted((QUICKSTART / app).rglob("*")):
-        if path.suffix in (".py", ".toml"):
-            name = path.relative_to(QUICKSTART / app).as_posix()
-            texts[name] = "\n" + path.read_text(encoding="utf-8")
-    for name, old, new in hunks(blocks(page, "diff")[-1]):
-        assert texts[name].count(f"\n{old}") == 1, (name, old)
-        texts[name] = texts[name].replace(f"\n{old}", f"\n{new}")
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text[1:], encoding="utf-8")
-
-
-def config_of(folder, **changes):
-    """An app's run config, as Flower flattens it."""
-    text = (folder / "pyproject.toml").read_text(encoding="utf-8")
-    config = {}
-    for key, value in tomllib.loads(text)["tool"]["flwr"]["app"]["config"].items():
-        inner = value.items() if isinstance(value, dict) else None
-        config |= {key: value} if inner is None else {f"{key}.{k}": v for k, v in inner}
-    assert changes.keys() <= config.keys()
-    return config | changes
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A place that modules are imported from, and forgotten afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = set(sys.modules)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield tmp_path
-    for name in sys.modules.keys() - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
-
-
-DATA = """
-class Examples(torch.utils.data.Dataset):
-    def __init__(self, seed, key, shape):
-        generator = torch.Generator().manual_seed(0)
-        classes = torch.randn(10, *shape, generator=generator)
-        self.key, self.y = key, torch.arange(20) % 10
-        noise = torch.randn(20, *shape, generator=generator.manual_seed(seed + 1))
-        self.x = classes[self.y] + noise / 2
-
-    def __len__(self):
-        return len(self.y)
-
-    def __getitem__(self, i):
-        return {self.key: self.x[i], "label": self.y[i]}
-
-
-def loader(seed, key, shape):
-    return torch.utils.data.DataLoader(Examples(seed, key, shape), batch_size=10)
-"""
-IMAGES = """
-def load_data(partition_id, num_partitions, batch_size):
-    return [loader(partition_id, "img", (3, 32, 32)) for _ in "ab"]
-
-
-def load_centralized_dataset():
-    return loader(9, "img", (3, 32, 32))
-"""
-DIGITS = """
-def load_data(dataset_config, partition_id, num_partitions):
-    return [loader(partition_id, "image", (1, 28, 28)) for _ in "ab"]
-
-
-def prepare_test_loader(dataset_config):
-    return loader(9, "image", (1, 28, 28))
-"""
-EASYDICT = """
-class EasyDict(dict):
-    def __init__(self, values):
-        items = values.items()
-        super().__init__(
-            {k: EasyDict(v) if isinstance(v, dict) else v for k, v in items}
-        )
-        self.__dict__ = self
-"""
-
-
-def without_data(text):
-    """A module without what loads data, which is no part of a move."""
-    lines, gone = text.splitlines(), set[int]()
-    hubs = ("datasets", "flwr_datasets", "torchvision")
-    names = ("fds", "pytorch_transforms")
-    functions = ("apply_transforms", "load_data", "load_centralized_dataset")
-    for node in ast.parse(text).body:
-        if (
-            (isinstance(node, ast.ImportFrom) and str(node.module).startswith(hubs))
-            or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names)
-            or (isinstance(node, ast.FunctionDef) and node.name in functions)
-        ):
-            gone |= set(range(node.lineno - 1, node.end_lineno or 0))
-    return "\n".join(line for i, line in enumerate(lines) if i not in gone)
-
-
-def instead(folder, name, strategy):
-    """Another of this library's strategies in a server app."""
-    path = folder / name
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace("FedFish", strategy), encoding="utf-8")
-
-
-@pytest.mark.parametrize("strategy", ["FedFish", "FedFisherOneShot"])
-def test_flowers_quickstart_moves(folder, strategy, caplog):
-    caplog.set_level("INFO", logger="flwr")
-    apply("fedavg", "message-api", folder)
-    instead(folder, "pytorchexample/server_app.py", strategy)
-    task = folder / "pytorchexample/task.py"
-    task.write_text(without_data(task.read_text(encoding="utf-8")) + DATA + IMAGES)
-    client = importlib.import_module("pytorchexample.client_app")
-    server = importlib.import_module("pytorchexample.server_app")
-    config = config_of(folder, **{"num-server-rounds": 2})
-    run(client.app, server.app, clients=2, **config)
-    state = torch.load(folder / "final_model.pt")
-    server.Net().load_state_dict(state)
-    assert f"Starting {strategy} strategy" in caplog.text
-    assert caplog.text.count("eval_acc") >= 2
-    assert "left out" not in caplog.text
-
-
-@pytest.mark.parametrize("strategy", ["FedFish", "FedFisherOneShot"])
-def test_flowers_fedprox_moves(folder, strategy, caplog):
-    caplog.set_level("INFO", logger="flwr")
-    apply("numpyclient", "numpy-client", folder)
-    instead(folder, "fedprox/server_app.py", strategy)
-    text = "import torch\n" + DATA + DIGITS
-    (folder / "fedprox/dataset.py").write_text(text, encoding="utf-8")
-    if importlib.util.find_spec("easydict") is None:
-        (folder / "easydict.py").write_text(EASYDICT, encoding="utf-8")
-        importlib.invalidate_caches()
-    config = config_of(
-        folder,
-        **{
-            "algorithm.num-server-rounds": 2,
-            "algorithm.fraction-fit": 1.0,
-            "algorithm.min-available-clients": 2,
-            "algorithm.local-epochs": 3,
-            "algorithm.stragglers-fraction": 0.5,
-            "algorithm.fraction-evaluate": 1.0,
-            "algorithm.min-evaluate-clients": 2,
-        },
-    )
-    client = importlib.import_module("fedprox.client_app")
-    server = importlib.import_module("fedprox.server_app")
-    run(client.app, server.app, clients=2, **config)
-    (saved,) = folder.rglob("results.pkl")
-    history = pickle.loads(saved.read_bytes())["history"]
-    losses = [loss for _, loss in history.losses_centralized]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
-    assert len(history.metrics_distributed_fit["is_straggler"]) == 2
-    assert len(history.metrics_distributed["accuracy"]) == 2
-    assert f"Starting {strategy} strategy" in caplog.text
-    assert "left out" not in caplog.text
 
 
 def test_the_published_apps_are_not_here():

@@ -624,16 +624,6 @@ def test_a_client_refuses_norms_of_which_nothing_was_sent():
         ask(tiny_client(), ArrayRecord(kept), config={**config, "norms": ["1."]})
 
 
-def test_what_is_no_batch_norm_and_has_statistics_is_told(caplog):
-    norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
-    model = nn.Sequential(nn.Unflatten(1, (3, 1)), norm, nn.Flatten())
-    client = FisherClient(model, [(torch.randn(4, 3), torch.zeros(4).long())])
-    config = {"job": "norm-statistics", "norms": ["1."]}
-    reply = ask(client, ArrayRecord(shared_state(model)), config=config)
-    assert not any(v.numpy().any() for v in reply.content["arrays"].values())
-    assert "['1'] have running statistics, but are no nn.BatchNorm" in caplog.text
-
-
 # Before a client's Fisher
 
 

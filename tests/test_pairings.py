@@ -14,7 +14,6 @@ from flwr.app import (
 from flwr.client import ClientApp as OlderClientApp
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.common import FitIns, GetParametersIns, ndarrays_to_parameters
 from flwr.server import Server, SimpleClientManager
 from flwr.serverapp.strategy import FedAvg
 from harness.repeatable import Repeatable
@@ -44,11 +43,6 @@ from flwr_fisher.strategies import (
     Scaffold,
 )
 from flwr_fisher.testing import LocalGrid
-
-try:
-    from flwr.compat.common import recorddict_compat
-except ImportError:  # Flower before 1.32
-    from flwr.common import recorddict_compat
 
 OURS = quick_app()
 
@@ -207,23 +201,3 @@ def test_our_strategy_in_an_older_server_is_told(strategy):
         ConfigurationError, match=rf"{name} is a strategy of .*as_legacy"
     ):
         server.fit(1, None)
-
-
-def requests():
-    """What an older strategy sends."""
-    arrays = [v.numpy() for v in tiny_model().state_dict().values()]
-    ins = FitIns(ndarrays_to_parameters(arrays), {})
-    properties = recorddict_compat.getparametersins_to_recorddict(GetParametersIns({}))
-    return {
-        "fit": (recorddict_compat.fitins_to_recorddict(ins, keep_input=True), "train"),
-        "parameters": (properties, "get_parameters"),
-    }
-
-
-@pytest.mark.parametrize("kind", ["fit", "parameters"])
-def test_our_client_tells_an_older_server(kind):
-    grid = LocalGrid(tiny_app(), 1)
-    content, message_type = requests()[kind]
-    message = Message(content, next(iter(grid.nodes)), message_type)
-    (reply,) = grid.send_and_receive([message])
-    assert "the server runs one of Flower's older strategies" in reply.error.reason

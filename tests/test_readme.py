@@ -255,14 +255,6 @@ def test_blocks_that_need_nothing_run(name, capsys):
         exec(compile(block, name, "exec"), {})
 
 
-def test_every_page_with_an_example_is_in_a_test():
-    sources = "".join(p.read_text() for p in Path(__file__).parent.glob("test_*.py"))
-    pages = [page.stem for page in DOCS.glob("*.md") if blocks(page)]
-    assert len(pages) > 8
-    for name in pages:
-        assert f'"{name}.md"' in sources or name in (*ALONE, "moving-from-fedavg")
-
-
 def test_every_link_of_the_readme_leads_somewhere():
     """Those of other pages the site's build follows: test_docs."""
     for target in re.findall(r"\]\((?!http)([^)]+)\)", README.read_text()):

@@ -27,7 +27,6 @@ from flwr_fisher.report import (
     report_one_shot,
     report_rounds,
     resolve_output_dir,
-    rounds_of,
 )
 from flwr_fisher.strategies import CurvatureResult, FedAvg, FedFisherOneShot, Upload
 from flwr_fisher.testing import LocalGrid
@@ -64,11 +63,6 @@ def test_members_vote_on_the_same_examples(shuffle):
     assert by_hand([0.2, 0.5, 0.3]) != by_hand([9.0, 1.0, 0.5])
 
 
-def test_a_loader_is_read_once():
-    got = ensemble_accuracy(net(), members(), [1, 1, 1], iter([(X, Y)]))
-    assert got == pytest.approx(by_hand([1, 1, 1]))
-
-
 def test_missing_keys_stay_the_models():
     model = seeded(net)
     part = {k: v for k, v in members()[0].items() if k.startswith("3.")}
@@ -78,31 +72,6 @@ def test_missing_keys_stay_the_models():
     want = accuracies(model, {"whole": whole}, [(X, Y)])["whole"]
     assert accuracies(model, {"part": part}, [(X, Y)])["part"] == want
     assert ensemble_accuracy(model, *pair, [(X, Y)]) == want
-
-
-def test_a_tied_parameter_needs_one_of_its_names():
-    def tied():
-        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-        model[1].weight = model[0].weight
-        return model
-
-    other = {"0.weight": seeded(tied, 5)[0].weight.detach()}
-    labels = seeded(tied, 5)(X).argmax(1)
-    assert accuracies(seeded(tied), {"x": other}, [(X, labels)]) == {"x": 1.0}
-
-
-class Told(nn.Flatten):
-    """Has a state that is no tensor, and no parameter."""
-
-    def get_extra_state(self):
-        return "told"
-
-    def set_extra_state(self, state):
-        assert state == "told"
-
-
-def test_a_model_may_have_any_state():
-    assert accuracies(Told(), {"own": {}}, [(X, X.argmax(1))]) == {"own": 1.0}
 
 
 def test_one_logit_has_no_accuracy():
@@ -279,19 +248,6 @@ def test_rounds_of_any_strategy_are_reported(make, tmp_path, caplog):
     assert metrics["rounds"]["3"]["server"]["accuracy"] == got["fedavg"]
     assert ("bytes" in metrics) == (make is FedAvg)
     assert "FedAvg: test accuracy" in caplog.text
-
-
-def test_metrics_by_round_say_where_they_come_from():
-    result = Result(
-        train_metrics_clientapp={1: MetricRecord({"loss": 2.0})},
-        evaluate_metrics_clientapp={2: MetricRecord({"loss": 3.0})},
-        evaluate_metrics_serverapp={0: MetricRecord({"loss": 4.0})},
-    )
-    assert rounds_of(result) == {
-        0: {"server": {"loss": 4.0}},
-        1: {"train": {"loss": 2.0}},
-        2: {"evaluate": {"loss": 3.0}},
-    }
 
 
 def test_several_runs_and_metrics_are_drawn(tmp_path, monkeypatch):

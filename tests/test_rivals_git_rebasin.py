@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.curvature import Diagonal, fisher
-from flwr_fisher.errors import ParamsError, StructureError
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.params import shared_state
 
@@ -144,30 +143,6 @@ def test_each_client_is_as_near_to_the_mean_of_the_others_as_can_be():
             check_nothing_is_nearer(own.params, mean, layers, still)
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        (
-            nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
-            "1.weight",
-        ),
-        (nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 2)), "1.weight"),
-        (nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 8, 3, groups=4)), "1.weight"),
-        (nn.LayerNorm(3), "weight"),
-    ],
-)
-def test_what_is_no_chain_is_refused_by_name(model, name):
-    with pytest.raises(StructureError, match=f"'{name}'"):
-        chain_of(shared_state(model))
-
-
-def test_a_dense_curvature_is_refused_with_the_way_out():
-    torch.manual_seed(0)
-    client = posterior_of(net(bias=False), "dense")
-    with pytest.raises(StructureError, match="use structure='kfac'"):
-        matched([client, client])
-
-
 def rival(name, seed):
     return shared_state(make_model(name, shape=(1, 28, 28), num_classes=10, seed=seed))
 
@@ -175,11 +150,3 @@ def rival(name, seed):
 def plain(params, n):
     ones = {k: torch.ones_like(v) for k, v in params.items()}
     return LocalPosterior(params, Diagonal(ones), n)
-
-
-def test_clients_that_cannot_be_merged_are_refused():
-    one, other = plain(rival("mlp", 0), 1), plain({"fc1.weight": torch.ones(2, 2)}, 1)
-    with pytest.raises(ParamsError, match="no posterior"):
-        matched([])
-    with pytest.raises(ParamsError, match="posterior 1"):
-        matched([one, other])

@@ -11,23 +11,16 @@ from torch import Tensor, nn
 from flwr_fisher.errors import ConfigurationError, ParamsError
 from flwr_fisher.rounds import make_optimizer, server_step
 
-OTHERS = ("asgd", "nadam", "radam", "rprop")
 FACTORIES = {
     "sgd": make_optimizer("sgd", 0.1),
     "sgd momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "adam": make_optimizer("Adam", 0.1),
     "amsgrad": partial(torch.optim.Adam, lr=0.1, amsgrad=True),
-    "adamw": make_optimizer("ADAMW", 0.1),
     "adagrad": make_optimizer("adagrad", 0.1),
-    "rmsprop": make_optimizer("rmsprop", 0.1),
     "rmsprop centred": partial(
         torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True, weight_decay=0.01
     ),
-    **{
-        name: make_optimizer(name, 0.1)
-        for name in (*("adadelta", "adafactor", "adamax"), *OTHERS)
-    },
+    **{name: make_optimizer(name, 0.1) for name in ("adafactor", "asgd", "radam")},
 }
 
 
@@ -127,12 +120,9 @@ def test_a_gradient_of_another_precision_takes_the_parameters():
         ("LBFGS", 1.0, "unknown optimizer 'lbfgs'; known: adadelta"),
         (torch.optim.LBFGS, None, "closure"),
         (torch.optim.SparseAdam, None, "dense gradients"),
-        ("sgd", -0.1, "lr must be >= 0"),
         ("sgd", float("nan"), "lr must be >= 0"),
         (partial(torch.optim.SGD, lr=-1.0), None, "Invalid learning rate"),
-        (partial(torch.optim.SGD, lt=1.0), None, "lt"),
         (lambda parameters: None, None, "'NoneType' .* a factory such as"),
-        (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), None, "or a factory such"),
     ],
 )
 def test_what_cannot_be_a_servers_optimiser(optimizer, lr, message):
@@ -144,7 +134,6 @@ def test_what_cannot_be_a_servers_optimiser(optimizer, lr, message):
     ("gradient", "message"),
     [
         ({"c": torch.ones(1)}, r"lack the keys \['c'\]"),
-        ({"b": torch.ones(1)}, r"'b' has shape \(1,\), expected \(3,\)"),
         ({"b": torch.tensor([0.0, float("nan"), 0.0])}, "'b' holds NaN or infinity"),
     ],
 )
@@ -153,15 +142,11 @@ def test_an_unusable_gradient_is_named(gradient, message):
         server_step(start(), gradient, {}, make_optimizer("sgd", 1.0))
 
 
-def test_a_state_that_belongs_to_no_parameter_is_refused():
-    state = {"c/step": torch.ones(())}
-    with pytest.raises(ParamsError, match="optimizer's state 'c/step'"):
-        server_step(start(), gradients()[0], state, make_optimizer("adam"))
-
+def test_a_state_that_is_no_tensor_is_refused():
     class Lists(torch.optim.SGD):
         def step(self, closure=None):
             for p in self.param_groups[0]["params"]:
                 self.state[p]["history"] = [p]
 
-    with pytest.raises(ConfigurationError, match=r"'a.w/history' is no tensor"):
-        server_step(start(), gradients()[0], {}, Lists)
+    with pytest.raises(ConfigurationError, match="its state 'history' is no tensor"):
+        make_optimizer(Lists)

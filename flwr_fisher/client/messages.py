@@ -24,7 +24,7 @@ from torch import nn
 from flwr_fisher import __version__
 from flwr_fisher.client.jobs.train import requested_training
 from flwr_fisher.client.request import config_of, partition_of
-from flwr_fisher.errors import ClientError, ConfigurationError
+from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.files import digest_of
 from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.log_lines import Failures
@@ -37,17 +37,14 @@ Mod = Callable[[Message, Context, ClientAppCallable], Message]
 _DIGITS = 32  # characters of a frozen parameter's digest
 _REPLACED = "original_module"  # PEFT's prefix of a module with a trained copy
 _failures = Failures()  # of all clients in this process
-# Message types, and records, of Flower's older strategies (flwr.server.strategy).
-_TYPES = ("get_parameters", "get_properties", "reconnect")
-_ARRAYS = ("fitins.parameters", "evaluateins.parameters")
 
 
 class ClientApp(FlowerApp):
     """Flower's ``ClientApp``, with this library's answers to queries.
 
     It answers the server's queries before training as :func:`identify` does, unless it
-    has a query function of your own. It refuses strategies of Flower's older API, and
-    those that request more than training, before your train function runs.
+    has a query function of your own. It refuses strategies that request more than
+    training, before your train function runs.
 
     Parameters
     ----------
@@ -93,31 +90,10 @@ class ClientApp(FlowerApp):
         return registered
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Handle a message.
-
-        Raises
-        ------
-        ClientError
-            If the server's strategy is of the older kind, or the app's function does
-            not return a message.
-        """
-        arrays = message.content.array_records if message.has_content() else {}
-        older = message.metadata.message_type in _TYPES
-        if older or any(name in arrays for name in _ARRAYS):
-            raise ClientError(
-                "the server runs one of Flower's older strategies (flwr.server."
-                "strategy): start one of flwr_fisher.strategies or of flwr.serverapp."
-                "strategy, or use as_legacy(...) of flwr_fisher.legacy"
-            )
+        """Handle a message; answer a query, if the app has no function for it."""
         if message.metadata.message_type == MessageType.QUERY and not self._has_query:
             return identify(message, context)
-        reply: object = super().__call__(message, context)
-        if not isinstance(reply, Message):
-            raise ClientError(
-                f"the app's function returned {reply!r:.80}, no Message(RecordDict("
-                "...), reply_to=message)"
-            )
-        return reply
+        return super().__call__(message, context)
 
 
 def identify(

@@ -219,9 +219,7 @@ class Request:
 
 
 def _unlike(name: str, fact: Tensor | None, expected: str) -> ClientError:
-    sent = "nothing" if fact is None else f"{fact.dtype} of shape {tuple(fact.shape)}"
-    if fact is not None and not fact.dim():
-        sent = f"{fact.item()}"
+    sent = "nothing" if fact is None else f"{fact!r:.80}"
     return ClientError(
         f"the server sent {sent} for '{name}', expected {expected}: {_SAME_VERSION}; "
         "an Exchange of your own must `send` what Membership.sent() returns"

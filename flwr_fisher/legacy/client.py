@@ -132,9 +132,11 @@ def client_app(
     def make(context: Context) -> FisherClient:
         client = client_fn(context)
         client = getattr(client, "numpy_client", client)
-        parts = [_part(client, part) for part in (model, trainloader)]
-        if valloader is not None:
-            parts.append(_part(client, valloader))
+        parts = [
+            part(client) if callable(part) else getattr(client, part)
+            for part in (model, trainloader, valloader)
+            if part is not None
+        ]
         return from_numpy_client(client, *parts, order=order, **options)
 
     return make_client_app(make, mods)
@@ -182,11 +184,6 @@ def _checked(returned: Any, method: str) -> tuple[Any, dict[str, Any]]:
         f"{method} must return three results, the second the number of examples (above "
         f"0) and the third a dict of metrics, got {returned!r:.80}"
     )
-
-
-def _part(client: Any, part: Part) -> Any:
-    """Return the client's model or loader, by an attribute's name or a function."""
-    return part(client) if callable(part) else getattr(client, part)
 
 
 def names_of(model: nn.Module, order: Order) -> list[str]:

@@ -6,12 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.errors import (
-    ConfigurationError,
-    ParamsError,
-    check_known,
-    check_range,
-)
+from flwr_fisher.errors import ConfigurationError, check_known, check_range
 from flwr_fisher.params import Params, check_finite, check_same_layout, select
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -50,8 +45,8 @@ def make_optimizer(
     UnknownNameError
         If there is no such optimiser.
     ConfigurationError
-        If `lr` is negative, or if the optimiser cannot be made, or cannot step on a
-        dense gradient alone (LBFGS, SparseAdam).
+        If `lr` is negative, or if the optimiser cannot be made, cannot step on a dense
+        gradient alone (LBFGS, SparseAdam), or keeps state that is no tensor.
 
     Examples
     --------
@@ -68,22 +63,20 @@ def make_optimizer(
     trial = nn.Parameter(torch.zeros(1, 1))
     trial.grad = torch.zeros(1, 1)
     try:
-        optimizer([trial]).step()
+        made = optimizer([trial])
+        made.step()
     except Exception as error:
         raise ConfigurationError(
             f"{name}: {error}: pass the name of a torch optimizer that steps on a "
             "gradient, or a factory such as functools.partial(torch.optim.SGD, lr=1.0)"
         ) from error
-    return partial(_made, optimizer)
-
-
-def _made(
-    optimizer: OptimizerFactory, parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    try:
-        return optimizer(parameters)
-    except ValueError as error:  # such as Muon's, of a vector
-        raise ConfigurationError(f"the server's optimizer: {error}") from error
+    for entry, value in made.state[trial].items():
+        if not isinstance(value, Tensor):
+            raise ConfigurationError(
+                f"{name}: its state '{entry}' is no tensor, and would be lost: use an "
+                "optimizer of torch.optim"
+            )
+    return optimizer
 
 
 def server_step(
@@ -122,11 +115,8 @@ def server_step(
     Raises
     ------
     ParamsError
-        If `gradient` or `state` names what `params` lack, if shapes differ, or if a
-        gradient, a stepped parameter or its new state is not finite.
-    ConfigurationError
-        If the optimiser refuses a parameter, or keeps state that is no tensor of a
-        parameter.
+        If `gradient` names what `params` lack, if shapes differ, or if a stepped
+        parameter or its new state is not finite.
 
     Examples
     --------
@@ -136,7 +126,6 @@ def server_step(
     ({'w': tensor([0.7500, 0.5000]), 'count': tensor(7)}, {})
     """
     check_same_layout(select(params, gradient), gradient, "the gradient")
-    check_finite(gradient, "the gradient")
     parameters = {
         name: nn.Parameter(value.detach().clone())
         for name, value in params.items()
@@ -149,24 +138,15 @@ def server_step(
         optimizer = factory(list(parameters.values()))
         for key, tensor in state.items():
             name, _, entry = key.rpartition("/")
-            if name not in params:
-                raise ParamsError(f"the optimizer's state '{key}' has no parameter")
             if name in parameters:
                 # A step count stays on its device, as torch leaves it.
                 device = tensor if entry == "step" else parameters[name]
-                own = tensor.detach().to(device.device, copy=True)
-                optimizer.state[parameters[name]][entry] = own
+                restored = tensor.detach().to(device.device, copy=True)
+                optimizer.state[parameters[name]][entry] = restored
         optimizer.step()
-        names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
-        for owner, entries in optimizer.state.items():
-            for entry, value in entries.items():
-                key = f"{names.get(owner)}/{entry}"
-                if owner not in names or not isinstance(value, Tensor):
-                    raise ConfigurationError(
-                        f"the optimizer's state '{key}' is no tensor of a parameter, "
-                        "and would be lost: use an optimizer of torch.optim"
-                    )
-                kept[key] = value.detach()
+        for name, parameter in parameters.items():
+            for entry, value in optimizer.state[parameter].items():
+                kept[f"{name}/{entry}"] = value.detach()
     moved = {name: value.detach() for name, value in parameters.items()}
     check_finite(moved, "the server optimizer's step")
     # A square that overflowed would stop its parameter for good.

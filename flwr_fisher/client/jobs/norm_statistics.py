@@ -44,17 +44,10 @@ def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
             f"the server requests statistics of {unknown}, but did not send these: "
             "install the same flwr-fisher on both sides"
         )
-    norms = norms_by_prefix(problem.model)
-    if others := [prefix[:-1] for prefix in prefixes if prefix not in norms]:
-        logger.warning(
-            "The layers %s have running statistics, but are no nn.BatchNorm: theirs "
-            "stay the clients' mean, which may not fit the merged model",
-            others,
-        )
-    frozen = set[str]()
+    measured = prefixes
     if request.options.get("frozen") is False:
-        frozen = {prefix for prefix, norm in norms.items() if is_frozen(norm)}
-    measured = [prefix for prefix in prefixes if prefix not in frozen]
+        norms = norms_by_prefix(problem.model)
+        measured = [p for p in prefixes if p not in norms or not is_frozen(norms[p])]
     shifts = zero_shifts(request.params, prefixes)
     shifts |= norm_shifts(problem.model, problem.train_batches, measured)
     shifts = {k: value.to(request.params[k].dtype) for k, value in shifts.items()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from flwr.app import ArrayRecord
@@ -53,7 +53,6 @@ class Training:
     """A registered job that trains, with the class that reads its options."""
 
     kind: "type[TrainingJob]"
-    trains: ClassVar[bool] = True
 
     def __call__(self, problem: LocalProblem, request: Request) -> Reply:
         """Read the server's options, train, and return the upload."""
