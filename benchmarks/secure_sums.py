@@ -42,6 +42,7 @@ from harness.tables import head, row
 
 from flwr_fisher.client import identify
 from flwr_fisher.secure import SecureSums, SecureSumsMod
+from flwr_fisher.secure.aggregator import degree_for
 from flwr_fisher.strategies import FedAvg
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import serialized_bytes
@@ -76,7 +77,12 @@ def arrays_of(context: Context, parameters: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=parameters).astype(np.float32)
 
 
-def ours(clients: int, parameters: int, neighbours: int) -> tuple[Timed, float]:
+def neighbours_of(clients: int) -> int:
+    """Return with how many others a client shares: Flower's ring wants even numbers."""
+    return degree_for(clients, THRESHOLD) // 2 * 2
+
+
+def ours(clients: int, parameters: int) -> tuple[Timed, float]:
     """Return our app after a round, and the round's seconds."""
     with TemporaryDirectory() as folder:
         app = ClientApp()
@@ -91,7 +97,7 @@ def ours(clients: int, parameters: int, neighbours: int) -> tuple[Timed, float]:
         app.query()(identify)
         timed = Timed(app)
         strategy = FedAvg(
-            secure=SecureSums(threshold=THRESHOLD, neighbours=neighbours),
+            secure=SecureSums(threshold=THRESHOLD),
             fraction_evaluate=0.0,
             min_train_nodes=clients,
         )
@@ -101,7 +107,7 @@ def ours(clients: int, parameters: int, neighbours: int) -> tuple[Timed, float]:
         return timed, time.perf_counter() - began
 
 
-def flowers(clients: int, parameters: int, neighbours: int) -> tuple[Timed, float]:
+def flowers(clients: int, parameters: int) -> tuple[Timed, float]:
     """Return Flower's app after a round, and the round's seconds."""
 
     class Client(NumPyClient):
@@ -122,7 +128,7 @@ def flowers(clients: int, parameters: int, neighbours: int) -> tuple[Timed, floa
     context = LegacyContext(
         Context(1, 0, {}, RecordDict(), {}), ServerConfig(num_rounds=1), strategy
     )
-    shares = neighbours + 1
+    shares = neighbours_of(clients) + 1
     workflow = SecAggPlusWorkflow(
         num_shares=shares,
         reconstruction_threshold=max(int(THRESHOLD * shares) + 1, 2),
@@ -134,7 +140,7 @@ def flowers(clients: int, parameters: int, neighbours: int) -> tuple[Timed, floa
 
 
 def measured(
-    run: Callable[[int, int, int], tuple[Timed, float]], *size: int
+    run: Callable[[int, int], tuple[Timed, float]], *size: int
 ) -> dict[str, float]:
     """Return the medians of a client's and the server's seconds, and the bytes."""
     found: list[tuple[float, float, float]] = []
@@ -150,7 +156,7 @@ def measured(
     return {name: median(c) for name, c in zip(names, columns, strict=True)}
 
 
-def kept(size: tuple[int, int, int]) -> list[dict[str, float]]:
+def kept(size: tuple[int, int]) -> list[dict[str, float]]:
     """Return both libraries' numbers, one after the other, or those in the cache."""
     path = CACHE / "secure_sums" / f"{'-'.join(map(str, size))}.json"
     if not path.exists():
@@ -170,7 +176,6 @@ def main() -> None:
     parser.add_argument(
         "--parameters", type=int, nargs="+", default=sized([44_000, 10**6], [1000])
     )
-    parser.add_argument("--most-neighbours", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = head(
@@ -184,10 +189,8 @@ def main() -> None:
     numbers = []
     for clients in options.clients:
         for parameters in options.parameters:
-            # Flower's ring wants an odd number of shares.
-            neighbours = min(clients - 1, options.most_neighbours) // 2 * 2
-            size = clients, parameters, neighbours
-            pair = kept(size)
+            neighbours = neighbours_of(clients)
+            pair = kept((clients, parameters))
             fedavg = 4 * parameters
             lines.append(
                 row(
@@ -200,6 +203,7 @@ def main() -> None:
                 )
             )
             print(lines[-1], flush=True)
+            size = clients, parameters, neighbours
             numbers.append({"size": size, "ours": pair[0], "flowers": pair[1]})
             page = blocks(opening("What a secure sum costs", __doc__), lines)
             write_page("secure_sums", page, {"runs": numbers})

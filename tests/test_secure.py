@@ -139,9 +139,8 @@ def test_what_is_too_large_or_not_finite_is_refused():
         exponent_of("w", torch.tensor([torch.inf]))
     with pytest.raises(ParamsError, match="'w' is"):
         exponent_of("w", torch.tensor([1e300], dtype=torch.float64))
-    for wrong in ({"bits": 16, "clients": 2}, {"bits": 32, "clients": 2**16}):
-        with pytest.raises(ConfigurationError):
-            FixedPoint(**wrong)
+    with pytest.raises(ConfigurationError, match="bits must be 32 or 64"):
+        FixedPoint(16, clients=2)
 
 
 # What can be seen
@@ -180,17 +179,6 @@ def test_what_the_server_gets_is_uniform(dtype):
             for n in survivors
         }
         assert uniform(federation.server.unmask(0, others, survivors, shares))
-
-
-def test_every_residue_is_drawn_top_and_bottom_included():
-    # Of 2**20 words of a stream, each of the 256 highest bytes; and with few bits left
-    # the extremes come as often as any other.
-    federation = Federation(2)
-    federation.share()
-    masked = federation.mask({n: np.zeros(2**20, np.uint32) for n in (10, 11)})[10]
-    top, bottom = (masked >> 20) == 0xFFF, (masked >> 20) == 0
-    for hits in (top.sum(), bottom.sum()):
-        assert 160 < hits < 352  # 256 are expected, and their deviation is 16
 
 
 def test_masks_of_two_sums_are_not_alike():
@@ -274,7 +262,7 @@ def test_sealed_shares_are_for_one_reader():
     own = {11: sealed[10].shares[11], 12: right[12]}  # sent back to its sender
     with pytest.raises(ClientError, match="from 11 are not for 10"):
         client.receive(own, commitments)
-    with pytest.raises(ClientError, match=r"from 11: .*sealed with another key"):
+    with pytest.raises(ClientError, match=r"from 11 .*sealed with another key"):
         client.receive({11: right[12], 12: right[12]}, commitments)
     with pytest.raises(ClientError, match="from 11 do not fit its commit"):
         client.receive(right, {11: commitments[12], 12: commitments[12]})
@@ -323,5 +311,4 @@ def test_a_ring_joins_all_and_is_mutual():
 def test_the_number_of_neighbours_follows_from_chances():
     assert degree_for(40, 0.55) == 39
     assert 60 < degree_for(300, 0.55) < degree_for(1000, 0.55) < 150
-    with pytest.raises(ConfigurationError, match="too near"):
-        degree_for(1000, 0.99)
+    assert degree_for(100, 0.99) == 99  # a fifth may leave: no number is safe

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flwr_fisher.errors import ConfigurationError, RoundError, WireError, check_range
+from flwr_fisher.errors import RoundError, check_range, listed
+from flwr_fisher.flower_internals import combine_shares
 from flwr_fisher.log_lines import logger
 from flwr_fisher.secure import crypto
 from flwr_fisher.secure.fixed_point import Words
@@ -57,6 +58,23 @@ class Aggregator:
     neighbourhoods: Mapping[int, Sequence[int]]
     threshold: int
     sealed: Mapping[int, Sealed] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        names: Mapping[int, str],
+        public: Mapping[int, Sequence[bytes]],
+        share: float,
+        seed: str,
+    ) -> "Aggregator":
+        """Return the state for clients' public keys, with neighbours that are drawn.
+
+        `share` is that of :func:`threshold_of`; `seed` decides the order on the ring.
+        """
+        drawn = random.Random(seed).getrandbits(62)
+        around = neighbourhoods(list(public), degree_for(len(public), share), drawn)
+        needed = threshold_of(len(around[0]), share)
+        return cls(names, public, dict(zip(public, around, strict=True)), needed)
 
     def keys_for(self, number: int) -> dict[int, Sequence[bytes]]:
         """Return the public keys of a client's neighbourhood."""
@@ -134,38 +152,38 @@ class Aggregator:
             answer, or that answered with another share than they had received.
         """
         opened = total.copy()
+        # Each survivor's words have its own mask, which it shares with nobody.
+        own_mask = crypto.position(index, self_mask=True)
         for number in survivors:
-            crypto.mask(opened, self._secret(index, 1, number, shares), np.subtract)
+            crypto.mask(opened, self._secret(own_mask, number, shares), np.subtract)
+        # Pairwise masks cancel between survivors. Those with a client that has left
+        # remain; they follow from its key.
+        pairwise = crypto.position(index, self_mask=False)
         for number in self.sealed.keys() - set(survivors):
             left_with, _ = self.split(number, survivors)
             if not left_with:
                 continue
-            seed = self._secret(index, 0, number, shares)
+            seed = self._secret(pairwise, number, shares)
             if crypto.public_of(seed) != self.public[number][1 + index]:
                 raise RoundError(
                     f"{self.names[number]} shared a key that does not fit its public "
                     f"one, so sum {index} cannot be opened"
                 )
             for other in left_with:
-                # the survivor's mask for the client that has left
                 key = crypto.agreed(seed, self.public[other][1 + index])
                 crypto.mask(opened, key, np.subtract if other < number else np.add)
         return opened
 
     def _secret(
-        self,
-        index: int,
-        which: int,
-        number: int,
-        shares: Mapping[int, Mapping[int, bytes]],
+        self, position: int, number: int, shares: Mapping[int, Mapping[int, bytes]]
     ) -> bytes:
-        """Return one of a client's secrets for a sum, from its neighbours' shares."""
+        """Return one of a client's secrets, from its neighbours' shares."""
         good: list[bytes] = []
         wrong: list[int] = []
         missing: list[int] = []
         for peer in self.peers(number):
-            digests = self.sealed[number].commitments[peer]
-            expected = crypto.share_in(digests, index, which, crypto.DIGEST)
+            row = self.sealed[number].commitments[peer]
+            expected = crypto.pieces(row, crypto.DIGEST)[position]
             share = shares.get(peer, {}).get(number)
             if share is None:
                 missing.append(peer)
@@ -184,20 +202,20 @@ class Aggregator:
             reasons = [f"{text} {self._listed(who)}" for text, who in blamed if who]
             raise RoundError(
                 f"only {len(good)} shares of the secret of {self.names[number]} "
-                f"arrived, but {self.threshold} are needed to open sum {index}: "
+                f"arrived, but {self.threshold} are needed to open the sum: "
                 f"{'; '.join(reasons)}. The sum stays secret"
             )
         try:
-            return crypto.combined(good[: self.threshold])
-        except WireError as error:
+            return combine_shares(good[: self.threshold])
+        except ValueError as error:  # the client has shared something else
             raise RoundError(f"the secret of {self.names[number]}: {error}") from error
 
     def _listed(self, numbers: Sequence[int]) -> str:
-        return ", ".join(self.names[number] for number in numbers)
+        return listed(self.names[number] for number in numbers)
 
 
 EVERYONE = 40  # clients up to which each shares with all others
-_SECURITY, _CORRECTNESS = 40, 20  # bits: how rarely a secret, or the sum, is lost
+_LEARNT, _LOST = 2**-40, 2**-20  # how likely the server learns a secret, or lacks one
 _CORRUPT, _DROPPED = 0.2, 0.2  # shares of clients that are corrupt, or absent
 
 
@@ -254,7 +272,8 @@ def degree_for(clients: int, share: float) -> int:
     together with the server, and another fifth leaves. Safe means two things: the
     server gets enough shares of any client's secret with a probability of at most
     :math:`2^{-40}`, over all clients; and too few shares of a secret are left with a
-    probability of at most :math:`2^{-20}`. Up to 40 clients share with all others.
+    probability of at most :math:`2^{-20}`. Up to 40 clients share with all others, and
+    so do more if no smaller number is safe.
 
     Parameters
     ----------
@@ -262,11 +281,6 @@ def degree_for(clients: int, share: float) -> int:
         The number of clients.
     share : float
         The threshold, as for :func:`threshold_of`.
-
-    Raises
-    ------
-    ConfigurationError
-        If there is no such number: then the threshold is too near to one half, or to 1.
 
     Examples
     --------
@@ -280,31 +294,19 @@ def degree_for(clients: int, share: float) -> int:
         # Its own share counts; the client itself is neither corrupt nor absent.
         corrupt = _at_least(needed - 1, degree, clients - 1, _CORRUPT)
         gone = _at_least(degree + 2 - needed, degree, clients - 1, _DROPPED)
-        secure = corrupt + math.log2(clients) <= -_SECURITY
-        if secure and gone + math.log2(clients) <= -_CORRECTNESS:
+        if clients * corrupt <= _LEARNT and clients * gone <= _LOST:
             return degree
-    if clients <= 2 * EVERYONE:
-        return clients - 1
-    raise ConfigurationError(
-        f"threshold={share:g} is too near to 0.5 or to 1 for {clients} clients, of "
-        "whom a fifth may leave: use SecureSums(threshold=0.6), or set neighbours"
-    )
+    return clients - 1
 
 
 def _at_least(wanted: int, drawn: int, total: int, share: float) -> float:
-    """Return log2 of a hypergeometric distribution's tail from `wanted` on."""
+    """Return the probability to draw `wanted` marked clients or more, of all clients.
+
+    That is the tail of a hypergeometric distribution, where a share of all is marked.
+    """
     marked = math.floor(share * total)
-    logs = [
-        _log_choose(marked, hit) + _log_choose(total - marked, drawn - hit)
-        for hit in range(max(wanted, 0), min(drawn, marked) + 1)
-        if drawn - hit <= total - marked
-    ]
-    if not logs:
-        return -math.inf
-    top = max(logs)
-    summed = top + math.log(sum(math.exp(value - top) for value in logs))
-    return (summed - _log_choose(total, drawn)) / math.log(2)
-
-
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    ways = (
+        math.comb(marked, hits) * math.comb(total - marked, drawn - hits)
+        for hits in range(wanted, drawn + 1)
+    )
+    return sum(ways) / math.comb(total, drawn)

@@ -11,13 +11,11 @@ import hashlib
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.fernet import InvalidToken
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms
@@ -29,12 +27,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from flwr_fisher.errors import ClientError, ConfigurationError, WireError
-from flwr_fisher.flower_internals import (
-    combine_shares,
-    decrypt,
-    generate_shared_key,
-)
+from flwr_fisher.errors import ClientError, ConfigurationError
+from flwr_fisher.flower_internals import generate_shared_key
 from flwr_fisher.secure.fixed_point import Words
 
 SEED, PUBLIC, SHARE, DIGEST = 15, 33, 20, 32  # bytes
@@ -51,62 +45,21 @@ def public_of(seed: bytes) -> bytes:
     )
 
 
-def check_public(key: bytes) -> None:
-    """Raise :class:`WireError` unless the bytes are a point of the curve."""
-    try:
-        ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, key)
-    except ValueError as error:
-        raise WireError(f"not a public key: {error}", field="keys") from error
+def public_key(public: bytes) -> ec.EllipticCurvePublicKey:
+    """Return a public key; raise ``ValueError`` unless it is a point of the curve."""
+    return ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, public)
 
 
 def agreed(seed: bytes, public: bytes) -> bytes:
     """Return the common key of two clients: 32 bytes, in base64."""
-    point = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, public)
-    return generate_shared_key(_private(seed), point)
+    return generate_shared_key(_private(seed), public_key(public))
 
 
 def _private(seed: bytes) -> ec.EllipticCurvePrivateKey:
-    for attempt in range(256):  # one number in 2**32 is too large for the curve
-        info = b"flwr-fisher private key %d" % attempt
-        scalar = HKDF(hashes.SHA256(), 32, None, info).derive(seed)
-        try:
-            return ec.derive_private_key(int.from_bytes(scalar, "big"), _CURVE)
-        except ValueError:
-            continue
-    raise AssertionError("no seed gives 256 numbers beyond the curve's order")
-
-
-def unseal(key: bytes, sealed: bytes) -> bytes:
-    """Return the decrypted bytes of a sealed message.
-
-    Raises
-    ------
-    WireError
-        If it was sealed with another key, or has been changed.
-    """
-    try:
-        return decrypt(key, sealed)
-    except InvalidToken as error:
-        raise WireError("sealed with another key, or changed", field="sealed") from (
-            error
-        )
-
-
-def combined(shares: Sequence[bytes]) -> bytes:
-    """Return the seed that shares reconstruct.
-
-    Raises
-    ------
-    WireError
-        If it is evident that they are not shares of one seed.
-    """
-    try:
-        seed = combine_shares(list(shares))
-    except ValueError as error:
-        raise WireError(f"not of one seed: {error}", field="shares") from error
-    if len(seed) != SEED:
-        raise WireError("not of one seed", field="shares")
-    return seed
+    # A number of 248 bits is below the curve's order, and no easier to guess than the
+    # seed.
+    number = HKDF(hashes.SHA256(), 31, None, b"flwr-fisher private key").derive(seed)
+    return ec.derive_private_key(int.from_bytes(number, "big"), _CURVE)
 
 
 def pieces(row: bytes, size: int) -> list[bytes]:
@@ -114,13 +67,12 @@ def pieces(row: bytes, size: int) -> list[bytes]:
     return [row[i : i + size] for i in range(0, len(row), size)]
 
 
-def share_in(row: bytes, index: int, which: int, size: int = SHARE) -> bytes:
-    """Return one of a row's shares or digests of `size` bytes; a sum has two.
+def position(index: int, *, self_mask: bool) -> int:
+    """Return which of a client's secrets, and of their shares, a sum opens.
 
-    `which` is 0 for the key of a sum's pairwise masks, and 1 for a client's own mask.
+    A sum has two: the key of the client's pairwise masks, and the client's own mask.
     """
-    start = (2 * index + which) * size
-    return row[start : start + size]
+    return 2 * index + self_mask
 
 
 def commitments(row: bytes) -> bytes:
@@ -209,6 +161,7 @@ _LENGTH = 144  # bytes of the longest signature, after the signer's digest
 SIGNATURE = DIGEST + 1 + _LENGTH
 UNSIGNED = bytes(SIGNATURE)
 _HOW = ec.ECDSA(hashes.SHA384())
+_NO_ECDSA = "not an ECDSA key, as ssh-keygen -t ecdsa makes it"
 
 
 def signature(path: Path | str, number: int, public: Sequence[bytes]) -> bytes:
@@ -230,83 +183,74 @@ def signature(path: Path | str, number: int, public: Sequence[bytes]) -> bytes:
     """
     try:
         key = load_ssh_private_key(Path(path).expanduser().read_bytes(), None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ValueError(_NO_ECDSA)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigurationError(f"identity={str(path)!r}: {error}") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigurationError(
-            f"identity={str(path)!r} is not an ECDSA key: make one with ssh-keygen -t "
-            "ecdsa"
-        )
     signed = key.sign(_signed(number, public), _HOW)
     name = _digest(key.public_key())
     return name + len(signed).to_bytes(1, "big") + signed.ljust(_LENGTH, b"\0")
 
 
-@dataclass(frozen=True)
-class Trusted:
-    """The public keys of all clients that this client trusts.
+# Name and key of each client that a client trusts, by the key's digest.
+TrustedKeys = Mapping[bytes, tuple[str, ec.EllipticCurvePublicKey]]
 
-    Parameters
-    ----------
-    keys : Mapping[bytes, tuple[str, EllipticCurvePublicKey]]
-        Name and key, by their digest.
+
+def trusted_keys(folder: Path | str) -> TrustedKeys:
+    """Read a folder of public keys, ``*.pub``, in OpenSSH's format.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is none, or if a file is not an ECDSA key. It names the file.
     """
-
-    keys: Mapping[bytes, tuple[str, ec.EllipticCurvePublicKey]]
-
-    @classmethod
-    def of(cls, folder: Path | str) -> "Trusted":
-        """Read a folder of public keys, ``*.pub``, in OpenSSH's format.
-
-        Raises
-        ------
-        ConfigurationError
-            If there is none, or if a file is not an ECDSA key. It names the file.
-        """
-        keys = {}
-        for path in sorted(Path(folder).expanduser().glob("*.pub")):
-            try:
-                key = load_ssh_public_key(path.read_bytes())
-            except (ValueError, UnsupportedAlgorithm) as error:
-                raise ConfigurationError(f"trusted: {path}: {error}") from error
+    keys = {}
+    for path in sorted(Path(folder).expanduser().glob("*.pub")):
+        try:
+            key = load_ssh_public_key(path.read_bytes())
             if not isinstance(key, ec.EllipticCurvePublicKey):
-                raise ConfigurationError(f"trusted: {path} is not an ECDSA key")
-            keys[_digest(key)] = path.stem, key
-        if not keys:
-            raise ConfigurationError(f"trusted: {folder} has no *.pub file")
-        return cls(keys)
+                raise ValueError(_NO_ECDSA)
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise ConfigurationError(f"trusted: {path}: {error}") from error
+        keys[_digest(key)] = path.stem, key
+    if not keys:
+        raise ConfigurationError(f"trusted: {folder} has no *.pub file")
+    return keys
 
-    def check(
-        self, public: Mapping[int, Sequence[bytes]], signatures: Mapping[int, bytes]
-    ) -> None:
-        """Check that each client's keys are signed, each by another client.
 
-        Raises
-        ------
-        ClientError
-            It names the client whose keys are not.
-        """
-        signers: dict[bytes, int] = {}
-        for number, keys in public.items():
-            signed = signatures[number]
-            name, text = signed[:DIGEST], signed[DIGEST + 1 :]
-            if name not in self.keys:
-                raise ClientError(
-                    f"no client that this one trusts has signed the public keys of "
-                    f"client {number}"
-                )
-            known, key = self.keys[name]
-            try:
-                key.verify(text[: signed[DIGEST]], _signed(number, keys), _HOW)
-            except InvalidSignature as error:
-                raise ClientError(
-                    f"the public keys of client {number} differ from those that "
-                    f"{known} has signed"
-                ) from error
-            if (other := signers.setdefault(name, number)) != number:
-                raise ClientError(
-                    f"{known} has signed for two clients, {other} and {number}"
-                )
+def check_signatures(
+    trusted: TrustedKeys,
+    public: Mapping[int, Sequence[bytes]],
+    signatures: Mapping[int, bytes],
+) -> None:
+    """Check that each client's keys are signed, each by another trusted client.
+
+    Raises
+    ------
+    ClientError
+        It names the client whose keys are not.
+    """
+    signers: dict[bytes, int] = {}
+    for number, keys in public.items():
+        signed = signatures[number]
+        digest, text = signed[:DIGEST], signed[DIGEST + 1 :]
+        if digest not in trusted:
+            raise ClientError(
+                f"no client that this one trusts has signed the public keys of "
+                f"client {number}"
+            )
+        name, key = trusted[digest]
+        try:
+            key.verify(text[: signed[DIGEST]], _signed(number, keys), _HOW)
+        except InvalidSignature as error:
+            raise ClientError(
+                f"the public keys of client {number} differ from those that {name} "
+                "has signed"
+            ) from error
+        if (other := signers.setdefault(digest, number)) != number:
+            raise ClientError(
+                f"{name} has signed for two clients, {other} and {number}"
+            )
 
 
 def _digest(key: ec.EllipticCurvePublicKey) -> bytes:

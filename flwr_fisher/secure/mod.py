@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,26 +11,16 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
-from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
+from flwr_fisher.client.disk import DEFAULT_STATE_DIR, ClientDisk
 from flwr_fisher.client.request import (
     arrays_of,
     config_of,
     partition_of,
     whole_number,
 )
-from flwr_fisher.errors import ClientError
+from flwr_fisher.errors import ClientError, check_known, check_range
 from flwr_fisher.options import Options, option
-from flwr_fisher.secure.crypto import (
-    DIGEST,
-    PUBLIC,
-    SIGNATURE,
-    UNSIGNED,
-    Trusted,
-    from_json,
-    pieces,
-    signature,
-    to_json,
-)
+from flwr_fisher.secure import crypto
 from flwr_fisher.secure.fixed_point import FixedPoint, Words
 from flwr_fisher.secure.participant import Participant
 from flwr_fisher.secure.payload import (
@@ -72,54 +62,41 @@ class SumRequest:
         self.params, self.groups = split_groups(sent)
         self.sent = self.groups.pop(_GROUP, {})
 
-    def tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Return a tensor of the request, after a check of its shape and dtype."""
-        value = self.sent.get(name)
-        if value is None or value.dtype != dtype or tuple(value.shape) != shape:
-            got = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
-            raise ClientError(
-                f"the server sent {got} for '{name}' of a secure sum, expected {dtype} "
-                f"{shape}: install the same flwr-fisher on both sides"
-            )
-        return value
+    def tensor(self, name: str, dtype: torch.dtype, *shape: int | None) -> Tensor:
+        """Return a tensor of the request, after a check of its shape and dtype.
 
-    def rows(self, name: str, count: int, width: int) -> list[bytes]:
+        None in the shape stands for any size.
+        """
+        value = self.sent.get(name)
+        if value is not None and value.dtype == dtype and value.dim() == len(shape):
+            sizes = zip(value.shape, shape, strict=True)
+            if all(expected in (None, size) for size, expected in sizes):
+                return value
+        raise ClientError(
+            f"the server's '{name}' of a secure sum is not a tensor of {dtype} with "
+            f"the shape {shape}: install the same flwr-fisher on both sides"
+        )
+
+    def number(self, name: str) -> int:
+        """Return an integer of the request."""
+        return int(self.tensor(name, torch.int64))
+
+    def rows(self, name: str, count: int, width: int | None = None) -> list[bytes]:
         """Return the rows of a matrix of bytes in the request."""
         return bytes_in(self.tensor(name, torch.uint8, count, width))
 
     def numbers(self, name: str) -> list[int]:
-        """Return a list of clients in the request, each of them once."""
-        value = self.sent.get(name)
-        if value is None or value.dtype != torch.int64 or value.dim() != 1:
-            raise ClientError(f"the server's '{name}' is not a list of clients")
-        numbers = tensor_to_numbers(value)
-        if len(set(numbers)) < len(numbers):
-            raise ClientError(f"the server's list '{name}' has a client twice")
-        return numbers
-
-    def session(self) -> bytes:
-        """Return the session's number, under which this client keeps its secrets."""
-        return self.tensor("session", torch.uint8, 8).numpy().tobytes()
-
-    def bounds(self) -> tuple[float, float]:
-        """Return the clipping norm, and the noise's standard deviation."""
-        if "bounds" not in self.sent:
-            return math.inf, 0.0
-        norm, deviation = self.tensor("bounds", torch.float64, 2).tolist()
-        return norm, deviation
+        """Return a list of clients in the request."""
+        return tensor_to_numbers(self.tensor(name, torch.int64, None))
 
     def answered(self) -> Message:
         """Return the app's reply, as it would be without a secure sum."""
         arrays = tensors_to_arrays({**self.params, **join_groups(self.groups)})
-        (prefix,) = named_options({"secure": None})
         job = named_options({"job": str(self.options.get("secure-job", "train"))})
         content = RecordDict()
         for name, record in self.message.content.items():
-            if isinstance(record, ConfigRecord):
-                users = {k: v for k, v in record.items() if not k.startswith(prefix)}
-                content[name] = ConfigRecord({**users, **job})
-            else:
-                content[name] = arrays
+            is_config = isinstance(record, ConfigRecord)
+            content[name] = ConfigRecord({**record, **job}) if is_config else arrays
         self.message.content = content
         return self.call_next(self.message, self.context)
 
@@ -156,14 +133,11 @@ class SumMemory:
         The client's secrets.
     contribution : Contribution
         What the client adds to the current sum.
-    index : int
-        The sum that revealed the size of the contribution, or -1.
     """
 
     disk: ClientDisk
     participant: Participant
     contribution: Contribution
-    index: int = -1
 
     @classmethod
     def load(cls, disk: ClientDisk, index: int) -> "SumMemory":
@@ -172,43 +146,28 @@ class SumMemory:
         Raises
         ------
         ClientError
-            If there is no memory, another version wrote it, or it has no secrets for
-            that sum.
+            If there is no memory.
+        ConfigurationError
+            If it has no secrets for that sum.
         """
-        saved = disk.load(_NAME)
-        if saved is None:
+        if (saved := disk.load(_NAME)) is None:
             raise ClientError(
                 f"the secrets of this secure sum are not in {disk.path}, so the sum "
                 "continues without this client"
             )
-        try:
-            note = from_json(saved.note)
-            participant = Participant(**note["participant"])
-            contribution = Contribution(saved.tensors, note["weight"], note["bound"])
-            last = note["index"]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ClientError(
-                f"the secrets of this secure sum in {disk.path} are not in this "
-                f"version's format ({type(error).__name__}: {error}), so the sum "
-                "continues without this client"
-            ) from error
-        if index >= len(participant.self_masks):
-            raise ClientError(
-                f"the server requests sum {index}, but this client has secrets "
-                f"for {len(participant.self_masks)} sums only"
-            )
-        return cls(disk, participant, contribution, last)
+        note = crypto.from_json(saved.note)
+        participant = Participant(**note["participant"])
+        # A negative index would be another name for a later sum's secrets.
+        check_range("secure-sum", index, 0, participant.sums - 1)
+        contribution = Contribution(saved.tensors, **note["contribution"])
+        return cls(disk, participant, contribution)
 
     def save(self) -> None:
         """Save the memory; a restarted client continues with the same secrets."""
-        contribution = self.contribution
-        note = {
-            "participant": self.participant,
-            "weight": contribution.weight,
-            "bound": contribution.bound,
-            "index": self.index,
-        }
-        self.disk.save(_NAME, contribution.tensors, note=to_json(note))
+        contribution = dict(vars(self.contribution))
+        tensors = contribution.pop("tensors")
+        note = {"participant": self.participant, "contribution": contribution}
+        self.disk.save(_NAME, tensors, note=crypto.to_json(note))
 
 
 class SecureSumsMod(Options):
@@ -269,16 +228,11 @@ class SecureSumsMod(Options):
         "Where secrets and contributions are kept until the sum is open. Only this "
         "user can read them. By default as for :class:`FisherClient`.",
     )
-    state_bytes: int = option(
-        STATE_BYTES,
-        "How much space they may take. Those of old runs are deleted first.",
-        low=1,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.trusted is not None:
-            Trusted.of(self.trusted)
+            crypto.trusted_keys(self.trusted)
 
     def __call__(
         self, message: Message, context: Context, call_next: ClientAppCallable
@@ -301,24 +255,15 @@ class SecureSumsMod(Options):
         request = SumRequest(message, context, call_next)
         if stage == "keys":
             return _keys(self, request)
-        if stage not in _STAGES:
-            raise ClientError(
-                f"unknown stage of a secure sum {str(stage)!r:.40}: install the same "
-                "flwr-fisher on both sides"
-            )
-        disk = self.disk(request.session(), request.client)
+        check_known("stage of a secure sum", stage, _STAGES)
+        (session,) = bytes_in(request.tensor("session", torch.uint8, 8)[None])
+        disk = self.disk(session, request.client)
         memory = SumMemory.load(disk, request.index)
         return _STAGES[stage](self, request, memory)
 
     def disk(self, session: bytes, client: int) -> ClientDisk:
         """Return the disk entry with the secrets of a session."""
-        return ClientDisk(
-            Path(self.state_dir),
-            "secure",
-            client,
-            session.hex(),
-            self.state_bytes,
-        )
+        return ClientDisk(Path(self.state_dir), "secure", client, session.hex())
 
 
 # --- the stages
@@ -327,18 +272,14 @@ class SecureSumsMod(Options):
 def _keys(mod: SecureSumsMod, request: SumRequest) -> Message:
     """Draw secrets, and send the public keys."""
     sums = whole_number(request.options, "secure-sums", 2)
-    if not 1 <= sums <= _MOST_SUMS:
-        raise ClientError(
-            f"the server requests keys for {sums} sums, but a client makes them for 1 "
-            f"to {_MOST_SUMS}"
-        )
+    check_range("secure-sums", sums, 1, _MOST_SUMS)
     session = secrets.token_bytes(8)
     participant = Participant.new(request.client, sums)
     disk = mod.disk(session, request.client)
     SumMemory(disk, participant, Contribution({})).save()
-    public, signed = participant.public(), UNSIGNED
+    public, signed = participant.public(), crypto.UNSIGNED
     if mod.identity is not None:
-        signed = signature(mod.identity, request.client, public)
+        signed = crypto.signature(mod.identity, request.client, public)
     return request.reply_rows(session=[session], keys=public, signature=[signed])
 
 
@@ -346,16 +287,18 @@ def _shares(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Messa
     """Split the secrets into shares for the neighbours."""
     participant = memory.participant
     numbers = request.numbers("neighbours")
-    width = (1 + len(participant.self_masks)) * PUBLIC
-    rows = request.rows("keys", len(numbers), width)
-    threshold = int(request.tensor("threshold", torch.int64))
-    _check_enough(mod, numbers)
-    public = {n: pieces(row, PUBLIC) for n, row in zip(numbers, rows, strict=True)}
+    width = (1 + participant.sums) * crypto.PUBLIC
+    keys = [
+        crypto.pieces(row, crypto.PUBLIC)
+        for row in request.rows("keys", len(numbers), width)
+    ]
+    public = dict(zip(numbers, keys, strict=True))
+    _check_enough(mod, public)
     if mod.trusted is not None:
-        signatures = request.rows("signatures", len(numbers), SIGNATURE)
+        signatures = request.rows("signatures", len(numbers), crypto.SIGNATURE)
         signers = dict(zip(numbers, signatures, strict=True))
-        Trusted.of(mod.trusted).check(public, signers)
-    shares, commitments = participant.share(public, threshold)
+        crypto.check_signatures(crypto.trusted_keys(mod.trusted), public, signers)
+    shares, commitments = participant.share(public, request.number("threshold"))
     memory.save()
     order = sorted(numbers)
     sealed = [shares[n] for n in order if n in shares]
@@ -367,14 +310,23 @@ def _shares(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Messa
 def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message:
     """Compute and keep the contribution; send its masked exponents."""
     if "senders" in request.sent:
-        _receive(request, memory.participant)
-    if memory.index != request.index:
+        senders = request.numbers("senders")
+        sealed = request.rows("sealed-shares", len(senders))
+        commitments = request.rows("commitments", len(senders))
+        memory.participant.receive(
+            dict(zip(senders, sealed, strict=True)),
+            dict(zip(senders, commitments, strict=True)),
+        )
+    # If the server asks again, the client sends what it has computed before.
+    if memory.contribution.index != request.index:
         weighted = request.options.get("secure-weighted") is True
         reply = request.answered()
         if reply.has_error():
             return reply
         contribution = Contribution.of(reply, request.weighted_by, weighted)
-        norm, deviation = request.bounds()
+        norm, deviation = math.inf, 0.0
+        if "bounds" in request.sent:
+            norm, deviation = request.tensor("bounds", torch.float64, 2).tolist()
         least = mod.min_noise * norm if mod.min_noise else 0.0
         if not (norm > 0 and deviation >= least):
             raise ClientError(
@@ -385,40 +337,23 @@ def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Me
             )
         if norm < math.inf:
             contribution = contribution.bounded(request.params, norm, deviation)
-        memory = replace(memory, contribution=contribution, index=request.index)
+        contribution = replace(contribution, index=request.index)
+        memory = replace(memory, contribution=contribution)
     words = memory.participant.exponents(request.index, memory.contribution.exponents())
     memory.save()
     return request.reply_words(words, memory.contribution)
 
 
-def _receive(request: SumRequest, participant: Participant) -> None:
-    """Open the neighbours' shares."""
-    senders = request.numbers("senders")
-    texts = request.sent.get("sealed-shares", torch.empty(0, 0))
-    if len(texts) != len(senders):
-        raise ClientError(
-            f"the server sent {len(texts)} sealed shares for {len(senders)} senders"
-        )
-    sealed = request.rows("sealed-shares", *texts.shape) if senders else []
-    width = 2 * DIGEST * len(participant.self_masks)
-    digests = request.rows("commitments", len(senders), width)
-    participant.receive(
-        dict(zip(senders, sealed, strict=True)),
-        dict(zip(senders, digests, strict=True)),
-    )
-
-
 def _values(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message:
     """Send the masked contribution."""
-    if memory.index != request.index - 1:
+    if memory.contribution.index != request.index - 1:
         raise ClientError(
             f"this client has no contribution for sum {request.index}, because it did "
             f"not take part in sum {request.index - 1}"
         )
     count = len(memory.contribution.layout())
     exponents = request.tensor("exponents", torch.int64, count).tolist()
-    clients = int(request.tensor("clients", torch.int64))
-    fixed = FixedPoint(int(request.tensor("bits", torch.int64)), clients)
+    fixed = FixedPoint(request.number("bits"), request.number("clients"))
     words = memory.contribution.words(fixed, exponents)
     masked = memory.participant.mask(request.index, words)
     memory.save()
@@ -430,8 +365,8 @@ def _open(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message
     survivors, dropped = request.numbers("survivors"), request.numbers("dropped")
     _check_enough(mod, survivors)
     shares = memory.participant.open(request.index, survivors, dropped)
-    if memory.index == request.index - 1:  # the sum has the contribution
-        memory = replace(memory, contribution=Contribution({}), index=-1)
+    if memory.contribution.index == request.index - 1:  # the sum has it
+        memory = replace(memory, contribution=Contribution({}))
     memory.save()
     return request.reply_rows(shares=[shares[n] for n in (*survivors, *dropped)])
 
@@ -444,10 +379,10 @@ _STAGES: dict[object, Callable[[SecureSumsMod, SumRequest, SumMemory], Message]]
 }
 
 
-def _check_enough(mod: SecureSumsMod, numbers: Sequence[int]) -> None:
+def _check_enough(mod: SecureSumsMod, numbers: Collection[int]) -> None:
     if len(numbers) < mod.min_clients:
         raise ClientError(
             f"{len(numbers)} clients share secrets here, but this client requires at "
             f"least {mod.min_clients} (SecureSumsMod(min_clients=...)): ask more "
-            "clients, or raise SecureSums(neighbours=...) if it is set"
+            "clients"
         )

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from secrets import token_bytes
 
 import numpy as np
+from cryptography.fernet import InvalidToken
 
-from flwr_fisher.errors import ClientError, WireError
-from flwr_fisher.flower_internals import create_shares, encrypt
+from flwr_fisher.errors import ClientError
+from flwr_fisher.flower_internals import create_shares, decrypt, encrypt
 from flwr_fisher.secure import crypto
 from flwr_fisher.secure.crypto import SEED, noise
 from flwr_fisher.secure.fixed_point import LEVELS, Words, unary
@@ -31,9 +32,9 @@ class Participant:
         The client's number.
     channel : bytes
         The seed of the key that seals shares.
-    pairwise, self_masks : list[bytes]
-        For each sum: the seed of the key that the client agrees on with each neighbour,
-        and the seed of the mask that it shares with nobody.
+    seeds : list[bytes]
+        For each sum two: of the key that the client agrees on with each neighbour, and
+        of the mask that it shares with nobody (:func:`crypto.position`).
     private : bytes
         The seed of random numbers that are never revealed.
     threshold : int
@@ -48,8 +49,7 @@ class Participant:
 
     number: int
     channel: bytes
-    pairwise: list[bytes]
-    self_masks: list[bytes]
+    seeds: list[bytes]
     private: bytes
     threshold: int = 0
     neighbours: dict[int, list[bytes]] = field(default_factory=dict)
@@ -61,11 +61,17 @@ class Participant:
     def new(cls, number: int, sums: int) -> "Participant":
         """Draw the secrets for a number of sums."""
         channel, private, *seeds = (token_bytes(SEED) for _ in range(2 + 2 * sums))
-        return cls(number, channel, seeds[:sums], seeds[sums:], private)
+        return cls(number, channel, seeds, private)
+
+    @property
+    def sums(self) -> int:
+        """The number of sums for which it has secrets."""
+        return len(self.seeds) // 2
 
     def public(self) -> list[bytes]:
         """Return the public keys: one of the channel, and one of each sum."""
-        return [crypto.public_of(seed) for seed in (self.channel, *self.pairwise)]
+        pairwise = [self._seed(index, self_mask=False) for index in range(self.sums)]
+        return [crypto.public_of(seed) for seed in (self.channel, *pairwise)]
 
     def share(
         self, neighbours: Mapping[int, PublicKeys], threshold: int
@@ -97,12 +103,7 @@ class Participant:
         self._check_neighbours(public, threshold)
         self.threshold, self.neighbours = threshold, public
         order = sorted(neighbours)
-        secrets = zip(self.pairwise, self.self_masks, strict=True)
-        cut = [
-            create_shares(seed, threshold, len(order))
-            for pair in secrets
-            for seed in pair
-        ]
+        cut = [create_shares(seed, threshold, len(order)) for seed in self.seeds]
         shares = dict(zip(order, map(b"".join, zip(*cut, strict=True)), strict=True))
         self.shares = {self.number: shares[self.number]}
         sealed = {
@@ -156,10 +157,15 @@ class Participant:
             if sender not in self.neighbours or sender == self.number:
                 raise ClientError(f"shares came from {sender}, which is no neighbour")
             try:
-                text = crypto.unseal(self._channel_to(sender), sealed[sender])
-            except WireError as error:
-                raise ClientError(f"the shares from {sender}: {error}") from error
-            received[sender] = self._shares_in(text, sender)
+                text = decrypt(self._channel_to(sender), sealed[sender])
+            except InvalidToken as error:
+                raise ClientError(
+                    f"the shares from {sender} were sealed with another key, or changed"
+                ) from error
+            header = _header(sender, self.number)
+            if not text.startswith(header):
+                raise ClientError(f"the shares from {sender} are not for {self.number}")
+            received[sender] = text.removeprefix(header)
             if crypto.commitments(received[sender]) != commitments.get(sender):
                 raise ClientError(
                     f"the shares from {sender} do not fit its commitments"
@@ -172,16 +178,6 @@ class Participant:
         if len(self.shares) > 1 and self.shares != received:
             raise ClientError("the server sent other shares than before")
         self.shares = received
-
-    def _shares_in(self, text: bytes, sender: int) -> bytes:
-        head = _header(sender, self.number)
-        body = text.removeprefix(head)
-        if (
-            not text.startswith(head)
-            or len(body) != len(self.self_masks) * 2 * crypto.SHARE
-        ):
-            raise ClientError(f"the shares from {sender} are not for {self.number}")
-        return body
 
     def mask(self, index: int, words: Words) -> Words:
         """Return words with the masks of a sum.
@@ -202,12 +198,11 @@ class Participant:
                 "difference would reveal it"
             )
         masked = words.copy()
-        crypto.mask(masked, self.self_masks[index])
+        crypto.mask(masked, self._seed(index, self_mask=True))
         for number in self.shares:
             if number != self.number:
-                key = crypto.agreed(
-                    self.pairwise[index], self.neighbours[number][1 + index]
-                )
+                seed = self._seed(index, self_mask=False)
+                key = crypto.agreed(seed, self.neighbours[number][1 + index])
                 first = self.number < number
                 crypto.mask(masked, key, np.add if first else np.subtract)
         return masked
@@ -265,8 +260,15 @@ class Participant:
                 f"this client opened sum {index} before for another set of clients, "
                 "and both together would reveal one of them"
             )
-        which = dict.fromkeys(survivors, 1) | dict.fromkeys(dropped, 0)
-        return {n: crypto.share_in(self.shares[n], index, w) for n, w in which.items()}
+        return {
+            number: crypto.pieces(self.shares[number], crypto.SHARE)[
+                crypto.position(index, self_mask=number in survivors)
+            ]
+            for number in (*survivors, *dropped)
+        }
+
+    def _seed(self, index: int, *, self_mask: bool) -> bytes:
+        return self.seeds[crypto.position(index, self_mask=self_mask)]
 
     def _channel_to(self, number: int) -> bytes:
         return crypto.agreed(self.channel, self.neighbours[number][0])

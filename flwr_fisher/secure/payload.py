@@ -15,7 +15,7 @@ masks: they describe it, and are equal for all clients.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,7 +25,6 @@ from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
 from flwr_fisher.errors import ClientError, ParamsError, WireError
-from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, clipped
 from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponent_of
 from flwr_fisher.server.privacy import exponent_for, with_noise
@@ -45,7 +44,6 @@ Layout = list[tuple[str, str, tuple[int, ...]]]
 """Key, dtype and shape of each tensor of a contribution."""
 
 _DESCRIPTION = 4096  # bytes
-_TEXT = 2**20  # bytes of a contribution's descriptions
 _FIXED = 2**24  # bytes of keys and shares, of some thousands of neighbours
 _DIMENSIONS = 64  # of a tensor, at most
 _WORD = {torch.uint32, torch.uint64}
@@ -95,8 +93,7 @@ class SecureUpload(Payload):
         WireError
             If it is not there.
         """
-        data: bytes = self.part(f"{SECURE}{name}").numpy().tobytes()
-        return data
+        return bytes(self.part(f"{SECURE}{name}").numpy())
 
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels."""
@@ -115,7 +112,6 @@ class SecureUpload(Payload):
         """
         limit = _FIXED + 6 * contribution_bytes(like)
         tensors = arrays_to_tensors(record, limit=limit, most=len(like) + 4)
-        said = 0
         for key, value in tensors.items():
             if key == WORDS and value.dtype in _WORD and value.dim() == 1:
                 continue
@@ -124,9 +120,6 @@ class SecureUpload(Payload):
                 shape = tuple(value.shape)
                 reason = f"{value.dtype} of shape {shape}, expected bytes or words"
                 raise WireError(reason, field=key)
-            said += value.numel() if _is_text(key) else 0
-        if said > _TEXT:
-            raise WireError(f"{said} bytes of description", field=LAYOUT)
         if (text := tensors.get(LAYOUT)) is not None:
             read_layout(text)
         return cls(tensors)
@@ -207,15 +200,18 @@ class Contribution:
         multiplied.
     bound : int, optional
         An exponent that holds for every client, and so reveals nothing about this one.
+    index : int, default -1
+        The sum in which the client sent its exponents, or -1.
     """
 
     tensors: dict[str, Tensor]
     weight: float | None = None
     bound: int | None = None
+    index: int = -1
 
     @classmethod
     def of(cls, reply: Message, weighted_by: str, weighted: bool) -> "Contribution":
-        """Return the contribution of a reply; its metrics only go to the log.
+        """Return the contribution of a reply; its metrics are not sent.
 
         Raises
         ------
@@ -235,15 +231,11 @@ class Contribution:
                     f"'{name}' is packed, and packed uploads cannot be summed: pass "
                     "codec='lossless' to the strategy"
                 )
-        metrics = {
-            name: value
-            for record in reply.content.metric_records.values()
-            for name, value in record.items()
-        }
-        if hidden := sorted(metrics.keys() - {weighted_by, NUM_EXAMPLES}):
-            logger.info("Sending no metrics with a secure sum: %s", ", ".join(hidden))
         if not weighted:
             return cls(tensors)
+        metrics: dict[str, object] = {}
+        for record in reply.content.metric_records.values():
+            metrics |= record
         weight = metrics.get(weighted_by)
         if not isinstance(weight, int | float) or not weight > 0:
             raise ClientError(
@@ -275,24 +267,25 @@ class Contribution:
             if value.is_floating_point()
         }
         noised = with_noise(clipped(floats, norm), deviation)
+        # Descriptions are sent as they are, and integers do not move.
         tensors = {
-            name: noised[name].to(value.dtype)
-            if name in noised
-            else (value if value.dtype == torch.uint8 else torch.zeros_like(value))
+            name: value if value.dtype == torch.uint8 else torch.zeros_like(value)
             for name, value in self.tensors.items()
         }
+        tensors |= {k: v.to(tensors[k].dtype) for k, v in noised.items()}
         return Contribution(tensors, 1.0, exponent_for(norm, deviation))
 
-    def entries(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weighted entries in float64, which are summed."""
-        for name, value in self.tensors.items():
-            if value.dtype != torch.uint8:
-                yield (
-                    name,
-                    value.double() * (1.0 if self.weight is None else self.weight),
-                )
+    def entries(self) -> dict[str, Tensor]:
+        """Return what is summed, before it is multiplied by the weight."""
+        entries = {k: v for k, v in self.tensors.items() if v.dtype != torch.uint8}
         if self.weight is not None:
-            yield NUM_EXAMPLES, torch.tensor(self.weight, dtype=torch.float64)
+            entries[NUM_EXAMPLES] = torch.ones((), dtype=torch.float64)
+        return entries
+
+    def weighted(self) -> dict[str, Tensor]:
+        """Return what is summed, in float64."""
+        factor = 1.0 if self.weight is None else self.weight
+        return {name: value.double() * factor for name, value in self.entries().items()}
 
     def descriptions(self) -> dict[str, Tensor]:
         """Return the descriptions, which must be equal for all clients."""
@@ -300,12 +293,10 @@ class Contribution:
 
     def layout(self) -> Layout:
         """Return keys, dtypes and shapes of the entries."""
-        rows: Layout = [
+        return [
             (name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
-            for name, value in self.tensors.items()
-            if value.dtype != torch.uint8
+            for name, value in self.entries().items()
         ]
-        return rows if self.weight is None else [*rows, (NUM_EXAMPLES, "float64", ())]
 
     def exponents(self) -> list[int]:
         """Return each entry's exponent."""
@@ -313,7 +304,7 @@ class Contribution:
             exponent_of(name, value)
             if self.bound is None or name == NUM_EXAMPLES
             else self.bound
-            for name, value in self.entries()
+            for name, value in self.weighted().items()
         ]
 
     def words(self, fixed: FixedPoint, exponents: Sequence[int]) -> Words:
@@ -325,7 +316,8 @@ class Contribution:
             If an entry is too large for the sum. It names the tensor.
         """
         parts: list[Words] = []
-        for (name, value), exponent in zip(self.entries(), exponents, strict=True):
+        entries = self.weighted().items()
+        for (name, value), exponent in zip(entries, exponents, strict=True):
             try:
                 parts.append(fixed.words(value, exponent))
             except ParamsError as error:

@@ -4,8 +4,7 @@ Long: one step for each stage, and the state.
 """
 
 import math
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,21 +16,8 @@ from torch import Tensor
 from flwr_fisher.errors import RoundError, WireError, kept_record, listed
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import rounded
-from flwr_fisher.secure.aggregator import (
-    Aggregator,
-    Sealed,
-    neighbourhoods,
-    threshold_of,
-)
-from flwr_fisher.secure.crypto import (
-    DIGEST,
-    PUBLIC,
-    SHARE,
-    check_public,
-    from_json,
-    pieces,
-    to_json,
-)
+from flwr_fisher.secure import crypto
+from flwr_fisher.secure.aggregator import Aggregator, Sealed
 from flwr_fisher.secure.fixed_point import LEVELS, FixedPoint, Words, highest
 from flwr_fisher.secure.payload import (
     LAYOUT,
@@ -91,9 +77,9 @@ class SecureState:
         """
         tensors = dict(state.group(GROUP))
         with kept_record("the run's record of a secure sum"):
-            record = from_json(tensors.pop("record").numpy().tobytes())
+            record = crypto.from_json(tensors.pop("record").numpy().tobytes())
             aggregator, words = record.pop("aggregator"), tensors.pop("words")
-            sealed = {n: Sealed(**own) for n, own in aggregator.pop("sealed").items()}
+            sealed = {n: Sealed(**s) for n, s in aggregator.pop("sealed").items()}
             known = Aggregator(**aggregator, sealed=sealed)
             return cls(known, **record, words=words, descriptions=tensors)
 
@@ -104,16 +90,16 @@ class SecureState:
 
     def into(self, state: ServerState) -> ServerState:
         """Return a run's state that contains this."""
-        record = {
-            "aggregator": self.aggregator,
-            "sessions": self.sessions,
-            "signatures": self.signatures,
-            "present": self.present,
-            "exponents": self.exponents,
-        }
-        text = rows_of([to_json(record).encode()])[0]
-        own = {**self.descriptions, "record": text, "words": self.words}
-        return replace(state, groups={**state.groups, GROUP: own})
+        record = dict(vars(self))
+        words, descriptions = record.pop("words"), record.pop("descriptions")
+        text = rows_of([crypto.to_json(record).encode()])[0]
+        group = {**descriptions, "record": text, "words": words}
+        return replace(state, groups={**state.groups, GROUP: group})
+
+
+def present(state: ServerState) -> Sequence[int]:
+    """Return the clients that replied to the last request."""
+    return SecureState.of(state).present
 
 
 def without(state: ServerState) -> ServerState:
@@ -122,11 +108,14 @@ def without(state: ServerState) -> ServerState:
     return replace(state, groups=others)
 
 
-# --- the stages
+# --- the stages, in the order in which a round has them
+#
+# keys, shares: once. Then for each of the round's exchanges: exponents, open, values,
+# open. A client that is missing in one stage is in none of the later ones. So the set
+# of clients (`present`) only shrinks, and each sum is opened for one set.
 
 
 def take_keys(
-    degree: Callable[[int], int],
     threshold: float,
     sums: int,
     seed: str,
@@ -140,34 +129,31 @@ def take_keys(
     RoundError
         If fewer than two clients have sent keys that can be used.
     """
+    # A client may send anything. Who sends no keys of its own is left out, because with
+    # another client's keys its masks would not cancel.
+    names: dict[int, str] = {}
     public: dict[int, list[bytes]] = {}
+    sessions: dict[int, bytes] = {}
+    signatures: dict[int, bytes] = {}
     owners: dict[bytes, str] = {}
-    for upload in uploads:
-        keys = pieces(upload.payload.data("keys"), PUBLIC)
+    for upload in sorted(uploads, key=lambda upload: upload.number):
+        number, payload = upload.number, upload.payload
+        keys = crypto.pieces(payload.data("keys"), crypto.PUBLIC)
         if reason := _wrong_keys(keys, 1 + sums, owners):
             logger.warning("aggregate_train: rejected %s: %s", upload.client, reason)
             continue
         owners |= dict.fromkeys(keys, upload.client)
-        public[upload.number] = keys
+        names[number], public[number] = upload.client, keys
+        sessions[number] = payload.data("session")
+        signatures[number] = payload.data("signature")
     if len(public) < _FEWEST:
         raise RoundError(
             f"valid keys for a secure sum came from {len(public)} of {len(uploads)} "
             f"clients, but {_FEWEST} are needed: ask more, by fraction_train or "
             "min_train_nodes"
         )
-    usable = [upload for upload in uploads if upload.number in public]
-    numbers = sorted(public)
-    drawn = random.Random(seed).getrandbits(62)
-    around = neighbourhoods(numbers, degree(len(numbers)), drawn)
-    aggregator = Aggregator(
-        {upload.number: upload.client for upload in usable},
-        {number: public[number] for number in numbers},
-        dict(zip(numbers, around, strict=True)),
-        threshold_of(len(around[0]), threshold),
-    )
-    sessions = {upload.number: upload.payload.data("session") for upload in usable}
-    signatures = {upload.number: upload.payload.data("signature") for upload in usable}
-    known = SecureState(aggregator, sessions, signatures, numbers)
+    aggregator = Aggregator.of(names, public, threshold, seed)
+    known = SecureState(aggregator, sessions, signatures, list(public))
     return Step(known.into(state), quiet=True)
 
 
@@ -179,9 +165,9 @@ def _wrong_keys(keys: list[bytes], count: int, owners: Mapping[bytes, str]) -> s
         return f"its public keys are {copied[0]}'s"
     try:
         for key in keys:
-            check_public(key)
-    except WireError as error:
-        return str(error)
+            crypto.public_key(key)
+    except ValueError as error:
+        return f"not a public key: {error}"
     return ""
 
 
@@ -196,12 +182,14 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
     known = SecureState.of(state)
     sums = len(next(iter(known.aggregator.public.values()))) - 1
     sealed: dict[int, Sealed] = {}
+    # The server cannot read the shares. It only counts them, so that each neighbour
+    # gets its own.
     for upload in uploads:
         around = known.aggregator.neighbourhoods[upload.number]
         others = [n for n in around if n != upload.number]
         rows = upload.payload.part("secure/sealed-shares")
         digests = upload.payload.part("secure/commitments")
-        expected = len(around), 2 * DIGEST * sums
+        expected = len(around), 2 * crypto.DIGEST * sums
         fits = rows.dim() == 2 and len(rows) == len(others)
         if not fits or tuple(digests.shape) != expected:
             logger.warning(
@@ -242,10 +230,13 @@ def take_words(
             f"at least {fewest} (Privacy(honest={privacy.honest:g})), so the sum is "
             "not opened"
         )
+    # All uploads that are left have the same layout. The masks are still in the sum,
+    # also those of clients that have left after the shares; the next stage opens it for
+    # exactly these clients.
     total, descriptions = sum_words([upload.payload for upload in uploads])
     new = known.after(uploads, words=torch.from_numpy(total), descriptions=descriptions)
     left = set(known.present) - set(new.present)
-    if gone := [known.aggregator.names[n] for n in known.present if n in left]:
+    if gone := [known.aggregator.names[n] for n in left]:
         logger.warning(
             "aggregate_train: secure sum, contribution %d: without %s",
             1 + index // 2,
@@ -266,6 +257,8 @@ def open_exponents(
     """
     known = SecureState.of(state)
     words = _opened(index, known, uploads)
+    # A word for each tensor and each level: the highest level that is not 0 is the
+    # largest exponent of all clients.
     count = len(read_layout(known.descriptions[LAYOUT]))
     if len(words) != LEVELS * count:
         raise RoundError(f"{len(words)} words for the exponents of {count} tensors")
@@ -299,11 +292,13 @@ def open_values(
         payload = read(tensors_to_arrays({**mean, **texts}), state.params)
     except WireError as error:
         raise RoundError(f"the step cannot use {name}: {error}") from error
+    # From here on the sum is like one client's upload, with the weight of all.
     metrics, members = MetricRecord(), list(known.present)
     summed = Upload(0, name, weight, payload, metrics, num_bytes=0, members=members)
     step = exchange.take(without(state), [summed])
     counted = {**step.metrics, "num-summed": len(members)}
     step = replace(step, metrics=counted, summed=summed)
+    # The next exchange uses the same keys and shares. After the last, nothing is kept.
     if last:
         return step
     new = known.after(uploads, words=known.words[:0])
@@ -318,19 +313,19 @@ def _mean(
     sizes = [math.prod(shape) for _, _, shape in layout]
     if sum(sizes) != len(words) or len(layout) != len(known.exponents):
         raise RoundError(f"{len(words)} words for {sum(sizes)} entries")
+    # Clients have used the same format: for as many clients as have sent keys.
     fixed = FixedPoint(bits, len(known.aggregator.public))
     parts = np.split(words, np.cumsum(sizes)[:-1])
-    values = [fixed.values(*own) for own in zip(parts, known.exponents, strict=True)]
-    found = dict(zip((name for name, _, _ in layout), values, strict=True))
-    weight = float(found.get(NUM_EXAMPLES, torch.zeros(1)).sum()) if weighted else 1.0
+    values = [fixed.values(*part) for part in zip(parts, known.exponents, strict=True)]
+    sums = dict(zip((name for name, _, _ in layout), values, strict=True))
+    weight = float(sums.get(NUM_EXAMPLES, torch.zeros(1)).sum()) if weighted else 1.0
     if not weight > 0:
         raise RoundError("the clients' weights add up to 0")
-    mean = {}
-    for name, dtype, shape in layout:
-        value = found[name].reshape(shape) / weight
-        mean[name] = rounded(value, getattr(torch, dtype))
-    if weighted:
-        del mean[NUM_EXAMPLES]
+    mean = {
+        name: rounded(sums[name].reshape(shape) / weight, getattr(torch, dtype))
+        for name, dtype, shape in layout
+        if not weighted or name != NUM_EXAMPLES
+    }
     return mean, weight
 
 
@@ -339,7 +334,7 @@ def _opened(index: int, known: SecureState, uploads: Uploads[SecureUpload]) -> W
     shares = {}
     for upload in uploads:
         survivors, dropped = known.aggregator.split(upload.number, known.present)
-        rows = pieces(upload.payload.data("shares"), SHARE)
+        rows = crypto.pieces(upload.payload.data("shares"), crypto.SHARE)
         # In a reply with too few or too many shares, those that do not fit are wrong.
         pairs = zip((*survivors, *dropped), rows, strict=False)
         shares[upload.number] = dict(pairs)

@@ -18,7 +18,7 @@ after the shares is not in later sums, and cannot come back in that round. The s
 never asks again for a sum over fewer clients.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,21 +29,15 @@ from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.options import Options, option
+from flwr_fisher.params import Params
 from flwr_fisher.secure import steps
-from flwr_fisher.secure.aggregator import degree_for
-from flwr_fisher.secure.fixed_point import check_bits
+from flwr_fisher.secure.fixed_point import FixedPoint
 from flwr_fisher.secure.payload import SecureUpload, rows_of
-from flwr_fisher.secure.steps import GROUP, SecureState
-from flwr_fisher.server.exchange import (
-    Exchange,
-    ServerState,
-    Step,
-    Uploads,
-)
+from flwr_fisher.secure.steps import GROUP, SecureState, present
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire.arrays import numbers_to_tensor
 
-_PART = "secure sum"  # the name of these exchanges in the log
 JOB = "secure-sums"  # a client without the mod refuses this job
 _Send = Callable[[SecureState, int], dict[str, Tensor]]
 _Take = Callable[[ServerState, Uploads[SecureUpload]], Step]
@@ -53,13 +47,14 @@ _Take = Callable[[ServerState, Uploads[SecureUpload]], Step]
 class _Stage(Exchange[SecureUpload]):
     """An exchange of a secure sum, with different tensors for each client."""
 
+    start: Callable[[ServerState], Params] = lambda state: {}
+    clients: Callable[[ServerState], Collection[int]] = present
     send_each: _Send | None = None
-    log_text: str = ""
 
     @property
     def log_name(self) -> str:
         """The stage's name in the log."""
-        return self.log_text
+        return f"secure sum, {self.options['secure']}"
 
     @property
     def quiet(self) -> bool:
@@ -74,36 +69,10 @@ class _Stage(Exchange[SecureUpload]):
 
         def record(number: int) -> ArrayRecord:
             session = rows_of([known.sessions[number]])[0]
-            own = {"session": session, **send(known, number)}
-            return self.arrays(state, {GROUP: own})
+            tensors = {"session": session, **send(known, number)}
+            return self.arrays(state, {GROUP: tensors})
 
         return record
-
-
-def _stage(
-    weighted_by: str,
-    stage: str,
-    index: int,
-    take: _Take,
-    send_each: _Send | None,
-    options: Mapping[str, Any] | None = None,
-    **more: Any,
-) -> _Stage:
-    """Return a stage's exchange with the present clients, and tensors for each."""
-    own = {
-        "job": JOB,
-        "secure": stage,
-        "secure-sum": index,
-        "secure-weight": weighted_by,
-    }
-    usual: dict[str, Any] = {
-        "start": lambda state: {},
-        "clients": lambda state: SecureState.of(state).present,
-        "log_text": f"{_PART}, {stage}",
-    }
-    requested = {**(options or {}), **own}
-    read = SecureUpload.from_arrays
-    return _Stage(requested, read, take, send_each=send_each, **(usual | more))
 
 
 class SecureSums(Options):
@@ -140,24 +109,10 @@ class SecureSums(Options):
         low=0.5,
         high=1,
     )
-    neighbours: int | None = option(
-        None,
-        "With how many others each client shares its secrets. By default with all, up "
-        "to 40 clients. With more clients, it is a number that is safe with high "
-        "probability if a fifth of all clients leaves and a fifth works together with "
-        "the server.",
-        low=2,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_bits(self.bits)
-
-    def degree(self, clients: int) -> int:
-        """Return with how many other clients a client shares its secrets."""
-        if self.neighbours is None:
-            return degree_for(clients, self.threshold)
-        return min(self.neighbours, clients - 1)
+        FixedPoint(self.bits, clients=1)
 
     def check(self, exchanges: Sequence[Exchange[Any]], who: str) -> None:
         """Raise :class:`ConfigurationError` unless sums can replace the uploads."""
@@ -184,26 +139,41 @@ class SecureSums(Options):
             The metric that weights clients.
         """
         first, sums = exchanges[0], 2 * len(exchanges)
-        take_keys = partial(steps.take_keys, self.degree, self.threshold, sums, seed)
-        ask = partial(_stage, weighted_by, optional=first.optional)
-        keys = ask(
-            "keys",
-            0,
-            take_keys,
-            None,
-            options={"secure-sums": sums},
-            clients=first.clients,  # the clients of the round's first exchange
-            require_same_parameters=first.require_same_parameters,
-        )
-        replaced: list[Exchange[SecureUpload]] = [
-            keys,
+
+        def ask(
+            stage: str,
+            index: int,
+            step: _Take,
+            send_each: _Send | None = None,
+            options: Mapping[str, Any] | None = None,
+            **fields: Any,
+        ) -> _Stage:
+            """Return a stage's exchange with the present clients."""
+            asked = {
+                **(options or {}),
+                "job": JOB,
+                "secure": stage,
+                "secure-sum": index,
+                "secure-weight": weighted_by,
+            }
+            fields |= {"send_each": send_each, "optional": first.optional}
+            return _Stage(asked, SecureUpload.from_arrays, step, **fields)
+
+        stages = [
+            ask(
+                "keys",
+                0,
+                partial(steps.take_keys, self.threshold, sums, seed),
+                options={"secure-sums": sums},
+                clients=first.clients,  # the clients of the round's first exchange
+                require_same_parameters=first.require_same_parameters,
+            ),
             ask("shares", 0, steps.take_shares, _neighbours),
         ]
-        for place, exchange in enumerate(exchanges):
-            replaced += self._summed(
-                ask, exchange, 2 * place, exchange is exchanges[-1]
-            )
-        return replaced
+        for index, exchange in zip(range(0, sums, 2), exchanges, strict=True):
+            last = exchange is exchanges[-1]
+            stages += self._summed(ask, exchange, index, last)
+        return stages
 
     def _summed(
         self,
@@ -211,41 +181,25 @@ class SecureSums(Options):
         exchange: Exchange[Any],
         index: int,
         last: bool,
-    ) -> Sequence[_Stage]:
+    ) -> list[_Stage]:
         """Return the exchanges that open an exchange's exponents and values."""
-        additive, values = exchange.additive, index + 1
-        assert additive is not None
+        assert exchange.additive is not None
+        privacy, values = exchange.additive.privacy, index + 1
         job = exchange.options.get("job", "train")
-        requested = {**exchange.options, "secure-job": job}
-        if additive.weighted:
-            requested["secure-weighted"] = True
-        privacy = additive.privacy
-        exponents = ask(
-            "exponents",
-            index,
-            partial(steps.take_words, index, privacy),
-            partial(_begin, privacy, index == 0),
-            options=requested,
-            send=exchange.send,
-            start=exchange.start,
-            log_text=f"{_PART}, how large contribution {1 + index // 2} is",
-        )
+        work = {**exchange.options, "secure-job": job}
+        if exchange.additive.weighted:
+            work["secure-weighted"] = True
+
+        begin = partial(_begin, privacy, index == 0)
+        start = {"send": exchange.send, "start": exchange.start}
+        sized = partial(steps.take_words, index, privacy)
+        summed = partial(steps.take_words, values, privacy)
+        opened = partial(steps.open_values, values, self.bits, exchange, last)
         return [
-            exponents,
+            ask("exponents", index, sized, begin, options=work, **start),
             ask("open", index, partial(steps.open_exponents, index), _sets),
-            ask(
-                "values",
-                values,
-                partial(steps.take_words, values, privacy),
-                self._scales,
-            ),
-            ask(
-                "open",
-                values,
-                partial(steps.open_values, values, self.bits, exchange, last),
-                _sets,
-                name=exchange.name,
-            ),
+            ask("values", values, summed, self._scales),
+            ask("open", values, opened, _sets, name=exchange.name),
         ]
 
     def _scales(self, known: SecureState, number: int) -> dict[str, Tensor]:
