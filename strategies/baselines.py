@@ -5,9 +5,8 @@ from functools import partial
 from typing import Any
 
 from flwr_fisher.errors import ConfigurationError, check_range
-from flwr_fisher.params import double, norm
+from flwr_fisher.params import double, norm, subtract, weighted_mean
 from flwr_fisher.rounds import scaffold_step
-from flwr_fisher.rounds.updates import updates, with_averages
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,
@@ -190,10 +189,11 @@ class Scaffold(CurvatureStrategy):
         members = before.after(uploads, self.cohort.connected)
         names = changes[0].keys()
         known = state.group(_CONTROL) if before.steps else changes[0]
+        start = double(state.params, names)
         stepped, control = scaffold_step(
-            double(state.params, names),
+            start,
             members.rescaled(double(known, names), before),
-            updates(state.params, models, names),
+            [subtract(start, double(params, names)) for params in models],
             [double(change, names) for change in changes],
             weights,
             participation=members.participation(weights),
@@ -201,7 +201,11 @@ class Scaffold(CurvatureStrategy):
         )
         control = {n: v.to(changes[0][n].dtype) for n, v in control.items()}
         groups = {_MEMBERSHIP: members.to_tensors(), _CONTROL: control}
-        params = with_averages(state.params, stepped, models, weights)
+        averaged = weighted_mean(models, weights)
+        params = {
+            k: stepped[k].to(v.dtype) if k in stepped else averaged[k]
+            for k, v in state.params.items()
+        }
         lost = lost_states(uploads)
         metrics = {
             "num-lost-states": lost,

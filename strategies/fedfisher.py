@@ -20,7 +20,6 @@ from flwr_fisher.log_lines import Progress, logger
 from flwr_fisher.merge import (
     DiagonalSums,
     MergeOptions,
-    MergeResult,
     fedfisher_from_sums,
 )
 from flwr_fisher.merge.fedfisher import merge_posteriors
@@ -35,7 +34,7 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
+from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group, step_of
 from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
 from flwr_fisher.wire import (
     LOSSLESS,
@@ -208,7 +207,7 @@ class FedFisherOneShot(CurvatureStrategy):
             ]
         elif self.structure == "kfac":
             limits = self.policy.limits
-            merging = KfacSums(self._filled, options, limits, step_of).exchanges()
+            merging = KfacSums(self._filled, options, limits).exchanges()
         else:
             read = Additive.reader(*SUMS, of_one=False)
             mean = Summation[Additive](read=read, mean=exact_mean)
@@ -292,35 +291,3 @@ class FedFisherOneShot(CurvatureStrategy):
             **{f"client-{name}": value for name, value in self._requested().items()},
             **{name: value for name, value in merge.items() if value is not None},
         }
-
-
-def step_of(merged: MergeResult) -> Step:
-    """Return the step to a merged model; log how its systems were solved.
-
-    Warn about parameters whose system was not solved.
-    """
-    solver, stops = "sums", ""
-    if (options := merged.options) is not None:
-        solver = options.solver
-        if solver == "pcg" and merged.iterations == options.iterations:
-            stops = f"; it stops there by design (iterations={options.iterations})"
-    logger.info(
-        "merged by %s: %d iterations left %.1e of the residual%s",
-        solver,
-        merged.iterations,
-        merged.residuals[-1],
-        stops,
-    )
-    if merged.unsolved:
-        logger.warning(
-            "the merge's solver failed for %s: these parameters are the clients' "
-            "mean, as in FedAvg",
-            ", ".join(merged.unsolved),
-        )
-    metrics = {
-        "solver-iterations": merged.iterations,
-        "solver-residual": merged.residuals[-1],
-        "solver-fallbacks": len(merged.unsolved),
-    }
-    shares = {"client-share": merged.shares} if merged.shares else {}
-    return Step(ServerState(merged.params), {**metrics, **shares}, merged)

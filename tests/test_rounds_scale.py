@@ -16,7 +16,6 @@ from flwr_fisher.rounds import (
     scaffold_step,
     server_step,
 )
-from flwr_fisher.rounds.updates import with_averages
 from flwr_fisher.tangent import (
     tct_average,
     tct_control,
@@ -67,7 +66,6 @@ TCT = {"lr": 1e-300, "local_steps": 1}
 NOT_FINITE = [
     (partial(first_fagh, w(0.0), w(END), w(0.0), rho=1e-3), "of FAGH's step: 'w'"),
     (partial(first_fagh, w(-END), w(END), w(0.0), rho=1.0), "model after FAGH's"),
-    (lambda: scaffold_step(w(-END), w(0.0), [w(END)], [w(0.0)], [1]), "plus -1 t.*'w'"),
     (
         lambda: scaffold_step(w(0.0), w(END), [w(0.0)], [w(END)], [1]),
         "control .*'w'",
@@ -75,10 +73,6 @@ NOT_FINITE = [
     (
         lambda: scaffold_control(w(0.0), w(0.0), w(1e30), steps=1, lr=1e-20),
         "the client's control variate: 'w'",
-    ),
-    (
-        lambda: with_averages(w(1.0), w(1e300, dtype=torch.float64), [w(1.0)], [1]),
-        "the new model: 'w'",
     ),
     (
         lambda: server_step(w(1.0), w(1e30), {}, ADAM),
@@ -131,11 +125,11 @@ def halved():
 
 OUT_OF_RANGE = [
     (fagh_first, "t", (0,)),
-    (fagh_first, "lr", (-1.0, NAN)),
-    (fagh_first, "rho", (0.0, INF, NAN)),
-    (fagh_first, "betas", ((1.0, 0.9), (0.9, -0.1), (0.9,))),
-    (fagh_first, "epsilon", (-1e-9, 2.0)),
-    (scaffold, "participation", (0.0, 1.1, NAN)),
+    (fagh_first, "lr", (-1.0,)),
+    (fagh_first, "rho", (0.0, INF)),
+    (fagh_first, "betas", ((1.0, 0.9),)),
+    (fagh_first, "epsilon", (2.0,)),
+    (scaffold, "participation", (0.0, 1.1)),
     (scaffold, "lr", (-1,)),
     (partial(scaffold_control, A, A, A, lr=1), "steps", (0,)),
     (partial(scaffold_control, A, A, A, steps=1), "lr", (0,)),
@@ -170,18 +164,11 @@ REFUSED = [
             partial(fedfish, fishers=[*[A] * at, wrong, *[A] * (2 - at)]),
             f"client {at}'s Fisher.*'w'",
         )
-        for at, wrong in (
-            (1, w(1.0, -1e-9)),
-            (2, UNUSABLE),
-            (0, w(1.0, INF)),
-            (2, {}),
-            (1, w(1.0)),
-        )
+        for at, wrong in ((2, {}), (1, w(1.0)))
     ),
     (lambda: fedfish(deltas=[A, {}, A]), r"client 1 .*\['w'\]"),
     (lambda: fedfish(fishers=[{**A, **V}] * 3), "client 0's Fisher.*'v'"),
     (lambda: fedfish_average([], [], []), "0 sets of params"),
-    (lambda: fedfish(deltas=[A, UNUSABLE, A]), "client 1: 'w'"),
 ]
 
 

@@ -7,15 +7,8 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Diagonal
-from flwr_fisher.errors import ParamsError
 from flwr_fisher.options import Options, option
-from flwr_fisher.params import (
-    Params,
-    check_finite,
-    check_same_layout,
-    shares_of,
-    weighted_mean,
-)
+from flwr_fisher.params import Params, check_same_layout, shares_of, weighted_mean
 
 _TINY = 1e-300
 
@@ -90,9 +83,8 @@ def fedfish_average(
     Raises
     ------
     ParamsError
-        If layouts differ, an update is not finite, or a Fisher is negative or not
-        finite; it names the client and the key. Also if there is no client or weights
-        are unusable.
+        If layouts differ; it names the client and the key. Also if there is no client
+        or weights are unusable.
 
     Notes
     -----
@@ -112,10 +104,8 @@ def fedfish_average(
     """
     mean = weighted_mean(deltas, weights)
     covered = {key: v for key, v in deltas[0].items() if key in fishers[0]}
-    for index, (delta, fisher) in enumerate(zip(deltas, fishers, strict=True)):
+    for index, fisher in enumerate(fishers):
         check_same_layout(covered, fisher, f"client {index}'s Fisher")
-        check_finite(delta, f"client {index}")
-        _check_fisher(index, fisher)
     clients = zip(deltas, fishers, shares_of(weights), strict=True)
     # A client of weight 0 does not count for the largest Fisher either.
     weighted = [client for client in clients if client[2] > 0]
@@ -139,7 +129,7 @@ def fedfish_quotient(
     Raises
     ------
     ParamsError
-        If layouts differ, or something is not finite.
+        If layouts differ.
 
     Examples
     --------
@@ -149,7 +139,6 @@ def fedfish_quotient(
     """
     for what, part in (("the product", product), ("the Fisher", fisher)):
         check_same_layout(deltas, part, what)
-        check_finite(part, what)
     # Where no client has a Fisher, rounding may give a small negative sum.
     return {
         key: torch.where(
@@ -179,12 +168,3 @@ def _weighted_mean(
     for part, delta in zip(parts(), deltas, strict=True):
         average += part / total * delta[key].to(torch.float64)
     return torch.where(lowest == highest, mean, average.to(mean.dtype))
-
-
-def _check_fisher(index: int, fisher: Params) -> None:
-    for key, value in fisher.items():
-        if not (value.isfinite() & (value >= 0)).all():
-            raise ParamsError(
-                f"client {index}'s Fisher: '{key}' has entries that are negative, NaN "
-                "or infinite"
-            )

@@ -10,10 +10,10 @@ from flwr_fisher.params import (
     add,
     check_same_layout,
     finite,
+    select,
     subtract,
     weighted_mean,
 )
-from flwr_fisher.rounds.updates import stepped
 
 
 def scaffold_step(
@@ -66,8 +66,8 @@ def scaffold_step(
     ConfigurationError
         If `participation` or `lr` is out of range.
     ParamsError
-        If layouts differ, there is no client, weights are unusable, or a result is not
-        finite.
+        If layouts differ, there is no client, weights are unusable, or :math:`c` is
+        not finite.
 
     Examples
     --------
@@ -83,7 +83,8 @@ def scaffold_step(
     step, shift = weighted_mean(deltas, weights), weighted_mean(control_deltas, weights)
     check_same_layout(control, step, "deltas")
     new = add(control, shift, participation)
-    return stepped(params, step, -lr), finite(new, "the new control variate")
+    moved = add(select(params, step), step, -lr)
+    return {**params, **moved}, finite(new, "the new control variate")
 
 
 def scaffold_control(

@@ -1,35 +1,8 @@
-"""The clients' updates in a round, and steps along their mean."""
+"""Which of a model's tensors a step moves."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from torch import Tensor
-
-from flwr_fisher.errors import ParamsError
-from flwr_fisher.params import (
-    NORM_STATISTICS,
-    Params,
-    add,
-    double,
-    finite,
-    subtract,
-    weighted_mean,
-)
-
-
-def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tensor]:
-    """Return ``params + factor * direction``; parameters without a direction stay.
-
-    Raises
-    ------
-    ParamsError
-        If the direction has a key that the params lack, or another shape; or if a
-        stepped parameter is not finite.
-    """
-    if unknown := sorted(direction.keys() - params.keys()):
-        raise ParamsError(f"the step has {unknown}, which the params lack")
-    moved = {key: value for key, value in params.items() if key in direction}
-    step = add(moved, direction, factor)
-    return {**params, **finite(step, f"the params plus {factor:g} times the step")}
+from flwr_fisher.params import NORM_STATISTICS, Params
 
 
 def stepped_names(params: Params, trained: Collection[str] | None = None) -> list[str]:
@@ -60,46 +33,3 @@ def stepped_names(params: Params, trained: Collection[str] | None = None) -> lis
         for key, value in params.items()
         if value.is_floating_point() and key.rpartition(".")[2] not in NORM_STATISTICS
     ]
-
-
-def updates(
-    start: Params, models: Sequence[Params], names: Collection[str]
-) -> list[dict[str, Tensor]]:
-    r"""Return each client's :math:`\Delta_i = \theta - \theta_i`, in float64.
-
-    They cover these names, and have a gradient's sign: a server steps against them.
-    """
-    before = double(start, names)
-    return [subtract(before, double(params, names)) for params in models]
-
-
-def with_averages(
-    start: Params,
-    moved: Params,
-    models: Sequence[Params],
-    weights: Sequence[float],
-) -> dict[str, Tensor]:
-    """Return the stepped parameters, with the mean of everything else, in their dtypes.
-
-    Parameters
-    ----------
-    start : Mapping[str, Tensor]
-        The global parameters and buffers; the result has their order and dtypes.
-    moved : Mapping[str, Tensor]
-        The new values of some of them.
-    models : Sequence[Mapping[str, Tensor]]
-        The clients' trained models, which give the mean of all other tensors.
-    weights : Sequence[float]
-        The clients' weights.
-
-    Raises
-    ------
-    ParamsError
-        If the result is not finite.
-    """
-    averaged = weighted_mean(models, weights)
-    new = {
-        key: moved[key].to(value.dtype) if key in moved else averaged[key]
-        for key, value in start.items()
-    }
-    return finite(new, "the new model")

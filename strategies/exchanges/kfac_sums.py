@@ -15,6 +15,7 @@ import torch
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.curvature.operators.solvers import Iterate
 from flwr_fisher.errors import WireError
+from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import MergeOptions, MergeResult
 from flwr_fisher.merge.sums_solver import (
     advanced,
@@ -54,6 +55,38 @@ def run_group() -> Groups:
     return {_RUN: {"run": torch.tensor(new_run_number())}}
 
 
+def step_of(merged: MergeResult) -> Step:
+    """Return the step to a merged model; log how its systems were solved.
+
+    Warn about parameters whose system was not solved.
+    """
+    solver, stops = "sums", ""
+    if (options := merged.options) is not None:
+        solver = options.solver
+        if solver == "pcg" and merged.iterations == options.iterations:
+            stops = f"; it stops there by design (iterations={options.iterations})"
+    logger.info(
+        "merged by %s: %d iterations left %.1e of the residual%s",
+        solver,
+        merged.iterations,
+        merged.residuals[-1],
+        stops,
+    )
+    if merged.unsolved:
+        logger.warning(
+            "the merge's solver failed for %s: these parameters are the clients' "
+            "mean, as in FedAvg",
+            ", ".join(merged.unsolved),
+        )
+    metrics = {
+        "solver-iterations": merged.iterations,
+        "solver-residual": merged.residuals[-1],
+        "solver-fallbacks": len(merged.unsolved),
+    }
+    shares = {"client-share": merged.shares} if merged.shares else {}
+    return Step(ServerState(merged.params), {**metrics, **shares}, merged)
+
+
 @dataclass(frozen=True)
 class KfacSums:
     """A round's exchanges: two, and one for each iteration, after one local training.
@@ -67,14 +100,11 @@ class KfacSums:
         The request's options for the clients' Fisher.
     limits : bool
         Whether a policy compares uploads with each other.
-    step_of : Callable[[MergeResult], Step]
-        Makes the step to a merged model, and logs it.
     """
 
     merge: MergeOptions
     options: Mapping[str, ConfigValue]
     limits: bool
-    step_of: Callable[[MergeResult], Step]
 
     def exchanges(self) -> Sequence[Exchange[Any]]:
         """Return the exchanges: for models, for traces, and for products."""
@@ -160,7 +190,7 @@ class KfacSums:
             return Step(_with(state, layers))
         result = replace(merged(state.params, layers), options=self.merge)
         run = {_RUN: state.group(_RUN)}
-        return replace(self.step_of(result), state=ServerState(result.params, run))
+        return replace(step_of(result), state=ServerState(result.params, run))
 
 
 def _product_check(state: ServerState) -> Callable[[Additive], None]:

@@ -6,7 +6,6 @@ The clients' own statistics do not fit the merged model, so clients measure it.
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Protocol
 
 from flwr.app import ArrayRecord
 
@@ -27,6 +26,7 @@ from flwr_fisher.server.exchange import (
     Uploads,
     weights_of,
 )
+from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import Additive
 from flwr_fisher.wire.additive import NORMS
 from flwr_fisher.wire.arrays import check_same_keys
@@ -35,12 +35,7 @@ NAME = "norm statistics"
 _READ = Additive.reader(NORMS)
 
 
-class _Strategy(Protocol):
-    norm_statistics: str
-    moves_norms: ClassVar[bool]
-
-
-def norm_exchanges(strategy: _Strategy) -> Sequence[Exchange[Additive]]:
+def norm_exchanges(strategy: CurvatureStrategy) -> Sequence[Exchange[Additive]]:
     """Return the exchange that refreshes norms' statistics, or none.
 
     A strategy lists it behind its last step that changes the model's weights. It asks

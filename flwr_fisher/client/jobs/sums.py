@@ -1,17 +1,26 @@
-"""FedFisher's jobs for a server that sees only sums of K-FAC Fishers.
+"""FedFisher's jobs for a server that sees only sums of Fishers over clients.
 
-A client trains once, and keeps its model and its Fisher on its disk. It then multiplies
-the Fisher by each vector that the server's conjugate gradients send.
+With diagonals, a client uploads one contribution after its training. With K-FAC it
+keeps its model and its Fisher on its disk, and then multiplies the Fisher by each
+vector that the server's conjugate gradients send.
 """
 
 import json
+from dataclasses import dataclass, replace
+
+from flwr.app import ArrayRecord
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
-from flwr_fisher.client.jobs.train import TrainingJob
+from flwr_fisher.client.jobs.train import TrainingJob, training_job
 from flwr_fisher.client.request import real_number
 from flwr_fisher.client.state import run_disk
 from flwr_fisher.errors import ClientError
-from flwr_fisher.merge import LocalPosterior, balanced, partial_traces
+from flwr_fisher.merge import (
+    DiagonalSums,
+    LocalPosterior,
+    balanced,
+    partial_traces,
+)
 from flwr_fisher.params import Params, select, subtract
 from flwr_fisher.wire import (
     NUM_EXAMPLES,
@@ -20,9 +29,21 @@ from flwr_fisher.wire import (
     curvature_to_tensors,
     tensors_to_curvature,
 )
-from flwr_fisher.wire.additive import LayerTraces
+from flwr_fisher.wire.additive import SUMS, LayerTraces
 
 _NAME, _PARAMS = "kfac-sums", "params/"
+
+
+@training_job("diagonal-sums")
+@dataclass(frozen=True)
+class DiagonalSumsJob(TrainingJob):
+    """Train, compute a diagonal Fisher, and upload a contribution to the sums."""
+
+    def arrays(self, posterior: LocalPosterior, start: Params) -> ArrayRecord:
+        """Return this client's contribution."""
+        sums = DiagonalSums.of([replace(posterior, num_examples=1)])
+        parts = posterior.params, sums.fisher, sums.fisher_params
+        return Additive(dict(zip(SUMS, parts, strict=True))).to_arrays()
 
 
 def _save(problem: LocalProblem, request: Request, posterior: LocalPosterior) -> None:
@@ -60,11 +81,6 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     weighted before it is summed.
     """
     job = TrainingJob.of(problem, request)
-    if job.structure is None:
-        raise ClientError(
-            "the server requests sums of Fishers, but names no structure: install the "
-            "same flwr-fisher on both sides"
-        )
     metrics, curvature = job.train(problem, request)
     assert curvature is not None
     params = problem.state_like(request.params)
