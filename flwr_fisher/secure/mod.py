@@ -95,8 +95,10 @@ class SumRequest:
         job = named_options({"job": str(self.options.get("secure-job", "train"))})
         content = RecordDict()
         for name, record in self.message.content.items():
-            is_config = isinstance(record, ConfigRecord)
-            content[name] = ConfigRecord({**record, **job}) if is_config else arrays
+            if isinstance(record, ConfigRecord):
+                content[name] = ConfigRecord({**record, **job})
+            else:
+                content[name] = arrays
         self.message.content = content
         return self.call_next(self.message, self.context)
 
@@ -371,7 +373,7 @@ def _open(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message
     return request.reply_rows(shares=[shares[n] for n in (*survivors, *dropped)])
 
 
-_STAGES: dict[object, Callable[[SecureSumsMod, SumRequest, SumMemory], Message]] = {
+_STAGES: dict[str, Callable[[SecureSumsMod, SumRequest, SumMemory], Message]] = {
     "shares": _shares,
     "exponents": _exponents,
     "values": _values,

@@ -54,7 +54,7 @@ class _Stage(Exchange[SecureUpload]):
     @property
     def log_name(self) -> str:
         """The stage's name in the log."""
-        return f"secure sum, {self.options['secure']}"
+        return f"secure sum, {self.options['secure']!s}"
 
     @property
     def quiet(self) -> bool:
@@ -159,7 +159,7 @@ class SecureSums(Options):
             fields |= {"send_each": send_each, "optional": first.optional}
             return _Stage(asked, SecureUpload.from_arrays, step, **fields)
 
-        stages = [
+        stages: list[Exchange[SecureUpload]] = [
             ask(
                 "keys",
                 0,
