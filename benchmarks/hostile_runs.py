@@ -43,16 +43,8 @@ from harness.tables import head, row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hostile import (
-    ENOUGH,
-    STRICT,
-    VICTIMS,
-    Outcome,
-    cases,
-    honest_accuracy,
-    run,
-    within_the_limits,
-)
+from harness.hostile_attacks import cases, within_the_limits
+from hostile import ENOUGH, STRICT, VICTIMS, Outcome, honest_accuracy, run
 from hostile_servers import besiege
 
 from flwr_fisher.strategies import Policy
@@ -64,7 +56,7 @@ SEEN = """\
 |---|---|---|
 | a factor for an embedding of 50 000 rows, announced by 18 bytes | refused by its announced shape, before anything is allocated; of few bytes nothing larger than they are is made until it is used | `test_no_factor_is_larger_than_a_client_would_send`, `test_a_few_bytes_make_no_matrix_until_it_is_used` |
 | an exception in decoding that is no `WireError` | costs that reply alone | `test_any_exception_of_one_reply_costs_that_reply_alone` |
-| A = G = 1e30 I | refused: "of size 1e+…, which cannot be"; not kept on disk, and a resumed run does not meet it | `test_what_did_harm_does_none`, `test_a_rejected_upload_is_not_kept` |
+| A = G = 1e30 I | refused: "of size 1e+…, which cannot be"; not kept on disk, and a resumed run does not meet it | `test_what_did_harm_does_none`, `test_a_rejected_reply_is_not_kept` |
 | an upload with which the step fails | left out with its reason, and the step is taken without it | `test_an_upload_that_no_step_can_take_is_left_out_by_name` |
 | factors at 1e-20 of their size, packed or not | merged at their scale | `test_what_did_harm_does_none` |
 | `num-examples` -192, or a list as loss, in an evaluate reply | refused by name; the round's other evaluations count | the runs below |
@@ -83,7 +75,7 @@ SEEN = """\
 | K-FAC from sums: parameters × -100, products of 3e38, of which every sum was made as they came | all uploads are held, and limited as others are; a direction that is not finite is not sent | `test_what_did_harm_does_none` |
 | K-FAC from sums: random numbers for a product. They are not 0 where the client's Fisher is, and the merge divides them by next to nothing | the server limits the step to which each of a client's products would lead by itself, as it limits steps | `test_what_did_harm_does_none`, `test_numbers_that_are_no_product_of_a_fisher_lead_far` |
 | SCAFFOLD: the opposite of its change of the control variate, in every round | by the strict policy, a change is at most of the median length, or of a quarter of an earlier round's | `test_what_did_harm_does_none`, `test_what_one_client_adds_to_a_kept_part_is_bounded` |
-| a claim to another's partition id | refused for both, by name; where a node is registered, the name is the SuperLink's, and no claim of one that is not costs it its place | `test_a_double_claim_is_refused_for_both_by_name`, `test_a_registered_name_is_who_a_node_is_and_is_lost_to_no_claim`, `test_an_unregistered_claim_costs_a_registered_node_nothing` |
+| a claim to another's partition id | refused for both, by name; where a node is registered, the name is the SuperLink's, and no claim of one that is not costs it its place | `test_nodes_that_claim_one_partition_are_not_asked`, `test_a_registered_name_is_who_a_node_is_and_is_lost_to_no_claim`, `test_an_unregistered_claim_costs_a_registered_node_nothing` |
 | partition -5, which collided with 5 | is none: the node goes by its id | `test_a_partition_that_cannot_be_is_none` |
 | half the clients with one metric more vote out the others | metrics that most report are averaged; an odd metric costs metrics alone | `test_odd_metrics_cost_metrics_and_no_upload` |
 | cohorts that anyone can predict | clients get seeds derived from the run's, one way | `test_the_seed_that_draws_cohorts_is_sent_to_nobody` |
@@ -124,9 +116,9 @@ def measure(name: str) -> dict[str, Any]:
     """Return what became of all a strategy's runs."""
     found: dict[str, Any] = {}
     for word, policy in POLICIES.items():
-        honest, runs = honest_accuracy(name, policy), []
+        honest, runs = honest_accuracy(name, policy=policy), []
         for _, kind, attack, act in [c for c in cases() if c[0] == name][::EVERY]:
-            end = run(name, act, (kind,), policy)
+            end = run(name, act, (kind,), policy=policy)
             runs.append([kind, attack, told(end), end.harm[:200], end.accuracy])
         found[word] = {"honest": honest, "runs": runs}
         print(name, word, len(runs), [run for run in runs if run[3]], flush=True)

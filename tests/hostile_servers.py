@@ -4,62 +4,30 @@ Each kind of request that a strategy makes of a client comes to it hostile, in m
 ways, just before it comes honest. The client is harmed if a hostile request takes more
 than five seconds, leaves more than a megabyte on its disk, or is answered by an error
 that is not of the library's own kinds; or if the run it is in ends with other
-parameters than without. :mod:`hostile` runs all of them, and writes the page.
+parameters than without.
 """
 
 import copy
 import signal
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
-from hostile import CLIENTS, HOSTILE, VICTIMS, make_app, make_model
+from hostile import HOSTILE, LONG_KEY, VICTIMS, adds, edit, make_app, start
 from virtual import same_bits
 
 from flwr_fisher.errors import FlwrFisherError
-from flwr_fisher.params import shared_state
-from flwr_fisher.testing import LocalGrid
 
 SECONDS, BYTES = 5, 1 << 20
-
-Change = Callable[[RecordDict], None]
-VALUES = (2**62, -1, 0.5, float("nan"), "much", [1, 2], "x\n\x1b[2J" * 10**5)
-
-
-# What a server may do to a request
-
-
-def floats(change):
-    """Change all that is no integer."""
-
-    def changed(content):
-        (record,) = content.array_records.values()
-        for key in list(record):
-            values = record[key].numpy()
-            if values.dtype.kind == "f":
-                with np.errstate(all="ignore"):
-                    new = np.asarray(change(values)).astype(values.dtype)
-                record[key] = Array(np.ascontiguousarray(new))
-
-    return changed
+VALUES = (2**62, -1, 0.5, float("nan"), "much", [1, 2], LONG_KEY)
 
 
 def integers(value):
     """Change all integers: runs, steps."""
-
-    def changed(content):
-        (record,) = content.array_records.values()
-        for key in list(record):
-            values = record[key].numpy()
-            if values.dtype.kind == "i":
-                record[key] = Array(np.full_like(values, value))
-
-    return changed
+    return edit("", lambda a: np.full_like(a, value), kind="i")
 
 
 def setting(key, value):
@@ -84,36 +52,20 @@ def without_config(content):
         content[name] = ConfigRecord()
 
 
-def many_arrays(content, count=10**5):
-    """A hundred thousand arrays, or so many."""
-    (name,) = content.array_records
-    tiny = Array(np.zeros(1, np.float32))
-    more = {f"server/{i}": tiny for i in range(count)}
-    content[name] = ArrayRecord({**content.array_records[name], **more})
-
-
-def long_key(content):
-    """An array whose name is a megabyte of control characters."""
-    (record,) = content.array_records.values()
-    record["server/" + "\n\x1b[2J\x07" * 200_000] = Array(np.zeros(1, np.float32))
-
-
 CHANGES = {
-    "NaN": floats(lambda a: a * np.nan),
-    "infinite": floats(lambda a: a + np.inf),
-    "1e30": floats(lambda a: a * 0 + 1e30),
-    "transposed": floats(np.transpose),
-    "flat": floats(np.ravel),
-    "empty": floats(lambda a: a[:0] if a.ndim else a),
-    "float64": floats(lambda a: a * 1.0),
+    "NaN": edit("", lambda a: a * np.nan),
+    "infinite": edit("", lambda a: a + np.inf),
+    "1e30": edit("", lambda a: a * 0 + 1e30),
+    "transposed": edit("", np.transpose),
+    "flat": edit("", np.ravel),
+    "empty": edit("", lambda a: a[:0] if a.ndim else a),
     "integers 2^62": integers(2**62),
     "integers -1": integers(-1),
     "no arrays": without_arrays,
     "no config": without_config,
-    "100 000 arrays": many_arrays,
-    "a key of a megabyte": long_key,
+    "100 000 arrays": adds(10**5, "server/{}"),
+    "a key of a megabyte": adds(1, f"server/{LONG_KEY}"),
     "an unknown job": setting("fisher.job", "no such job"),
-    "a job of a megabyte": setting("fisher.job", "x\n" * 500_000),
     "another job": setting("fisher.job", "gradient"),
 }
 
@@ -136,9 +88,6 @@ def hostile_requests(message):
         yield name, content
 
 
-# The client
-
-
 class Besieged(ClientApp):
     """Six clients, of which one gets every hostile request before an honest one."""
 
@@ -156,29 +105,26 @@ class Besieged(ClientApp):
         if mine and kind not in self._known and message.content.array_records:
             self._known.add(kind)
             for name, content in hostile_requests(message):
-                self._besiege(f"{kind}: {name}", content, message, context)
+                self.asked += 1
+                if harm := self._besieged(content, message, context):
+                    self.harmed.append(f"{kind}: {name}: {harm}")
         return self.app(message, context)
 
-    def _besiege(self, name, content, message, context):
+    def _besieged(self, content, message, context):
+        """Ask; return what harm it did."""
         request = copy.copy(message)
         request.__dict__["_content"] = content
-        self.asked += 1
-        before, began = size_of(self.folder), time.monotonic()
+        before = size_of(self.folder)
         try:
             with at_most(SECONDS):
                 self.app(request, copy.deepcopy(context))
-        except TimeoutError:
-            self.harmed.append(f"{name}: {SECONDS} s were not enough")
         except FlwrFisherError as error:
             if len(str(error)) > 2000 or not str(error).isprintable():
-                self.harmed.append(f"{name}: a long error, or one of several lines")
-        except Exception as error:
-            self.harmed.append(f"{name}: {type(error).__name__}: {str(error)[:100]}")
-        took = time.monotonic() - began
-        if took > SECONDS:
-            self.harmed.append(f"{name}: {took:.0f} s")
-        if (more := size_of(self.folder) - before) > BYTES:
-            self.harmed.append(f"{name}: {more} bytes")
+                return "a long error, or one of several lines"
+        except Exception as error:  # TimeoutError, too
+            return f"{type(error).__name__}: {str(error)[:100]}"
+        more = size_of(self.folder) - before
+        return f"{more} bytes" if more > BYTES else ""
 
 
 def size_of(folder):
@@ -191,7 +137,7 @@ def at_most(seconds):
     """Raise :class:`TimeoutError` after that long."""
 
     def late(*_):
-        raise TimeoutError
+        raise TimeoutError(f"{seconds} s were not enough")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
@@ -202,18 +148,13 @@ def at_most(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
-def besiege(name, rounds=None):
+def besiege(name, **options):
     """Return how many hostile requests a strategy's client had, and what harm came."""
     victim = VICTIMS[name]
-    results = []
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as own:
         besieged = Besieged(make_app(victim, folder), Path(folder))
-        for app in (besieged, make_app(victim, own)):
-            grid = LocalGrid(app, CLIENTS, seed=1)
-            start = ArrayRecord(shared_state(make_model(victim.normalised)))
-            strategy = victim.make(min_train_nodes=CLIENTS)
-            result = strategy.start(grid, start, num_rounds=rounds or victim.rounds)
-            results.append(result.arrays)
-    if not same_bits(*results):
+        result = start(name, besieged, **options)
+        undisturbed = start(name, make_app(victim, own), **options)
+    if not same_bits(result.arrays, undisturbed.arrays):
         besieged.harmed.append("the run ended with other parameters")
     return besieged.asked, besieged.harmed
