@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
-from flwr_fisher.client.jobs.tct_features import ClientFeatures, Examples
+from flwr_fisher.client.jobs.tct_features import ClientFeatures
 from flwr_fisher.client.state import ClientState
-from flwr_fisher.errors import ClientError, ParamsError, check_positive
+from flwr_fisher.errors import ClientError, check_positive
 from flwr_fisher.params import Params
 from flwr_fisher.tangent import (
     TCTModel,
@@ -23,7 +23,7 @@ from flwr_fisher.tangent import (
     tct_steps,
     tct_update,
 )
-from flwr_fisher.wire.arrays import text_from
+from flwr_fisher.wire.arrays import bytes_of
 from flwr_fisher.wire.tct_upload import (
     EigenvalueCounts,
     EigenvalueUpload,
@@ -53,20 +53,13 @@ def tct_check_job(problem: LocalProblem, request: Request) -> Reply:
     problem.limits.steps(request.options, "local-steps", _STEPS)
     features = ClientFeatures(problem, 0, 0, request.options)
     features.check_room(problem.count_examples(request.client))
-    batch = next(iter(problem.trainloader))
-    features.check_classes(Examples.of([problem.read(batch)]))
+    features.check_classes([problem.read(next(iter(problem.trainloader)))])
     return Reply({})
 
 
 @register_job("tct-evaluate", kind="evaluate")
 def tct_evaluate_job(problem: LocalProblem, request: Request) -> Reply:
-    """Evaluate TCT's model with this client's network, or in stage 1 the network.
-
-    Raises
-    ------
-    ClientError
-        If the received parameters are not those of this client's network.
-    """
+    """Evaluate TCT's model with this client's network, or in stage 1 the network."""
     if not TCTModel.is_in(request.params):
         return evaluate_job(problem, request)
     return evaluation(problem, request, _with_tct_model)
@@ -83,7 +76,7 @@ def tct_features_job(problem: LocalProblem, request: Request) -> Reply:
         computed.
     """
     mine = _features(problem, request)
-    upload = FeatureUpload.of(_about(mine), feature_sums(mine.raw()))
+    upload = FeatureUpload.of(_about(mine), feature_sums(mine.raw()["features"]))
     return Reply({}, upload.to_arrays())
 
 
@@ -132,18 +125,18 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
         control = request.fact("control", shape)
         state = ClientState.of(problem, request, _CONTROL, {_CONTROL: weight})
     regression = mine.regression(*_statistics(mine, request))
-    one_by_one = regression.spectrum is None or mine.solver == "steps"
-    most = problem.limits.max_steps // (steps if one_by_one else 1)
+    spectrum = regression.spectrum
+    most = problem.limits.max_steps // (steps if spectrum is None else 1)
     times = _times_shorter(lr, regression.largest, most)
     targets = regression.targets(weight.shape[1])
     residual = tct_residual(regression.features, targets, weight)
     loss = float(residual.square().sum()) / (2 * len(residual))
 
     rates: dict[str, Any] = {"lr": lr / times, "local_steps": steps * times}
-    Z, spectrum = regression.features, regression.spectrum
+    Z = regression.features
 
     def step(h: Tensor | None) -> Tensor:
-        if spectrum is None or one_by_one:
+        if spectrum is None:
             return tct_steps(Z, targets, weight, h, **rates)
         return tct_update(Z, targets, weight, h, spectrum, residual=residual, **rates)
 
@@ -174,12 +167,7 @@ def _times_shorter(lr: float, largest: float, most: int) -> int:
 
 
 def _with_tct_model(problem: LocalProblem, params: Params) -> LocalProblem:
-    try:
-        model = TCTModel.from_tensors(problem.model, params)
-    except ParamsError as error:
-        raise ClientError(
-            f"the server's TCT model does not fit this client's network: {error}"
-        ) from error
+    model = TCTModel.from_tensors(problem.model, params)
     return replace(problem, model=model.to(problem.device))
 
 
@@ -194,20 +182,12 @@ def _features(problem: LocalProblem, request: Request) -> ClientFeatures:
     run = request.count("run")
     mine = ClientFeatures(problem, request.client, run, request.options)
     tangent = mine.tangent
-    if "digest" in sent and (text := _text(sent["digest"])) != tangent.digest:
+    own = bytes_of(tangent.digest)
+    if "digest" in sent and not torch.equal(sent["digest"].cpu(), own):
         raise ClientError(
-            f"this client has {tangent.num_features} features with the digest "
-            f"{tangent.digest[:12]}, for seed {tangent.seed} and head "
-            f"'{tangent.head}', but the other clients' have the digest {text[:12]}: "
-            "build the same model on every client"
-        )
-    if "weight" in sent and sent["weight"].shape != (
-        wanted := (tangent.num_features, tangent.num_classes)
-    ):
-        raise ClientError(
-            f"the server sent weights of shape {tuple(sent['weight'].shape)}, but this "
-            f"client has {wanted[0]} features and {wanted[1]} classes: build the same "
-            "model on every client"
+            f"this client has {tangent.num_features} features for seed {tangent.seed} "
+            f"and head '{tangent.head}', but the other clients have others: build the "
+            "same model on every client"
         )
     return mine
 
@@ -216,10 +196,3 @@ def _statistics(mine: ClientFeatures, request: Request) -> tuple[Tensor, Tensor]
     """Return the mean and deviation of features over all clients."""
     shape = (mine.tangent.num_features,)
     return request.fact("mean", shape), request.fact("std", shape)
-
-
-def _text(sent: Tensor) -> str:
-    try:
-        return text_from(sent)
-    except (TypeError, ValueError) as error:
-        raise ClientError(f"the server's digest is not a text: {error}") from error
