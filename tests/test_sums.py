@@ -463,7 +463,7 @@ BAD = {
     "unknown parameter": of("unexpected key", set_array, "9", [1.0]),
     "Fisher of no parameter": of("unexpected key", set_array, f"{F}9", [1.0]),
     "unknown prefix": of("unexpected key", set_array, "sums/more", [1.0]),
-    "Fisher of a counter": of("only floats", set_array, f"{F}{COUNTER}", 1.0),
+    "Fisher of a counter": of("unexpected key", set_array, f"{F}{COUNTER}", 1.0),
     "transposed": of("expected (4, 3)", change_array, "0.weight", np.transpose),
     "Fisher's shape": of("expected (4, 3)", change_array, f"{F}0.weight", np.ravel),
     "scalar in a list": of("expected ()", change_array, COUNTER, np.atleast_1d),
@@ -473,7 +473,7 @@ BAD = {
     "infinite product": of(ODD, change_array, f"{FT}3.bias", with_entry(INF)),
     "negative Fisher": of("negative", change_array, f"{F}0.bias", with_entry(-1e-3)),
     "unreadable": (cut_short, f"{F}3.weight", "unreadable array"),
-    "parts": (as_parts, "curvature/diagonal/0.bias", "unexpected key"),
+    "parts": (as_parts, "curvature/diagonal/0.weight", "unexpected key"),
     **{
         name: (tamper, field, "")
         for name, (tamper, field) in BAD_REPLIES.items()

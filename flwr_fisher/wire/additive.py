@@ -39,15 +39,14 @@ from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params, sum_dtype
 from flwr_fisher.wire.arrays import (
-    SLACK,
-    arrays_to_tensors,
-    check_layout,
+    Layout,
     check_same_keys,
-    contribution_bytes,
+    read_arrays,
     tensors_to_arrays,
 )
 from flwr_fisher.wire.layout import (
     PREFIX,
+    curvature_layouts,
     curvature_to_tensors,
     tensors_to_curvature,
     trace_name,
@@ -57,7 +56,8 @@ from flwr_fisher.wire.schema import Payload, displacements, drawn_back, norm64
 PARAMS, BUFFERS, FISHER, POINT = "params", "buffers", "fisher", "fisher-params"
 PRODUCT, NORMS = "product", "norms"
 SUMS = (PARAMS, FISHER, POINT)  # what FedFisher needs to merge diagonals
-_OTHERS = {PARAMS, BUFFERS, FISHER, POINT, PRODUCT}  # parts that are no plain vectors
+_OF_MODEL = (PARAMS, BUFFERS)
+_OTHERS = {*_OF_MODEL, FISHER, POINT, PRODUCT}  # all other parts are vectors
 _DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
 
 
@@ -184,10 +184,8 @@ class Additive(Payload):
             It names the key that is missing, unexpected or unreadable, has another
             shape or dtype, is not finite, or has an impossible sign.
         """
-        room = sum(8 * value.numel() + SLACK for value in like.values())
-        limit, most = len(parts) * room, len(parts) * len(like)
-        tensors = arrays_to_tensors(record, limit=limit, most=most)
-        read = take_parts(tensors, like, parts)
+        tensors = read_arrays(record, _layouts(parts, like))
+        read = _split(tensors, parts, like)
         for name, value in read.get(FISHER, {}).items():
             if (value < 0).any():
                 raise WireError("must not be negative", field=f"{FISHER}/{name}")
@@ -205,45 +203,41 @@ def _key(part: str, name: str) -> str:
     return name if part == PARAMS else f"{part}/{name}"
 
 
-def take_parts(
-    tensors: dict[str, Tensor], like: Params, parts: Sequence[str]
-) -> dict[str, Params]:
-    """Split tensors that arrived into parts; raise an error for any other tensor.
+def _layouts(parts: Sequence[str], like: Params) -> dict[str, Layout]:
+    """Return dtypes and shapes of all tensors that these parts can have, by key."""
+    layouts: dict[str, Layout] = {}
+    for part in parts:
+        for name, value in like.items():
+            wide = part in (FISHER, POINT)
+            dtype = sum_dtype(value.dtype) if wide else value.dtype
+            if part in _OF_MODEL or dtype.is_floating_point:
+                layouts[_key(part, name)] = dtype, value.shape
+    return layouts
+
+
+def _split(
+    tensors: Params, parts: Sequence[str], like: Params
+) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of each part, in the model's order.
 
     Raises
     ------
     WireError
-        It names what does not fit. All parts over trained parameters must cover the
-        same parameters.
+        For a missing tensor. Parts over trained parameters cover the same ones,
+        ``params`` all of the model, and ``buffers`` all that is not trained.
     """
-    taken: dict[str, Params] = {part: _take(part, tensors, like) for part in parts}
-    if tensors:
-        raise WireError("unexpected key", field=min(tensors))
-    over = [part for part in parts if part not in (PARAMS, BUFFERS)]
-    trained = {name for part in over for name in taken[part]}
+    split: dict[str, dict[str, Tensor]] = {
+        part: {n: tensors[_key(part, n)] for n in like if _key(part, n) in tensors}
+        for part in parts
+    }
+    over = [part for part in parts if part not in _OF_MODEL]
+    trained = {name for part in over for name in split[part]}
     if over and not trained:
         raise WireError(f"no {over[0]} arrived", field=f"{over[0]}/")
     rest = {PARAMS: like.keys(), BUFFERS: like.keys() - trained}
-    for part, own in taken.items():
+    for part, own in split.items():
         check_same_keys(own.keys(), rest.get(part, trained), _key(part, ""))
-    return taken
-
-
-def _take(part: str, tensors: dict[str, Tensor], like: Params) -> dict[str, Tensor]:
-    """Remove a part from tensors; return it in the model's order."""
-    taken = {}
-    for name, param in like.items():
-        key = _key(part, name)
-        if (tensor := tensors.pop(key, None)) is None:
-            continue
-        dtype = param.dtype
-        if part not in (PARAMS, BUFFERS) and not dtype.is_floating_point:
-            raise WireError("only floats have a Fisher", field=key)
-        if part in (FISHER, POINT):
-            dtype = sum_dtype(dtype)
-        check_layout(key, tensor, param.shape, dtype)
-        taken[name] = tensor
-    return taken
+    return split
 
 
 # Partial traces
@@ -295,10 +289,10 @@ class LayerTraces(Additive):
             It names the key that is missing, unexpected or unreadable, has another
             shape or dtype, is not finite, or is negative although it must not be.
         """
-        limit, most = contribution_bytes(like), 4 * len(like)
-        tensors = arrays_to_tensors(record, limit=limit, most=most)
-        own = {k: tensors.pop(k) for k in list(tensors) if k.startswith(PREFIX)}
-        product = take_parts(tensors, like, [PRODUCT])[PRODUCT]
+        layouts = _layouts([PRODUCT], like) | curvature_layouts(record, like)
+        tensors = read_arrays(record, layouts)
+        product = _split(tensors, [PRODUCT], like)[PRODUCT]
+        own = {key: v for key, v in tensors.items() if key.startswith(PREFIX)}
         traces = tensors_to_curvature(own, like)
         check_same_keys(product.keys(), traces.shapes.keys(), f"{PRODUCT}/")
         return cls.of(product, traces)

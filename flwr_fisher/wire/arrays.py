@@ -11,8 +11,7 @@ import io
 import json
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ _STYPE = "numpy.ndarray"
 # `np.save` needs less than 512 bytes for the longest shape. Python's parser reads the
 # header, and a few thousand bytes can drive it into deep recursion.
 _HEADER_BYTES = 1024
-_LENGTHS = {(1, 0): npy.MAGIC_LEN + 2, (2, 0): npy.MAGIC_LEN + 4}  # their ends
 _READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _DTYPES: dict[np.dtype[np.generic], torch.dtype] = {
     np.dtype(name): getattr(torch, name)  # native: '>f4' is another dtype than '<f4'
@@ -41,6 +39,7 @@ _DTYPES: dict[np.dtype[np.generic], torch.dtype] = {
 _WRAP = 2**64  # node ids are unsigned, and tensors' integers are not
 _MOST_DIMENSIONS = 64  # as NumPy has it
 _FEW = 8
+Layout = tuple[torch.dtype, Sequence[int | None]]  # of an array; None is any length
 FORMAT_VERSION = 2
 _DESCRIPTION = 1024  # bytes
 SLACK = 4096  # bytes that one array's headers may take, or its exponent's words
@@ -155,68 +154,31 @@ def arrays_to_tensors(
     return tensors
 
 
-def read_named(
-    record: ArrayRecord,
-    expected: Mapping[str, tuple[torch.dtype, Sequence[int | None]]],
-    *,
-    limit: int,
-    prefix: str = "",
+def read_arrays(
+    record: ArrayRecord, layouts: Mapping[str, Layout]
 ) -> dict[str, Tensor]:
-    """Read arrays of these names, dtypes and shapes, and no others.
+    """Read arrays of known keys, shapes and dtypes; some of them may be missing.
+
+    All announced shapes are checked before any array is read. An array that has other
+    bytes than its announced shape is refused, so this decides how much is allocated.
 
     Parameters
     ----------
     record : ArrayRecord
         The received record.
-    expected : Mapping[str, tuple[torch.dtype, Sequence[int | None]]]
-        Dtypes and shapes by name; None allows any length.
-    limit : int
-        How many bytes the arrays' entries may have.
-    prefix : str, default ""
-        The beginning of every key.
-
-    Raises
-    ------
-    WireError
-        It names the key that is missing, unexpected or unreadable, has another shape or
-        dtype, or is not finite.
+    layouts : Mapping[str, tuple[torch.dtype, Sequence[int | None]]]
+        Dtypes and shapes by key.
     """
-    limit += SLACK * len(expected)
-    tensors = arrays_to_tensors(record, limit=limit, most=len(expected))
-    check_same_keys(tensors, [f"{prefix}{name}" for name in expected])
-    for name, (dtype, shape) in expected.items():
-        check_layout(f"{prefix}{name}", tensors[f"{prefix}{name}"], shape, dtype)
-    return {name: tensors[f"{prefix}{name}"] for name in expected}
-
-
-def read_with_model(
-    record: ArrayRecord, like: Params, check: Callable[[str, torch.Size], None]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Read a model's arrays, all of which must be there, and the arrays beside it.
-
-    All announced shapes are checked before any array is read.
-
-    Parameters
-    ----------
-    record : ArrayRecord
-        The received record; its keys are checked.
-    like : Mapping[str, Tensor]
-        The model that the server sent. Shapes and dtypes must be the same.
-    check : Callable[[str, torch.Size], None]
-        Called with the key and the shape of each other array. It raises ``WireError``
-        for an impossible shape.
-    """
+    check_count(record, len(layouts))
     for key, array in record.items():
-        shape = announced_shape(key, array)
-        if key in like:
-            check_same_shape(key, shape, like[key].shape)
-        else:
-            check(key, shape)
-    tensors = arrays_to_tensors(record)  # of the announced shapes only
-    params = {key: tensors.pop(key) for key in like}
-    for key, tensor in params.items():
-        check_layout(key, tensor, like[key].shape, like[key].dtype)
-    return params, tensors
+        if key not in layouts:
+            raise WireError("unexpected key", field=key)
+        check_same_shape(key, announced_shape(key, array), layouts[key][1])
+    tensors = arrays_to_tensors(record)
+    for key, tensor in tensors.items():
+        if tensor.dtype != (dtype := layouts[key][0]):
+            raise WireError(f"dtype {tensor.dtype}, expected {dtype}", field=key)
+    return tensors
 
 
 def check_count(record: Sized, most: int, field: str = "arrays") -> None:
@@ -295,23 +257,12 @@ def _header(
 
     NumPy's own header reader does the work; it is given no bytes beyond `head`.
     """
-    version = npy.read_magic(io.BytesIO(head))
+    stream = io.BytesIO(head)
+    version = npy.read_magic(stream)
     if version not in _READERS:  # 3.0 is for the names of records' fields
         raise ValueError(f"npy version {version}, expected one of {list(_READERS)}")
-    before = _LENGTHS[version]
-    own = before + int.from_bytes(head[npy.MAGIC_LEN : before], "little")
-    return _parsed(version, head[:own])
-
-
-@lru_cache(maxsize=1024)  # rounds, clients and layers have the same ones
-def _parsed(
-    version: tuple[int, int], header: bytes
-) -> tuple[tuple[int, ...], bool, np.dtype[np.generic], int]:
-    stream = io.BytesIO(header)
-    stream.seek(npy.MAGIC_LEN)
-    shape, fortran_order, dtype = _READERS[version](
-        stream, max_header_size=_HEADER_BYTES
-    )
+    read = _READERS[version]
+    shape, fortran_order, dtype = read(stream, max_header_size=_HEADER_BYTES)
     return shape, fortran_order, dtype, stream.tell()
 
 
@@ -386,15 +337,6 @@ def check_same_shape(
     if not same:
         wanted = tuple("any" if size is None else size for size in expected)
         raise WireError(f"shape {tuple(shape)}, expected {wanted}", field=key)
-
-
-def check_layout(
-    key: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.dtype
-) -> None:
-    """Raise :class:`WireError` for another shape or dtype."""
-    check_same_shape(key, tensor.shape, shape)
-    if tensor.dtype != dtype:
-        raise WireError(f"dtype {tensor.dtype}, expected {dtype}", field=key)
 
 
 def are_finite_and_not_negative(numbers: Tensor) -> bool:

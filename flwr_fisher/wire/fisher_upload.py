@@ -12,10 +12,9 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params, check_finite
 from flwr_fisher.wire.arrays import (
-    check_count,
     check_same_keys,
     description_text,
-    read_with_model,
+    read_arrays,
     tensors_to_arrays,
 )
 from flwr_fisher.wire.budget import byte_limit, pack_upload
@@ -26,7 +25,7 @@ from flwr_fisher.wire.layout import (
     Key,
     block_of,
     check_keys,
-    check_shape,
+    curvature_layouts,
     curvature_to_tensors,
     join_blocks,
     keys_by_block,
@@ -158,16 +157,13 @@ def _read_plain(
     record: ArrayRecord, like: Params, codec: Codec, structure: str | None
 ) -> tuple[Params, Curvature]:
     """Return the parameters and the curvature of a lossless upload."""
-    check_count(record, 4 * len(like) + 1)
-    curvature_keys = _curvature_keys(record, like, structure)
-
-    def check(key: str, shape: torch.Size) -> None:
-        if key in curvature_keys:
-            check_shape(key, shape, like)
-
-    params, parts = read_with_model(record, like, check)
-    codec.check_description(parts.pop(FORMAT, None), field=FORMAT)
-    return params, tensors_to_curvature(parts, params)
+    layouts = curvature_layouts(record, like)
+    layouts |= {key: (value.dtype, value.shape) for key, value in like.items()}
+    _curvature_keys(record, like, structure)
+    tensors = read_arrays(record, layouts | {FORMAT: (torch.uint8, (None,))})
+    codec.check_description(tensors.pop(FORMAT, None), field=FORMAT)
+    params = {key: tensors.pop(key) for key in like}
+    return params, tensors_to_curvature(tensors, params)
 
 
 def _read_packed(

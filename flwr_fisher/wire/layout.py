@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Diagonal
@@ -26,7 +27,12 @@ from flwr_fisher.curvature.structures import (
 )
 from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
 from flwr_fisher.params import Params, bias_of
-from flwr_fisher.wire.arrays import check_second_moment
+from flwr_fisher.wire.arrays import (
+    Layout,
+    announced_shape,
+    check_count,
+    check_second_moment,
+)
 
 PREFIX = "curvature/"
 FORMAT = f"{PREFIX}format"  # the description of the others; no curvature
@@ -34,6 +40,7 @@ FORMAT = f"{PREFIX}format"  # the description of the others; no curvature
 # how many groups a layer has. So all groups' factors together may have at most `_MOST`
 # times the entries that they would have with one group, or `_SMALL` entries.
 _MOST, _SMALL = 16, 1 << 20
+_KEYS = 4  # per parameter in a record, at most: its own, and a block's
 
 # Matrices may arrive packed; all else is tensors to check.
 Parts = Mapping[str, Tensor | SymmetricFactor]
@@ -111,6 +118,18 @@ def curvature_to_tensors(curvature: Curvature) -> dict[str, Tensor]:
 
 
 # --- checks of keys and shapes, before anything is decoded
+
+
+def curvature_layouts(record: ArrayRecord, params: Params) -> dict[str, Layout]:
+    """Return dtypes and announced shapes of a record's curvature, after their check."""
+    check_count(record, _KEYS * len(params) + 1)
+    layouts: dict[str, Layout] = {}
+    for key, array in record.items():
+        if key.startswith(PREFIX) and key != FORMAT:
+            shape = announced_shape(key, array)
+            check_shape(key, shape, params)
+            layouts[key] = params[Key.parse(key, params).name].dtype, shape
+    return layouts
 
 
 def check_keys(keys: Iterable[str], params: Params, structure: str | None) -> None:
@@ -291,10 +310,7 @@ def join_blocks(blocks: Sequence[Curvature]) -> BlockDiagonal:
 
 
 def _check_values(key: str, tensor: Tensor, params: Params) -> None:
-    parsed = Key.parse(key, params)
-    if tensor.dtype != (expected := params[parsed.name].dtype):
-        raise WireError(f"dtype {tensor.dtype}, expected {expected}", field=key)
-    if parsed.form == Form.MATRIX:
+    if Key.parse(key, params).form == Form.MATRIX:
         check_second_moment(key, tensor)
     elif (tensor < 0).any():
         raise WireError("must not be negative", field=key)

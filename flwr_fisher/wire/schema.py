@@ -19,10 +19,13 @@ from torch import Tensor
 from flwr_fisher.errors import WireError, printable
 from flwr_fisher.params import NORM_STATISTICS, Params, rounded
 from flwr_fisher.wire.arrays import (
+    Layout,
+    announced_shape,
+    check_same_keys,
     check_second_moment,
     description_text,
+    read_arrays,
     read_description,
-    read_named,
     tensors_to_arrays,
 )
 
@@ -46,9 +49,9 @@ class Part:
     ----------
     key : str
         The part's key in the record, and its name for a policy.
-    dtype : torch.dtype, optional
-        The dtype of its tensor. None is for a description, and for a part with the
-        limit "model", which has the dtype and shape of what the server sent.
+    dtype : torch.dtype, default float32
+        The dtype of its tensor. A part with the limit "model" has the dtype and shape
+        of what the server sent.
     shape : tuple[int | str, ...]
         Its shape. A text stands for a length that is equal in all parts of the payload,
         and at most :meth:`Payload.lengths` says.
@@ -63,10 +66,12 @@ class Part:
         and a client with twice the weight has twice of it.
     counts : bool, default False
         Whether it is a number of examples, at most the client's weight.
+    is_text : bool, default False
+        Whether it is a description.
     """
 
     key: str
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32
     shape: tuple[int | str, ...] = ()
     limit: Limit = ""
     low: float | None = None
@@ -74,28 +79,14 @@ class Part:
     second_moment: bool = False
     summed: bool = False
     counts: bool = False
+    is_text: bool = False
 
-    @property
-    def is_text(self) -> bool:
-        """Whether it is a description."""
-        return self.dtype is None and self.limit != "model"
-
-    def expected(self, like: Params) -> tuple[torch.dtype, tuple[int | None, ...]]:
-        """Return its dtype and shape, with None for lengths that are not known yet."""
-        if self.is_text:
-            return torch.uint8, (None,)
-        if self.dtype is None:
-            return like[self.key].dtype, tuple(like[self.key].shape)
-        return self.dtype, tuple(n if isinstance(n, int) else None for n in self.shape)
-
-    def most_bytes(self, like: Params, most: Mapping[str, int]) -> int:
-        """Return how many bytes it may have."""
-        if self.is_text:
-            return _DESCRIPTION
-        if self.dtype is None:
-            return like[self.key].nbytes
-        lengths = (n if isinstance(n, int) else most[n] for n in self.shape)
-        return math.prod(lengths) * self.dtype.itemsize
+    def layout(self, like: Params, lengths: Mapping[str, int]) -> Layout:
+        """Return its dtype and shape, for the model that the server sent."""
+        if self.limit == "model":
+            return like[self.key].dtype, like[self.key].shape
+        named = [n if isinstance(n, int) else lengths.get(n) for n in self.shape]
+        return self.dtype, named
 
     def check(self, value: Tensor) -> None:
         """Raise :class:`WireError` unless a tensor is within the bounds."""
@@ -117,7 +108,7 @@ class Part:
 
 def part(
     key: str,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
     shape: tuple[int | str, ...] = (),
     **facts: Any,
 ) -> Any:
@@ -127,7 +118,8 @@ def part(
 
 def description(key: str) -> Any:
     """Declare a field that travels as JSON: a ``dict``, equal for all clients."""
-    return field(metadata={"part": Part(key)})
+    text = Part(key, torch.uint8, (key,), is_text=True)
+    return field(metadata={"part": text})
 
 
 class Payload(ABC):  # noqa: B024
@@ -236,11 +228,13 @@ class Payload(ABC):  # noqa: B024
             It names the key that is missing, unexpected or unreadable, has another
             shape or dtype, is not finite, or is out of its bounds.
         """
-        declared, most = cls.declared(), lengths or cls.lengths(like)
-        expected = {p.key: p.expected(like) for p in declared.values()}
-        limit = sum(p.most_bytes(like, most) for p in declared.values())
-        tensors = read_named(record, expected, limit=limit)
-        _check_lengths(declared.values(), tensors, most)
+        declared = cls.declared()
+        most = {p.key: _DESCRIPTION for p in declared.values() if p.is_text}
+        most |= lengths or cls.lengths(like)
+        known = _lengths(declared.values(), record, most)
+        layouts = {p.key: p.layout(like, known) for p in declared.values()}
+        tensors = read_arrays(record, layouts)
+        check_same_keys(tensors, layouts)
         values: dict[str, Any] = {}
         for name, part in declared.items():
             if part.is_text:
@@ -317,21 +311,22 @@ class Payload(ABC):  # noqa: B024
         return cast(Self, replace(cast(Any, self), **changed)) if changed else self
 
 
-def _check_lengths(
-    parts: Iterable[Part], tensors: Params, most: Mapping[str, int]
-) -> None:
-    """Raise :class:`WireError` for a length that is too long, or not the same."""
+def _lengths(
+    parts: Iterable[Part], record: ArrayRecord, most: Mapping[str, int]
+) -> dict[str, int]:
+    """Return each named length, as the first part that has it announces it."""
     known: dict[str, int] = {}
     for part in parts:
-        for name, length in zip(part.shape, tensors[part.key].shape, strict=False):
-            if not isinstance(name, str):
-                continue
-            if not 1 <= length <= most[name]:
-                reason = f"length {length}, expected 1 to {most[name]}"
-                raise WireError(reason, field=part.key)
-            if known.setdefault(name, length) != length:
-                reason = f"length {length}, but other parts have {known[name]}"
-                raise WireError(reason, field=part.key)
+        if part.key not in record:
+            continue
+        shape = announced_shape(part.key, record[part.key])
+        for name, length in zip(part.shape, shape, strict=False):
+            if isinstance(name, str) and name not in known:
+                if not 1 <= length <= most[name]:
+                    reason = f"length {length}, expected 1 to {most[name]}"
+                    raise WireError(reason, field=part.key)
+                known[name] = length
+    return known
 
 
 # --- how far parameters move the model

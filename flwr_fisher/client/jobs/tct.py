@@ -186,8 +186,8 @@ def _features(problem: LocalProblem, request: Request) -> ClientFeatures:
     if "digest" in sent and not torch.equal(sent["digest"].cpu(), own):
         raise ClientError(
             f"this client has {tangent.num_features} features for seed {tangent.seed} "
-            f"and head '{tangent.head}', but the other clients have others: build the "
-            "same model on every client"
+            f"and head '{tangent.head}', but the server's digest is of other features: "
+            "build the same model on every client"
         )
     return mine
 
