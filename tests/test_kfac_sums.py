@@ -219,26 +219,6 @@ def test_where_there_is_nothing_to_solve_nothing_is_unsolved(norms, unsolved):
     assert merged({"a": torch.ones(1)}, [at("a", 0.0, norms)]).unsolved == unsolved
 
 
-def test_what_is_solved_at_once_or_well_enough_moves_no_more():
-    made = clients("grouped")
-    plain = {"shrink": 0.0, "damping": 0.0, "balance": 0.0}
-    own = [balanced(p.curvature, **plain) for p in made]
-    traces = summed([partial_traces(F) for F in own], [p.num_examples for p in made])
-    pull = own[0].matvec(made[0].params)
-    enough, more = (options_of(iterations=2, tolerance=t) for t in (1.0, 0.0))
-    start = begin(traces, pull, enough.anchor)
-    layer, norm = start
-    assert not norm.direction["norm"].any()
-    assert not norm.residual["norm"].any()
-    product = own[0].matvec(layer.direction | norm.direction)
-    after = advanced(traces, start, product, enough)
-    assert not any(v.any() for state in after for v in state.direction.values())
-    assert [len(state.norms) for state in after] == [1, 2]
-    after = advanced(traces, start, product, more)
-    assert torch.equal(after[1].solution["norm"], norm.solution["norm"])
-    assert [len(state.norms) for state in after] == [2, 2]
-
-
 # How far one client's pull leads
 
 

@@ -196,35 +196,12 @@ def test_leading_vectors_leave_no_more_than_the_bound(power, dtype):
     torch.testing.assert_close(kept.diagonal(), values[0].double(), rtol=1e-4, atol=0)
 
 
-def test_a_matrix_of_low_rank_is_found_whole():
-    values = torch.zeros(600, dtype=F64)
-    values[:20] = torch.linspace(1, 5, 20, dtype=F64)
-    matrices = with_spectrum(values)
-    found, vectors = leading_vectors(matrices, 40)
-    close(vectors * found.unsqueeze(-2) @ vectors.mT, matrices)
-    assert (found[0, 20:] <= 1e-10).all()
-
-
 def test_small_matrices_are_decomposed_whole():
     for n, count in itertools.product((1, 5, 512), (1, 4)):
         matrices = random_psd(n, n + 3, 0).unsqueeze(0)
         values, vectors = leading_vectors(matrices, count)
         assert values.shape == (1, n)
         close(vectors * values.unsqueeze(-2) @ vectors.mT, matrices)
-
-
-def test_they_are_the_same_in_every_call():
-    matrices = with_spectrum(torch.arange(1, 601, dtype=F64) ** -1.0).float()
-    first, second = (leading_vectors(matrices, 20)[1] for _ in range(2))
-    assert torch.equal(first, second)
-
-
-def test_zero_and_huge_matrices_have_leading_vectors():
-    for scale in (0.0, 1e-30, 1e30):
-        matrices = scale * with_spectrum(torch.arange(1, 601, dtype=F64) ** -1.0)
-        values, vectors = leading_vectors(matrices.float(), 20)
-        assert values.isfinite().all()
-        assert vectors.isfinite().all()
 
 
 @pytest.mark.parametrize("left", [20_000, 60_000, 150_000])

@@ -1,14 +1,11 @@
 """`TangentFeatures` against per-example autograd of a network with a head by hand."""
 
 import copy
-import threading
-import warnings
 from functools import partial
 
 import pytest
 import rivals_path  # noqa: F401
 import torch
-import torch.nn.functional as F
 from nets import (
     IMAGES,
     NETS,
@@ -24,7 +21,6 @@ from nets import (
 from oracles import randn, relative, seeded, small_net
 from tasks import make_model
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 
 from flwr_fisher.errors import (
     ConfigurationError,
@@ -235,77 +231,7 @@ def test_half_precision_gives_single():
     assert relative(got, by_hand(features, model, VECTORS.bfloat16())) < 0.03
 
 
-def test_a_head_with_a_parametrisation():
-    plain, model = seeded(dropout), seeded(dropout)
-    weight_norm(model[3])
-    assert torch.equal(
-        TangentFeatures(model, ALL)(VECTORS), TangentFeatures(plain, ALL)(VECTORS)
-    )
-    assert TangentFeatures(weight_norm(nn.Linear(3, 2)), ALL).num_features == 4
-
-
-class Locked(nn.Linear):
-    def __init__(self):
-        super().__init__(3, 2)
-        self.lock = threading.Lock()
-
-
-def computed():
-    """A layer computes its weight when it is called, and the model keeps its output."""
-    model = seeded(dropout)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        torch.nn.utils.weight_norm(model[0])
-    model.last = model(VECTORS)
-    return model
-
-
-def test_weights_that_a_layer_computes_are_copied():
-    model, norms = computed(), seeded(dropout)
-    weight_norm(norms[0])
-    got, want = (TangentFeatures(m, ALL)(VECTORS) for m in (model, norms))
-    torch.testing.assert_close(got.sort().values, want.sort().values)
-
-
 # --- what is drawn --------------------------------------------------------------------
-
-
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale, self.body = nn.Parameter(randn(1, 3)), nn.Linear(3, 3)
-        self.rest, self.head = nn.Linear(3, 1), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.scale * self.body(x)))
-
-
-class Closures(Plain):
-    """Its functions know it by their closures, which ``copy.deepcopy`` shares."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen, self.mix = None, lambda x: torch.tanh(self.scale * x)
-
-        def keep(module, args, output):
-            self.seen = self.mix(output)
-
-        self.body.register_forward_hook(keep)
-
-    def forward(self, x):
-        self.rest(self.body(x))
-        return self.head(self.seen)
-
-
-@pytest.mark.parametrize("called", [False, True])
-def test_a_copy_has_functions_of_its_own(called):
-    model, plain = seeded(Closures), seeded(Plain)
-    if called:
-        model(VECTORS + 1)
-    seen = model.seen
-    got, want = (TangentFeatures(m, ALL)(VECTORS) for m in (model, plain))
-    assert torch.equal(got, want)
-    assert model.seen is seen
 
 
 def test_coordinates_are_drawn_evenly():
@@ -423,7 +349,6 @@ REFUSED = [
     (on(VECTORS, OutOfOrder, head="fc"), StructureError, "fails after its head 'fc'"),
     (on(randn(0, 2, 1, 9, 9), small_net), RuntimeError, "mat1 and mat2"),
     (on(VECTORS, Twice), StructureError, "'fc' is called 2 times"),
-    (on(VECTORS, Locked), StructureError, "a Locked, cannot be copied .*lock"),
     (on(VECTORS, Unused), StructureError, "'spare' is called 0 times"),
     *(
         (partial(TangentFeatures, small_net(), n), ConfigurationError, "num_features")
@@ -467,23 +392,3 @@ class OverTimeHead(nn.Module):
 
     def forward(self, x):
         return self.head(x).mean(1)
-
-
-class Varying(nn.Module):
-    """Calls a layer twice for long examples."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        for _ in range(2 if x.shape[1] > 5 else 1):
-            x = F.tanh(self.fc(x))
-        return self.head(x.mean(1))
-
-
-def test_calls_that_depend_on_the_data_are_refused():
-    features = TangentFeatures(seeded(Varying), ALL)
-    assert len(features(SERIES)) == len(SERIES)
-    with pytest.raises(StructureError, match="'fc' was called once in the first"):
-        features(SERIES.repeat(1, 2, 1))

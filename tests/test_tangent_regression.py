@@ -176,18 +176,6 @@ def test_features_of_one_kind_and_the_next_are_multiplied_in_blocks(monkeypatch)
     assert relative(feature_sums(Z).squares, sums.squares) <= 1e-14
 
 
-def test_inputs_are_left_alone_and_layouts_do_not_matter():
-    Z, Y, weight, h = f64(0, 5, 8), targets(0, 5), f64(1, 8, C), f64(2, 8, C)
-    before = [t.clone() for t in (Z, Y, weight, h)]
-    spectrum, options = gram_spectrum(Z), {"lr": 0.1, "local_steps": 20}
-    want = tct_update(Z, Y, weight, h, spectrum, **options)
-    tct_steps(Z, Y, weight, h, **options)
-    assert all(map(torch.equal, before, (Z, Y, weight, h)))
-    columns = [t.T.contiguous().T for t in (Z, Y, weight, h)]
-    assert relative(tct_update(*columns, spectrum, **options), want) <= 1e-13
-    assert want.is_contiguous()
-
-
 # --- the spectrum and the learning rate -----------------------------------------------
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     CLASSES,
-    FEATURES,
     Watched,
     change_array,
     close,
@@ -198,26 +197,6 @@ def test_metrics_show_the_stages(caplog):
 # Stage 2 against the functions that it is made of
 
 
-def test_own_aggregation_may_read_what_the_trainings_of_stage_1_report(caplog):
-    def train(*args):
-        return {**LocalSGD(lr=0.1)(*args), "tokens": 5.0}
-
-    def most(contents, key):
-        return MetricRecord({"most": max(c["metrics"]["tokens"] for c in contents)})
-
-    def failing(contents, key):
-        raise ValueError("out of cheese")
-
-    app = client_app(train_fn=train)
-    result = run(tct(train_metrics_aggr_fn=most), app)
-    metrics = result.train_metrics_clientapp
-    have = [n for n in metrics if "most" in metrics[n]]
-    assert have == list(range(1, STAGE1 + 1))
-    assert "KeyError('tokens')" in caplog.text
-    with pytest.raises(ValueError, match="out of cheese"):
-        run(tct(train_metrics_aggr_fn=failing), app)
-
-
 def by_functions(problem, rounds, *, lr, steps):
     """SCAFFOLD's algorithm, over who takes part in each round; all weigh in at once."""
     rates = {"lr": lr, "local_steps": steps}
@@ -300,24 +279,6 @@ def test_half_precision_is_about_the_same():
     whole, half = plain(), plain(feature_dtype="float16")
     assert not same_bits(whole.arrays, half.arrays)
     torch.testing.assert_close(weight_of(half), weight_of(whole), rtol=0.1, atol=3e-3)
-
-
-def test_features_too_far_out_for_half_precision_are_named():
-    class Far(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(FEATURES, CLASSES)
-
-        def forward(self, x):
-            return self.net(1e6 * x)
-
-    def change(i, client):
-        return FisherClient(Far(), client.problem.trainloader, device="cpu")
-
-    start = ArrayRecord(shared_state(Far()))
-    strategy = tct(stage1_rounds=0, standardise=False, feature_dtype="float16")
-    with pytest.raises(RoundError, match=r"overflow torch.float16: .*float32"):
-        strategy.start(LocalGrid(client_app(change), 2), start, num_rounds=2)
 
 
 # Who takes part
@@ -626,12 +587,6 @@ def few(monkeypatch, tmp_path):
     monkeypatch.setattr(client_tangent, "MOST_EXAMPLES", 10)
 
 
-@pytest.mark.usefixtures("few")
-def test_too_many_examples_are_told_with_the_option(caplog):
-    run(tct(lr=0.05))
-    assert "use TCT(regression=Regression(solver='steps'))" in caplog.text
-
-
 @pytest.mark.parametrize("shape", [(40, 7), (7, 40), (1, 5), (5, 1), (300, 20)])
 def test_the_largest_eigenvalue_needs_no_matrix(shape):
     Z = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
@@ -759,22 +714,6 @@ def test_a_clients_data_are_read_once_a_run(monkeypatch):
     monkeypatch.setattr(client_tangent, "read_examples", counting)
     run(tct(), num_rounds=6)
     assert sorted(readings) == [0, 1, 2]
-
-
-def test_another_network_computes_its_own(counted, tmp_path):
-    where = tmp_path / "run"
-    run(tct(lr=1e-3), num_rounds=4, checkpoint_dir=where)
-    counted.clear()
-
-    def change(partition, client):
-        if partition == 1:
-            model = nn.Sequential(*client.problem.model.children())
-            model[2] = nn.Tanh()
-            client.problem.model = model
-
-    resumed = run(tct(lr=1e-3), client_app(change), checkpoint_dir=where, resume=True)
-    assert sum(counted) == 10
-    assert not same_bits(resumed.arrays, plain(lr=1e-3).arrays)
 
 
 @pytest.mark.parametrize(

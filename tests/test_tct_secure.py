@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from virtual import LIFTED, quick_app, tiny_app, tiny_arrays
 
 from flwr_fisher.client import LocalSGD
-from flwr_fisher.errors import ConfigurationError, RoundError, WireError
+from flwr_fisher.errors import ConfigurationError, WireError
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import (
     TCT,
@@ -78,13 +78,6 @@ def test_some_clients_take_part_in_a_round_and_go_on_later():
 def last(result, count):
     rounds = result.train_metrics_clientapp
     return [rounds[n] for n in sorted(rounds)[-count:]]
-
-
-def test_clients_that_reply_to_sums_alone_reply():
-    app = tiny_app(mods=[SecureSumsMod(required=True)])
-    with pytest.raises(RoundError, match="replies only to secure sums"):
-        run(tct(), app)
-    run(tct(secure=SECURE), app)
 
 
 def test_features_sums_need_more_than_32_bits():

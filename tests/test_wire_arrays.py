@@ -83,28 +83,12 @@ def test_what_flower_writes_is_read(dtype):
     assert b"'fortran_order': True" in Array(entries((3, 4), dtype).T).data
 
 
-def test_flower_writes_what_numpy_saves():
-    array = Array(entries((2, 3)))
-    assert array.data == GOOD
-    assert (array.dtype, array.shape) == ("float32", (2, 3))
-    assert array.stype == "numpy.ndarray"
-
-
 def test_both_versions_of_the_header_and_any_length_are_read():
     whole = [saved(entries((2, 3)), version) for version in ((1, 0), (2, 0))]
     assert [data[6] for data in whole] == [1, 2]
     odd = [with_header(header() + " " * padding, BODY) for padding in range(4)]
     for data in whole + odd:
         assert torch.equal(read(declared(data)), torch.arange(6.0).reshape(2, 3))
-
-
-def test_the_longest_header_that_numpy_writes_would_be_read():
-    shape = (1,) * 46 + (10,) * 18  # 64 dimensions and 63 bits are all there can be
-    stream = io.BytesIO()
-    whole = {"descr": "<f8", "fortran_order": False, "shape": shape}
-    npy.write_array_header_1_0(stream, whole)
-    reason_given = complaint(declared(stream.getvalue(), shape, "float64"))
-    assert "0 bytes of entries" in reason_given  # the header itself was read
 
 
 def test_the_tensor_is_writable_and_its_memory_its_own():
@@ -136,13 +120,9 @@ def of_numpy(values, dtype):
     return declared(saved(values), np.shape(values), dtype)
 
 
-VAST = huge_int(400), huge_int(400)
 HOSTILE = {
     "no bytes": (declared(b""), "magic"),
-    "only magic": (declared(GOOD[:6]), "magic"),
-    "no header": (declared(GOOD[:8]), "EOF"),
     "cut header": (declared(GOOD[:50]), "EOF"),
-    "other magic": (declared(b"\x93NUMPX" + GOOD[6:]), "magic"),
     "version 3": (declared(with_header(header(), BODY, 3)), "npy version"),
     "long header": (declared(with_header(header() + " " * 1000, BODY)), "EOF: .* 10"),
     "header of 4 GB": (
@@ -150,61 +130,24 @@ HOSTILE = {
         "EOF: reading array header, expected 4294967295",
     ),
     "nested brackets": (declared(with_header("[" * 990)), "unreadable"),
-    "signs": (declared(with_header("-" * 990 + "1")), "unreadable"),
-    "a null byte": (declared(with_header("\0")), "unreadable"),
-    "a call": (declared(with_header("__import__('os')")), "malformed"),
-    "a list": (declared(with_header("[1, 2]")), "not a dictionary"),
-    "unsortable keys": (declared(with_header("{1: 2, 'a': 3}")), "unreadable"),
-    "another key": (declared(with_header(header()[:-1] + ",'x':1}")), "keys"),
     "float shape": (declared(with_header(header((2.0, 3)), BODY)), "shape"),
-    "list shape": (declared(with_header(header([2, 3]), BODY)), "shape"),
-    "int order": (declared(with_header(header(fortran_order=1), BODY)), "fortran"),
     "one byte short": (declared(GOOD[:-1]), "23 bytes of entries, but shape"),
     "one byte more": (declared(GOOD + b"\0"), "25 bytes of entries"),
-    "no entries": (declared(GOOD[:128]), "0 bytes of entries, .* has 24"),
-    "entries in an empty array": (said_twice((0, 3)), "24 bytes of entries"),
-    "no entry in a 0-d array": (said_twice((), b""), "0 bytes"),
     "negative": (said_twice((-6,)), "negative"),
-    "twice negative": (said_twice((-2, -3)), "negative"),
     "too many dimensions": (said_twice((1,) * 200, BODY[:4]), "dimension"),
-    "an empty array too large to index": (
-        said_twice((0, huge_int(30)), b""),
-        "unreadable",
-    ),
     "wraps around 64 bits": (said_twice((2**32, 2**32), b""), "0 bytes of entries"),
-    "astronomic": (said_twice(VAST, b""), "0 bytes of entries"),
     "astronomic, declared": (declared(GOOD, (huge_int(5000), 3)), "announced as"),
-    "long, declared": (declared(GOOD, (1,) * 10**5), "announced as float32 of shape"),
     "big-endian": (of_numpy(entries((2, 3), ">f4"), ">f4"), "no >f4"),
     "objects": (declared(with_header(header(descr="|O"), BODY), dtype="object"), "no"),
-    "a text": (of_numpy(np.array("abc"), "<U3"), "torch has no <U3"),
     "2 GB an entry": (said_twice((0,), b"", *["|V2000000000"] * 2), "torch has no"),
-    "dates": (of_numpy(np.zeros(2, "M8[s]"), "datetime64[s]"), "no date"),
-    "records": (of_numpy(np.zeros(2, [("a", "f4")]), "[('a', '<f4')]"), "torch has no"),
-    "arrays as entries": (said_twice((2,), BODY, ("<f4", (3,))), "torch has no"),
-    "long double": (
-        of_numpy(np.zeros(2, np.longdouble), str(np.dtype("g"))),
-        "torch has no|unreadable",
-    ),
     "complex": (of_numpy(np.ones(2, np.complex64), "complex64"), "expected real"),
-    "no dtype": (declared(with_header(header(descr="nope"), BODY)), "nope"),
-    "no dtype at all": (declared(with_header(header(descr=None), BODY)), "unreadable"),
     "a third truth": (
         said_twice((2,), b"\x01\x02", "|b1", "bool"),
         "other than 0 and 1",
     ),
     "other shape": (declared(GOOD, (3, 2)), r"as .* \(3, 2\), but .* \(2, 3\)"),
-    "flat": (declared(GOOD, (6,)), "announced as"),
-    "other dtype": (declared(GOOD, dtype="int32"), "announced as int32"),
-    "garbage dtype": (declared(GOOD, dtype="\x1b[2J\n\ud800"), "announced as"),
     "long dtype": (declared(GOOD, dtype="x" * 10**6), "announced as x{79}…"),
-    "dtype None": (declared(GOOD, dtype=None), "announced as None"),
-    "shape None": (declared(GOOD, None), "unreadable"),
-    "shape of texts": (declared(GOOD, ("2", "3")), "announced as"),
-    "shape of NaN": (declared(GOOD, (float("nan"), 3)), "announced as"),
-    "nested shape": (declared(GOOD, ((2, 3),)), "announced as"),
     "other stype": (declared(GOOD, stype="torch.tensor"), "stype torch.tensor"),
-    "long stype": (declared(GOOD, stype="\n" * 10**6), r"stype \\n\\n"),
 }
 
 
@@ -248,13 +191,6 @@ def test_an_array_takes_its_size_and_little_more():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < len(array.data) + PEAK
-
-
-def test_a_record_within_the_limit_is_read():
-    record = tensors_to_arrays({"a": torch.zeros(10), "b": torch.zeros(20)})
-    total = sum(len(array.data) for array in record.values())
-    assert list(arrays_to_tensors(record, limit=total)) == ["a", "b"]
-    assert arrays_to_tensors(ArrayRecord(), limit=0) == {}
 
 
 def test_a_record_over_the_limit_is_refused_by_its_largest_array():

@@ -170,11 +170,6 @@ def test_shapes_that_are_none_are_refused_in_few_words(reader):
         assert_fit_for_a_log(error.value)
 
 
-def test_an_error_keeps_short_texts_as_they_are():
-    error = WireError("shape (2,), expected (3,)", field="schicht.gewicht-ä")
-    assert str(error) == "'schicht.gewicht-ä': shape (2,), expected (3,)"
-
-
 # --- once, and no longer than needed --------------------------------------------------
 
 

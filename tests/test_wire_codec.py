@@ -32,14 +32,12 @@ from flwr_fisher.wire import (
     Codec,
     FisherUpload,
     curvature_to_tensors,
-    fedavg_bytes,
     resolve,
 )
 from flwr_fisher.wire.budget import _greedy, _Matrix, _pack_matrices, byte_limit
-from flwr_fisher.wire.quantise import HEAD, Packing, encode_param
+from flwr_fisher.wire.quantise import HEAD, Packing
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=60)
-SMALL = ("mlp", "linear", "cnn", "odd")
 CASES = [(name, structure) for name in LAYOUTS for structure in STRUCTURES]
 FORMAT = "curvature/format"
 NAN, INF = float("nan"), float("inf")
@@ -130,18 +128,6 @@ def test_with_a_large_budget_hardly_anything_is_lost(name, structure, dtype):
         sorted(parts.items()), sorted(want.items()), strict=True
     ):
         assert relative(part, block[1]) < near, key
-    if dtype == torch.float32 and name in SMALL:
-        assert relative(got.curvature.to_dense(), ordered_dense(sent, got)) < 1e-3
-
-
-def ordered_dense(sent, got):
-    """What was sent, in the order of parameters of what was read."""
-    places, start = {}, 0
-    for key, shape in sent.curvature.shapes.items():
-        places[key] = torch.arange(start, start + shape.numel())
-        start += shape.numel()
-    order = torch.cat([places[key] for key in got.curvature.shapes])
-    return sent.curvature.to_dense()[order][:, order]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -365,20 +351,6 @@ def test_a_matrix_is_sent_whole_where_that_is_smaller():
     }
 
 
-def test_a_diagonal_has_the_bytes_that_are_left():
-    sent = upload_of("wide", "diagonal")
-    for budget, least, most in (
-        (0.58, 0.1, 0.9),
-        (0.7, 0.6, 0.99),
-        (2, 1, 1),
-    ):
-        entries = entries_of(sent.to_arrays(Codec(budget=budget)))
-        entry = entries["curvature/diagonal/0.weight"]
-        assert entry[1] == 16
-        (fine,) = struct.unpack("<I", bytes(entry[HEAD + 4 : HEAD + 8].tolist()))
-        assert least <= fine / 9000 <= most
-
-
 # --- the codec itself -----------------------------------------------------------------
 
 
@@ -418,14 +390,6 @@ def test_which_codec_a_name_or_a_budget_means():
     assert resolve(auto, {"w": torch.zeros(2)}) == LOSSLESS
     assert Codec(budget=0.7) == Codec("fedavg", budget=0.7)
     assert Codec("fedavg").budget == 1.0
-
-
-def test_the_limit_is_the_budget_less_the_metrics_below_one():
-    params = params_of(LAYOUTS["mlp"])
-    plain = fedavg_bytes(params)
-    assert byte_limit(params, Codec("fedavg", budget=1.0)) == plain
-    assert byte_limit(params, Codec("fedavg", budget=2.0)) == 2 * plain
-    assert byte_limit(params, Codec("fedavg", budget=0.5)) == int(0.5 * plain - 256)
 
 
 # --- what arrives wrong ---------------------------------------------------------------
@@ -515,76 +479,29 @@ HUGE = 2**32 - 1
 HOSTILE = {
     "no format": (FORMAT, None, "missing"),
     "format that is no JSON": (FORMAT, raw(b"{nope"), "not JSON"),
-    "format that nests": (FORMAT, raw(b"[" * 250), "not JSON"),
     "format too long": (FORMAT, raw(b" " * 1030), "too long"),
-    "format of another kind": (FORMAT, raw(b"[1]"), "name its format"),
-    "format without a version": (FORMAT, text(budget=1.0), "name its format"),
     "older version": (FORMAT, text(version=1), "format version 1, .* reads 2"),
-    "odd version": (FORMAT, text(version="x"), "format version 'x'"),
     "another budget": (FORMAT, text(**FINE.describe() | {"budget": 2.0}), "budget"),
-    "another name": (FORMAT, text(**LOSSLESS.describe()), "another codec.*name"),
-    "too much said": (FORMAT, text(**FINE.describe(), more=1), "another codec"),
     "missing parameter": (W, None, "missing"),
-    "missing buffer": (MEAN, None, "missing"),
     "unknown parameter": ("nope", raw(b"\0\0"), "unexpected key"),
     "unknown kind": ("curvature/lowrank/x", raw(b"\0" * 20), "unknown key"),
-    "bare prefix": ("curvature/", raw(b"\0" * 20), "unknown key"),
-    "unknown weight": ("curvature/kfac/no/A", raw(b"\0" * 20), "no such parameter"),
-    "curvature of a counter": (
-        f"curvature/diagonal/{COUNTER}",
-        raw(struct.pack("<BBIII", 1, 16, 0, 0, 0) + b"\0" * 9),
-        "dtype torch.int64",
-    ),
-    "empty parameter": (W, raw(b""), "0 bytes"),
-    "unknown form of a parameter": (W, with_byte(0, 9), "form 9"),
     "coded counter": (COUNTER, with_head(form=1, bits=16), "form FLOAT for a param"),
-    "1 bit": (W, with_byte(1, 1), "codes of 1 bits"),
-    "17 bits": (W, with_byte(1, 17), "codes of 17 bits"),
-    "floats of 8 bits for a parameter": (
-        W,
-        with_byte(1, 8),
-        "codes of 8 bits in form FLOAT",
-    ),
     "other form of a parameter": (W, with_head(form=2, bits=8), "bytes, expected"),
     "NaN scale of a parameter": (W, with_float(HEAD, NAN), "scale"),
-    "infinite scale": (W, with_float(HEAD, INF), "scale"),
     "negative scale": (W, with_float(HEAD, -1.0), "scale"),
     "NaN parameter": (W, with_byte(-1, 0x7F), "stands for no value"),
     "short parameter": (W, lambda e: e[:-1], "bytes, expected"),
-    "long parameter": (W, lambda e: torch.cat([e, e[:1]]), "bytes, expected"),
-    "short counter": (COUNTER, lambda e: e[:-1], "7 bytes, expected 8"),
-    "long counter": (COUNTER, lambda e: torch.cat([e, e]), "bytes, expected 8"),
     "NaN buffer": (MEAN, with_float(HEAD, NAN), "NaN or infinity"),
-    "infinite buffer": (MEAN, with_float(HEAD, -INF), "NaN or infinity"),
-    "raw parameter of another size": (W, with_head(form=0, bits=0), "bytes, expected"),
-    "missing factor A": (A, None, "missing"),
-    "empty part": (A, raw(b""), "its head"),
     "cut head": (A, lambda e: e[: HEAD - 1], "its head"),
-    "head alone": (A, lambda e: e[:HEAD], "0 bytes, expected"),
-    "unknown form": (A, with_head(form=77), "unknown form 77"),
     "form of a diagonal for a factor": (A, with_head(form=1), "form FLOAT for this"),
-    "form of a factor for a diagonal": (D, with_head(form=3), "form WHOLE for this"),
-    "rows for a diagonal": (D, with_head(form=2, bits=8), "form ROWS for this part"),
-    "raw bytes for a factor": (A, with_head(form=0, bits=0), "form RAW for this"),
-    "factor of 0 bits": (A, with_head(bits=0), "codes of 0 bits"),
     "factor of other bits": (A, with_head(bits=8), "expected"),
-    "no groups": (A, with_head(a=0), "matrices of a weight"),
     "groups that do not divide": (A, with_head(a=3), "matrices of a weight"),
-    "too many groups": (A, with_head(a=HUGE), "matrices of a weight"),
     "huge n": (A, with_head(b=HUGE), "at most 16384 rows"),
-    "n of a layer without a bias": (A, with_head(b=18), "bytes"),
     "rank above n": (A, with_head(form=4, c=20), "rank 20 of a matrix with 19 rows"),
-    "huge rank": (A, with_head(form=4, c=HUGE), "rank"),
     "groups of the other side": (GROUPED, columns_of(2, 8, 1), "does not fit"),
     "NaN norm": (A, with_float(HEAD, NAN), "scale"),
-    "negative norm": (A, with_float(HEAD, -0.5), "scale"),
     "norm that overflows": (A, with_float(HEAD, 3e38), "overflow"),
     "short factor": (A, lambda e: e[:-1], "bytes, expected"),
-    "long factor": (A, lambda e: torch.cat([e, e[:1]]), "bytes, expected"),
-    "diagonal of 1 bit": (D, with_head(bits=1), "codes of 1 bits"),
-    "diagonal of 4 bits": (D, with_head(bits=4), "codes of 4 bits"),
-    "NaN scale of a diagonal": (D, with_float(HEAD, NAN), "scale"),
-    "code for nothing": (D, with_byte(-1, 0x7C), "stands for no value"),
     "negative code": (D, with_byte(-1, 0xBC), "must not be negative"),
     "too many fine values": (D, with_byte(HEAD + 4, 9), "9 values .*of 8"),
 }
@@ -614,34 +531,22 @@ def safetensors_file(header, data=b""):
 
 NO_CONTAINER = {
     "nothing": packed(b""),
-    "too short": packed(b"\1\0"),
-    "a header that is not there": packed(struct.pack("<Q", 500)),
     "a header beyond all": packed(struct.pack("<Q", 2**64 - 1)),
     "a header that is no JSON": packed(safetensors_file(b"{nope")),
-    "a header that nests": packed(safetensors_file(b"[" * 2000)),
     "an entry beyond the end": packed(
         safetensors_file(b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}')
-    ),
-    "an entry of another size": packed(
-        safetensors_file(b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,1]}}', b"1")
     ),
     "bytes that belong to no entry": packed(
         safetensors_file(
             b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"123"
         )
     ),
-    "floats": ArrayRecord({"packed": Array(np.zeros(9, np.float32))}),
     "a matrix": ArrayRecord({"packed": Array(np.zeros((3, 3), np.uint8))}),
-    "another dtype than said": packed(b"123", dtype="int8"),
     "another shape than said": packed(b"123", shape=(4,)),
-    "another stype": packed(b"123", stype="pickle"),
-    "no arrays": ArrayRecord(),
-    "another key": ArrayRecord({"other": Array(np.zeros(3, np.uint8))}),
     "one key too many": ArrayRecord(
         {k: Array(np.zeros(3, np.uint8)) for k in ("packed", "x" * 10**4)}
     ),
     "an entry that holds no bytes": container({"a": torch.zeros(3)}),
-    "an entry that is a matrix": container({"a": torch.zeros(2, 2).byte()}),
     "plain arrays": upload_of("cnn", "kfac").to_arrays(),
 }
 
@@ -670,21 +575,6 @@ def test_a_header_of_too_many_entries_is_refused_unread():
     with pytest.raises(WireError, match="a header of") as caught:
         FisherUpload.from_arrays(container(many), like, FINE)
     assert caught.value.field == "packed"
-
-
-def test_few_bytes_do_not_become_a_large_matrix():
-    """An entry of rank 0 takes few bytes, whatever size it announces."""
-    like = {"weight": torch.zeros(2000, 1000), "conv": torch.zeros(512, 512, 5, 5)}
-    for params, key, sizes in (
-        (like, "curvature/kfac/weight/A", (2000, 1000)),
-        (like, "curvature/kfac/conv/A", (512, 512 * 25)),
-    ):
-        entry = columns_of(*sizes, 0)(torch.empty(0))
-        entries = {k: encode_param(v, 8) for k, v in params.items()}
-        entries |= {FORMAT: text(**FINE.describe()), key: entry}
-        with pytest.raises(WireError) as caught:
-            FisherUpload.from_arrays(container(entries), params, FINE)
-        assert caught.value.field == key
 
 
 @pytest.mark.parametrize("codec", [LOSSLESS, WIDE])

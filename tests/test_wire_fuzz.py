@@ -74,21 +74,6 @@ def test_any_head_is_read_or_refused(data):
     check_memory(packed(entries), of, requested=data.draw(st.booleans()))
 
 
-@SETTINGS
-@given(data=st.data())
-def test_any_floats_for_norms_and_scales_are_read_or_refused(data):
-    of = good(*data.draw(st.sampled_from(PACKED)))
-    entries = load(of.record["packed"].numpy().tobytes())
-    for key in data.draw(st.lists(st.sampled_from(sorted(entries)), max_size=5)):
-        entry = entries[key].clone()
-        at = data.draw(st.sampled_from((0, 2, 4, 12, 14, 18, 22, len(entry) // 2)))
-        if at + 4 <= len(entry):
-            value = struct.pack("<f", data.draw(st.floats(width=32)))
-            entry[at : at + 4] = tensor_of(value)
-        entries[key] = entry
-    check(packed(entries), of)
-
-
 NAMES = st.sampled_from(["packed", "0.weight", "curvature/format", "curvature/x", ""])
 KINDS = st.sampled_from(["uint8", "float32", "bool", "O", "<f4", "", "complex128"])
 LENGTHS = st.lists(st.integers(-2, 2**70) | st.integers(0, 4), max_size=4)

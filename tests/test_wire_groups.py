@@ -2,13 +2,9 @@
 
 import pytest
 import torch
-from uploads import upload_of
 
-from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.wire import (
     SERVER,
-    FisherUpload,
     join_groups,
     split_groups,
 )
@@ -60,22 +56,3 @@ def test_the_whole_prefix_makes_a_group_which_ends_at_the_first_slash():
     assert list(params) == ["fc.bias", "server.weight", "my/server/run"]
     assert listed(groups) == [("probe", ["a/b.c", "b.weight"]), ("", ["run"])]
     assert join_groups(groups).keys() == mixed.keys() - params.keys()
-
-
-def test_empty_groups_leave_no_key():
-    for groups in ({}, {"": {}}, {"probe": {}, "control": {}}):
-        assert join_groups(groups) == {}
-        assert split_groups({**PARAMS, **join_groups(groups)}) == (PARAMS, {})
-
-
-def test_a_fisher_upload_becomes_a_posterior():
-    upload = upload_of("linear", "diagonal")
-    assert isinstance(upload, FisherUpload)
-    posterior = upload.posterior(12.0)
-    assert isinstance(posterior, LocalPosterior)
-    assert list(posterior.params) == list(upload.params)
-    assert torch.equal(posterior.params["weight"], upload.params["weight"])
-    assert posterior.curvature is upload.curvature
-    assert posterior.num_examples == 12.0
-    with pytest.raises(ConfigurationError, match="num_examples must be > 0"):
-        upload.posterior(0.0)

@@ -1,5 +1,6 @@
 """A copy of a network with a new linear head that has one output."""
 
+import copy
 from typing import Any
 
 import torch
@@ -7,7 +8,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.kept_model import copied
 from flwr_fisher.curvature.model_checks import check_examples_are_independent
 from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
 from flwr_fisher.randomness import random_stream
@@ -71,18 +71,6 @@ def check_called_once(head: str, calls: int) -> None:
         )
 
 
-def own_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy of a model, or raise :class:`StructureError`."""
-    try:
-        return copied(model)
-    except Exception as error:  # whatever a class of the user's raises
-        raise StructureError(
-            f"the model, a {type(model).__name__}, cannot be copied "
-            f"({type(error).__name__}: {error}): make what cannot be copied, such as a "
-            "lock, outside of the model, or give its class a __deepcopy__"
-        ) from error
-
-
 def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
     """Return a copy of the model that returns its new head's output.
 
@@ -90,7 +78,7 @@ def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
     single output), is left out. Frozen parameters stay frozen; the head is trained.
     """
     check_examples_are_independent(model, "an example has no features of its own")
-    network = own_copy(model)
+    network = copy.deepcopy(model)
     old = linear_layer(network, head)
     new = _fresh_head(old, seed)
     for name, module in list(network.named_modules(remove_duplicate=False)):

@@ -1,5 +1,6 @@
 """TCT's final model: a linear model on tangent features."""
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from flwr_fisher.errors import CheckpointError, FlwrFisherError, ParamsError
 from flwr_fisher.files import save_tensors
 from flwr_fisher.params import check_same_layout, shared_state
 from flwr_fisher.tangent.features import TangentFeatures
-from flwr_fisher.tangent.head import own_copy
 
 _PREFIX = "tct/"
 _AT_ONCE = 2**24  # features of the examples that are computed together: 64 MiB
@@ -87,7 +87,7 @@ class TCTModel(nn.Module):
     ) -> None:
         super().__init__()
         _check_shapes(weight, mean, std)
-        self.model = own_copy(model)
+        self.model = copy.deepcopy(model)
         self.num_features, self.num_classes = weight.shape
         self.seed, self._given_head = seed, head
         self._features: TangentFeatures | None = None
@@ -190,7 +190,7 @@ class TCTModel(nn.Module):
                 f"a TCT model's tensors lack, or wrongly have, the keys {wrong}"
             )
         check_same_layout(shared_state(model), state, "the tensors of the network")
-        network = own_copy(model)
+        network = copy.deepcopy(model)
         network.load_state_dict(state, strict=False)
         weight, mean, std = (added[key] for key in ("weight", "mean", "std"))
         seed, head = _seed_and_head(added)
