@@ -167,7 +167,7 @@ REJECTED = {  # what is named, how it is changed (or what is), and the reason
         pair(COUNTER, EYE.long(), EYE.long()),
         "dtype torch.int64",
     ),
-    "complex curvature": (NORM, lambda t: t.cfloat(), "dtype torch.complex64"),
+    "complex curvature": (NORM, lambda t: t.cfloat(), "no real numbers complex64"),
     "misshapen diagonal": (NORM, lambda t: t[:2], SHAPE),
     "unknown kind": ("curvature/lowrank/x", torch.ones(2), "unknown key"),
     "third factor": (f"{A[:-1]}B", torch.ones(2), "unknown key"),

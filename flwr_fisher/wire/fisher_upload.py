@@ -24,7 +24,6 @@ from flwr_fisher.wire.layout import (
     PREFIX,
     Key,
     block_of,
-    check_keys,
     curvature_layouts,
     curvature_to_tensors,
     join_blocks,
@@ -203,7 +202,10 @@ def _curvature_keys(
     """Check all keys, and return those of the curvature."""
     curvature_keys = {k: None for k in keys if k.startswith(PREFIX) and k != FORMAT}
     check_same_keys(set(keys) - curvature_keys.keys() - {FORMAT}, like)
-    check_keys(curvature_keys, like, structure)
+    for key in curvature_keys:
+        parsed = Key.parse(key, like)
+        if structure not in (None, parsed.structure.name) and not parsed.is_diagonal:
+            raise WireError(f"the server requested structure '{structure}'", field=key)
     if not curvature_keys:
         raise WireError("has no curvature", field=PREFIX)
     return curvature_keys

@@ -132,17 +132,6 @@ def curvature_layouts(record: ArrayRecord, params: Params) -> dict[str, Layout]:
     return layouts
 
 
-def check_keys(keys: Iterable[str], params: Params, structure: str | None) -> None:
-    """Raise :class:`WireError` unless a curvature can have these keys.
-
-    The structure is the requested one, or None for any.
-    """
-    for key in keys:
-        parsed = Key.parse(key, params)
-        if structure not in (None, parsed.structure.name) and not parsed.is_diagonal:
-            raise WireError(f"the server requested structure '{structure}'", field=key)
-
-
 def check_shape(
     key: str, shape: Sequence[int], params: Params, most: float = LARGEST_FACTOR
 ) -> None:
