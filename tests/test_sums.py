@@ -52,7 +52,6 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot
-from flwr_fisher.strategies import Policy
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, Codec, arrays_to_tensors
 from flwr_fisher.wire.additive import SUMS as SUMMED
@@ -449,15 +448,6 @@ def test_a_round_gives_the_model_of_the_parts(solver, holdings):
     assert told[0] - told[1] == {"client-share"}
     assert told[1] < told[0]
     assert results[1].details.shares == []
-
-
-def test_uploads_are_added_as_they_come_in_any_order():
-    """Where no policy weighs them against each other: the same bits, and none kept."""
-    plain = run(sums(policy=LIFTED))
-    held = run(sums(policy=Policy(max_distance=1e9)))
-    assert same_bits(plain.arrays, held.arrays)
-    assert not [u for u in plain.uploads if isinstance(u.payload, Additive)]
-    assert all(isinstance(u.payload, Additive) for u in held.uploads)
 
 
 @pytest.mark.parametrize(

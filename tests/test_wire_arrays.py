@@ -138,8 +138,14 @@ HOSTILE = {
     "wraps around 64 bits": (said_twice((2**32, 2**32), b""), "0 bytes of entries"),
     "astronomic, declared": (declared(GOOD, (huge_int(5000), 3)), "announced as"),
     "big-endian": (of_numpy(entries((2, 3), ">f4"), ">f4"), "numbers >f4"),
-    "objects": (declared(with_header(header(descr="|O"), BODY), dtype="object"), "no real"),
-    "2 GB an entry": (said_twice((0,), b"", *["|V2000000000"] * 2), "torch has no real"),
+    "objects": (
+        declared(with_header(header(descr="|O"), BODY), dtype="object"),
+        "no real",
+    ),
+    "2 GB an entry": (
+        said_twice((0,), b"", *["|V2000000000"] * 2),
+        "torch has no real",
+    ),
     "complex": (of_numpy(np.ones(2, np.complex64), "complex64"), "no real numbers"),
     "a third truth": (
         said_twice((2,), b"\x01\x02", "|b1", "bool"),
