@@ -193,8 +193,8 @@ class TCTModel(nn.Module):
         network = copy.deepcopy(model)
         network.load_state_dict(state, strict=False)
         weight, mean, std = (added[key] for key in ("weight", "mean", "std"))
-        seed, head = _seed_and_head(added)
-        return cls(network, weight, mean, std, seed=seed, head=head)
+        head = bytes(added["head"].tolist()).decode()
+        return cls(network, weight, mean, std, seed=int(added["seed"]), head=head)
 
     def save(self, path: Path | str) -> None:
         """Write :meth:`to_tensors` as a safetensors file.
@@ -258,14 +258,3 @@ def _check_shapes(weight: Tensor, mean: Tensor, std: Tensor) -> None:
         )
     if not bool((std > 0).all()):
         raise ParamsError("std must be positive: pass 1 for a constant feature")
-
-
-def _seed_and_head(tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Return the seed and the head's name from their tensors."""
-    seed, head = tensors["seed"], tensors["head"]
-    if seed.numel() != 1 or seed.is_floating_point() or head.dtype != torch.uint8:
-        raise ParamsError("'tct/seed' must be one integer, and 'tct/head' bytes")
-    try:
-        return int(seed), bytes(head.flatten().tolist()).decode()
-    except UnicodeDecodeError as error:
-        raise ParamsError(f"'tct/head' is not a name: {error}") from error

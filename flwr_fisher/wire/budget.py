@@ -1,6 +1,9 @@
 """Packing an upload within its budget of bytes.
 
-The bytes are spent in this order:
+A budget is a number of bytes; the model and its curvature rarely fit as they are. This
+file decides how many bits or columns each tensor has, and :mod:`quantise` and
+:mod:`matrices` write them. Read it from :func:`pack_upload` downwards. The bytes are
+spent in this order:
 
 1. parameters, in 16 bits if the budget is FedAvg's size or more, otherwise in 8;
 2. the entries of diagonals, in 8 bits, and in 16 as far as bytes are left over when all
@@ -35,6 +38,7 @@ from flwr_fisher.wire.size import (
 )
 
 _METRICS = 512  # bytes of a reply that are not arrays
+# In a budget of 1, parameters of 16 bits take one half, and the curvature the other.
 _PARAM_BITS = ((1.0, 16), (0.0, 8))  # the smallest budget, and its bits
 _WHOLE_BITS, _FEWEST_BITS, _CUT_BITS = (16, 8), 8, 8
 _UNPACKED = 64  # more bits than any dtype has: the tensor's own bytes are sent
@@ -101,6 +105,7 @@ def _smallest_budget(layout: Layout) -> float:
 
     It holds parameters and diagonals at the fewest bits, and of each matrix its trace.
     """
+    # Nothing is computed here: tensors on the device "meta" have shapes and no values.
     params = without_values(layout)
     every = (container_bytes(_least_sizes(params, s)) for s in STRUCTURES.values())
     size, plain = max(every), fedavg_bytes(params)
@@ -119,6 +124,8 @@ def _least_sizes(params: Params, structure: Structure) -> dict[str, int]:
     for name, tensor in params.items():
         if not tensor.is_floating_point():
             continue
+        # It is a trained parameter with a diagonal, or a buffer with all of its bytes:
+        # the larger of the two is enough for both.
         unpacked = quantise.size_of_param(tensor, _UNPACKED) - sizes[name]
         entries = quantise.size_of_diagonal(tensor.numel(), 0)
         least = max(entries, unpacked) if tensor.dim() < 2 else entries
@@ -162,6 +169,7 @@ def pack_upload(
     ConfigurationError
         If not even the fewest bits and columns fit.
     """
+    # 1: sort the curvature's tensors by how they travel.
     keys = {key: Key.parse(key, params) for key in parts}
     vectors = {k: v for k, v in parts.items() if keys[k].form == Form.VECTOR}
     to_send = [
@@ -169,6 +177,8 @@ def pack_upload(
         for key, value in parts.items()
         if key not in vectors
     ]
+    # 2: decide what each kind gets. 3: write parameters and diagonals, whose sizes are
+    # then known. 4: spend all that is left on matrices.
     bits, share, left = _shared_out(params, vectors, to_send, codec, trained)
     entries = {
         key: quantise.encode_param(value, bits if key in trained else _UNPACKED)
@@ -207,7 +217,7 @@ def _shared_out(
         for key, value in vectors.items():
             sizes[key] = quantise.size_of_diagonal(value.numel(), 0)
         if (left := limit - container_bytes(sizes)) < 0:
-            continue
+            continue  # with fewer bits for parameters
         left = max(0, left - chunk_bytes(left) - _ROUNDING * len(vectors))
         # Diagonals get a second byte for an entry only if matrices need no more.
         count = sum(v.numel() for v in vectors.values())
@@ -221,7 +231,9 @@ def _shared_out(
 class _Matrix:
     """Matrices to send under one key, one for each group, and their sizes in bytes.
 
-    `least` is what their entry takes without a column.
+    `least` is what their entry takes without a column: its head, and for each group one
+    number, the mean eigenvalue, which keeps the trace. All further bytes are counted
+    beyond it.
     """
 
     def __init__(self, key: str, value: Tensor, dtype: torch.dtype) -> None:
@@ -268,12 +280,13 @@ class _Matrix:
 
 def _pack_matrices(to_send: list[_Matrix], left: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices' entries, within the bytes left beyond their `least`."""
-    # The plain cases: all of them fit whole.
+    # The simple cases: all of them fit whole.
     for bits in _WHOLE_BITS:
         if sum(m.whole(bits) for m in to_send) <= left:
             yield from ((m.key, m.pack_whole(bits)) for m in to_send)
             return
-    # Large matrices stay whole if small ones can free the bytes that they lack.
+    # Then some are cut to their leading columns. Computing these takes long for large
+    # matrices, which stay whole if small ones can free the bytes that they lack.
     cut = _to_cut(to_send, left)
     as_whole = [m for m in to_send if m not in cut]
     left -= sum(m.whole(_FEWEST_BITS) for m in as_whole)
@@ -281,6 +294,7 @@ def _pack_matrices(to_send: list[_Matrix], left: int) -> Iterator[tuple[str, Ten
     # All others compete by columns. A matrix whose columns would take more bytes than
     # all of it is sent whole. That frees bytes for the other matrices' columns, so that
     # another one may then be sent whole, too: share out again until nothing changes.
+    # The columns that are computed first are a guess; `_ranks` computes more if needed.
     room = int(_MORE * _even_rank(cut, left)) + 1
     spectra, to_send = {m.key: m.spectrum(room) for m in cut}, cut
     while to_send:
@@ -319,6 +333,8 @@ def _even_rank(to_send: list[_Matrix], left: float) -> float:
 
     This is a first guess: how fast their spectra fall is not known yet.
     """
+    # From the smallest on: where an even share is more bytes than a matrix needs, it is
+    # whole, and leaves its rest to the others.
     smallest = _by_size(to_send)
     for i, matrix in enumerate(smallest):
         rank = left / max(1, sum(m.column() for m in smallest[i:]))
@@ -353,8 +369,9 @@ def _greedy(
     to_send: list[_Matrix], spectra: Mapping[str, tuple[Tensor, Tensor]], left: float
 ) -> dict[str, int]:
     """Return how many of the known columns of each matrix to send."""
-    # A column's gain is its share of its matrix's trace (of several groups, the mean
-    # share), divided by its bytes.
+    # All layers' columns compete in one list. A column's gain is its share of its
+    # matrix's trace (of several groups, the mean share), divided by its bytes. So
+    # layers of any scale count alike, and a matrix of zeros gets nothing.
     shares = []
     for matrix in to_send:
         trace = matrix.trace.unsqueeze(-1)
@@ -369,6 +386,8 @@ def _greedy(
     # from the first one on.
     order = torch.argsort(gain, descending=True, stable=True)
     order = order[gain[order] > 0]
+    # The first of them that are affordable together. The list ends at the first one
+    # that is not, so no later column of a matrix is sent without the one before.
     bought = order[cost[order].cumsum(0) <= left]
     counts = torch.bincount(owner[bought], minlength=len(to_send))
     return {m.key: int(n) for m, n in zip(to_send, counts, strict=True)}
