@@ -232,34 +232,6 @@ def test_large_matrices_share_the_bytes_much_as_if_all_were_known(left):
             assert share <= 1.3 * last
 
 
-@pytest.mark.parametrize(
-    ("missing", "cut"), [(5_000, {200}), (30_000, {200, 520}), (300_000, None)]
-)
-def test_few_missing_bytes_decompose_no_large_matrix(monkeypatch, missing, cut):
-    """Each is decomposed once, with as many columns as there is room for."""
-    sizes = (900, 520, 200)
-    found = []
-
-    def watched(matrix, count):
-        found.append(matrix.shape[-1])
-        return leading_vectors(matrix, count)
-
-    monkeypatch.setattr("flwr_fisher.wire.matrices.leading_vectors", watched)
-    spectra = (torch.arange(1, n + 1, dtype=F64) ** -1.0 for n in sizes)
-    matrices = [
-        _Matrix(str(n), with_spectrum(s, n).float(), torch.float32)
-        for n, s in zip(sizes, spectra, strict=True)
-    ]
-    left = sum(m.whole(8) for m in matrices) - missing
-    entries = dict(_pack_matrices(matrices, left))
-    assert sorted(found) == sorted(cut or sizes)
-    columns = {int(k) for k, entry in entries.items() if entry[0] == Packing.COLUMNS}
-    assert columns
-    assert columns <= set(found)
-    spent = sum(len(entries[m.key]) - m.least for m in matrices)
-    assert left - 2 * 904 <= spent <= left
-
-
 @pytest.mark.parametrize("told", [True, False])
 def test_what_float32_cannot_decompose_float64_does(told, monkeypatch):
     """LAPACK does not converge on some finite matrices, of trained networks, too.

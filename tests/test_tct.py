@@ -261,20 +261,6 @@ def test_features_may_stay_as_they_are():
     assert tensors["tct/weight"].norm() > 0
 
 
-def test_double_precision_is_about_the_same():
-    def doubled(partition, client):
-        x, y = tiny_data(partition).tensors
-        loader = DataLoader(TensorDataset(x.double(), y), batch_size=4)
-        train_fn = LocalSGD(lr=0.1, momentum=0.0)
-        return FisherClient(tiny_model().double(), loader, train_fn=train_fn)
-
-    start = ArrayRecord(shared_state(tiny_model().double()))
-    grid = LocalGrid(client_app(doubled), CLIENTS)
-    result = tct().start(grid, start, num_rounds=ROUNDS)
-    found, expected = weight_of(result), weight_of(plain())
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-
-
 def test_half_precision_is_about_the_same():
     whole, half = plain(), plain(feature_dtype="float16")
     assert not same_bits(whole.arrays, half.arrays)

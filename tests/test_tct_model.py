@@ -121,17 +121,6 @@ def test_loading_a_state_takes_effect():
     assert torch.equal(model(VECTORS), other(VECTORS))
 
 
-def test_what_it_is_made_of_is_left_alone():
-    base, given = seeded(net).train(), parts()
-    model = TCTModel(base, *given, seed=7)
-    want = model(VECTORS)
-    with torch.no_grad():
-        for p in (*base.parameters(), *given):
-            p.add_(1)
-    assert base.training
-    assert torch.equal(model(VECTORS), want)
-
-
 # --- tensors and files ----------------------------------------------------------------
 
 

@@ -335,22 +335,6 @@ def rank_of(entry):
     return struct.unpack("<BBIII", bytes(entry[:HEAD].tolist()))[4]
 
 
-def forms_of(sent, codec):
-    """Form and bits of the factors."""
-    entries = entries_of(sent.to_arrays(codec))
-    return {(int(e[0]), int(e[1])) for key, e in entries.items() if "/kfac/" in key}
-
-
-def test_a_matrix_is_sent_whole_where_that_is_smaller():
-    sent = upload_of("wide", "kfac", spectrum="flat")
-    assert forms_of(sent, Codec(budget=4.0)) == {(Packing.WHOLE, 16)}
-    assert forms_of(sent, Codec(budget=1.0)) == {(Packing.WHOLE, 8)}
-    assert forms_of(sent, Codec(budget=0.6)) == {
-        (Packing.WHOLE, 8),
-        (Packing.COLUMNS, 8),
-    }
-
-
 # --- the codec itself -----------------------------------------------------------------
 
 

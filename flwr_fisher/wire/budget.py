@@ -132,7 +132,7 @@ def _least_sizes(params: Params, structure: Structure) -> dict[str, int]:
         sizes[diagonal_key(name)] = least
         if tensor.dim() > 1:
             # Only convolutions have groups, at most one per output; each has a trace.
-            groups = tensor.shape[0] if tensor.dim() > 2 else 3
+            groups = tensor.shape[0] if tensor.dim() > 2 else 1
             for letter, form in structure.tensors.items():
                 if form == Form.MATRIX:
                     sizes[str(Key(structure, name, letter))] = HEAD + SCALE * groups

@@ -132,10 +132,11 @@ def curvature_layouts(record: ArrayRecord, params: Params) -> dict[str, Layout]:
     return layouts
 
 
-def check_shape(
-    key: str, shape: Sequence[int], params: Params, most: float = LARGEST_FACTOR
-) -> None:
+def check_shape(key: str, shape: Sequence[int], params: Params) -> None:
     """Raise :class:`WireError` unless a tensor called `key` can have that shape.
+
+    A factor has at most 16384 rows: for layers with more, clients send an exact
+    diagonal. Without this limit, a few bytes could announce gigabytes.
 
     Parameters
     ----------
@@ -145,9 +146,6 @@ def check_shape(
         The shape of the received tensor, or its announced shape.
     params : Mapping[str, Tensor]
         The model's parameters.
-    most : float, default 16384
-        The largest number of a factor's rows. For layers with more rows, clients send
-        an exact diagonal. Without this limit, a few bytes could announce gigabytes.
     """
     parsed = Key.parse(key, params)
     shape, weight = tuple(shape), params[parsed.name].shape
@@ -158,8 +156,9 @@ def check_shape(
         if not _can_have(weight, groups):
             wanted = f"matrices of a weight of shape {(*weight,)}"
             raise WireError(f"shape {shape}, expected {wanted}", field=key)
-        if max(shape[1:]) > most:
-            raise WireError(f"shape {shape}, but at most {most} rows", field=key)
+        if max(shape[1:]) > LARGEST_FACTOR:
+            reason = f"shape {shape}, but at most {LARGEST_FACTOR} rows"
+            raise WireError(reason, field=key)
         inputs = weight[1:].numel()
         widths = {inputs, inputs + (bias_of(parsed.name, params) is not None)}
         rows = (
@@ -174,9 +173,8 @@ def check_shape(
 
 def _can_have(weight: torch.Size, groups: int) -> bool:
     """Return whether the layer of a weight can have this number of groups."""
-    if len(weight) < 3:  # linear: 1, or 3 for attention's packed projection
-        packed = groups == 3 and len(weight) == 2 and weight[0] == 3 * weight[1]
-        return packed or (len(weight) == 2 and groups == 1)
+    if len(weight) < 3:  # only convolutions have groups
+        return len(weight) == 2 and groups == 1
     if not 1 <= groups <= max(weight[0], 1) or weight[0] % groups:
         return False
     square = weight[1:].numel() ** 2
@@ -192,7 +190,8 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
     Parameters
     ----------
     tensors : Mapping[str, Tensor | SymmetricFactor]
-        Finite floating-point tensors under keys that begin with ``curvature/``.
+        Finite floating-point tensors under keys that begin with ``curvature/``, of the
+        shapes and dtypes of :func:`curvature_layouts`.
     params : Mapping[str, Tensor]
         The parameters to which the curvature belongs.
 
@@ -205,11 +204,9 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
     Raises
     ------
     WireError
-        It names the first key that is unknown or missing, has a wrong shape or another
-        dtype than its parameter, is not symmetric, or is negative on the diagonal.
+        It names the first key that is missing, is not symmetric, or is negative.
     """
     for key, part in tensors.items():
-        check_shape(key, part.shape, params)
         if isinstance(part, Tensor):
             _check_values(key, part, params)
     blocks = [
