@@ -36,9 +36,9 @@ nitpicky = True
 # Rooms' own types, which a signature or a list of bases shows and no caller makes.
 _INNER = (
     r"flwr_fisher\.(client\.(disk|store)|curvature\.(estimate|operators\.factors)|"
-    r"secure\.(aggregator|payload)|server\.(driver|policy)|"
+    r"secure\.(aggregator|payload)|server\.(driver|policy|round)|"
     r"options|wire\.(options|schema|tct_upload))\..*|"
-    r"flwr_fisher\.server\.exchange\.(P|Total)|flwr_fisher\.(errors\.Options|"
+    r"flwr_fisher\.server\.exchange\.P|flwr_fisher\.(errors\.Options|"
     r"curvature\.operators\.layer\..*)"
 )
 nitpick_ignore_regex = [

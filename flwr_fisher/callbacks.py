@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Iterable, Mapping
-from inspect import iscoroutinefunction
 from math import inf, isnan
 from pathlib import Path
 from typing import Protocol
@@ -93,15 +92,10 @@ def checked_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
         )
     every = list(callbacks)  # a generator can be read once
     for callback in every:
-        method = getattr(callback, "on_round_end", None)
-        if not callable(method):
+        if isinstance(callback, type) or not hasattr(callback, "on_round_end"):
             raise ConfigurationError(
-                f"callbacks must have a method on_round_end, and {callback!r} has none"
-            )
-        if isinstance(callback, type) or iscoroutinefunction(method):
-            raise ConfigurationError(
-                f"{callback!r:.80} is a class, or its on_round_end is async: pass an "
-                "object, such as BestModel(...), with an ordinary method"
+                f"{callback!r:.80} is no callback: pass objects with a method "
+                "on_round_end, such as BestModel(...)"
             )
     return every
 

@@ -264,10 +264,10 @@ def kept_record(what: object) -> Iterator[None]:
 
     Examples
     --------
-    >>> with kept_record("journal.jsonl, line 3"):
+    >>> with kept_record("round-0003.safetensors"):
     ...     {}["round"]
     Traceback (most recent call last):
-    flwr_fisher.errors.CheckpointError: journal.jsonl, line 3 is not in this \
+    flwr_fisher.errors.CheckpointError: round-0003.safetensors is not in this \
     version's format (KeyError: 'round'): resume with the version of flwr-fisher that \
     began the run, or begin a new run in another checkpoint_dir
     """

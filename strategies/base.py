@@ -1,15 +1,14 @@
 """The base class of this library's strategies: FedAvg's sampling, other rounds."""
 
 import time
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
@@ -25,15 +24,13 @@ from flwr_fisher.errors import (
 from flwr_fisher.log_lines import logger
 from flwr_fisher.options import check_names
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.driver import Driver, EvaluateFn, requests_to_evaluate
+from flwr_fisher.server.driver import Driver, EvaluateFn
 from flwr_fisher.server.exchange import (
-    Exchange,
-    Groups,
     Secure,
-    ServerState,
     check_groups,
 )
 from flwr_fisher.server.policy import Policy
+from flwr_fisher.server.round import Strategy
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import NUM_EXAMPLES
@@ -41,6 +38,12 @@ from flwr_fisher.wire import NUM_EXAMPLES
 _FRACTIONS = ("fraction_train", "fraction_evaluate")
 _FEWEST = {"min_train_nodes": 1, "min_evaluate_nodes": 0, "min_available_nodes": 1}
 _NORM_STATISTICS = ("average", "refresh")
+_FLOWERS_HOOKS = {
+    "configure_train",
+    "aggregate_train",
+    "configure_evaluate",
+    "aggregate_evaluate",
+}
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
 # Keywords of Flower's older strategies, and the names that they have now.
 OLDER_NAMES = {
@@ -59,7 +62,7 @@ _ELSEWHERE = {
 }
 
 
-class CurvatureStrategy(FedAvg):
+class CurvatureStrategy(Strategy):
     """Base of this library's strategies: FedAvg's sampling with other exchanges.
 
     A subclass defines what a round requests from clients, and what the server computes
@@ -150,25 +153,17 @@ class CurvatureStrategy(FedAvg):
         check_known("norm_statistics", norm_statistics, _NORM_STATISTICS)
         self.norm_statistics, self.secure = norm_statistics, secure
         window = self.waiting.window is not None
-        for wrong, culprit, reason in (
-            (
-                window and self.fraction_train not in (0.0, 1.0),
-                "fraction_train= with Waiting(window=...)",
-                "a window asks all clients that connect",
-            ),
-            (
-                window and secure is not None,
-                "secure= with Waiting(window=...)",
-                "a secure sum needs all its clients at the same time",
-            ),
-            (
-                secure is not None and self.policy.is_stricter,
-                "policy= with secure=",
-                "the server sees no single client's upload",
-            ),
-        ):
-            if wrong:
-                raise ConfigurationError(f"{culprit}: {reason}; leave one of them out")
+        conflict = ""
+        if window and self.fraction_train not in (0.0, 1.0):
+            conflict = "fraction_train= with Waiting(window=...): a window asks all "
+            conflict += "clients that connect"
+        if window and secure is not None:
+            conflict = "secure= with Waiting(window=...): a secure sum needs all its "
+            conflict += "clients at the same time"
+        if secure is not None and self.policy.is_stricter:
+            conflict = "policy= with secure=: the server sees no single client's upload"
+        if conflict:
+            raise ConfigurationError(f"{conflict}; leave one of them out")
         self.seed, self.cohort = seed, Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # for waiting for nodes; `start` sets its own
         self.partial_result: CurvatureResult | None = None
@@ -179,19 +174,6 @@ class CurvatureStrategy(FedAvg):
 
     # --- what a subclass defines
 
-    @abstractmethod
-    def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
-        """Return the exchanges of a round, in their order."""
-
-    def check(self, state: ServerState) -> None:
-        """Raise an error, before any client trains, for a model that does not fit.
-
-        Raises
-        ------
-        ConfigurationError
-            It names the argument, and says what to do.
-        """
-
     def check_rounds(self, num_rounds: int) -> None:
         """Raise an error for a number of rounds that does not fit.
 
@@ -200,10 +182,6 @@ class CurvatureStrategy(FedAvg):
         ConfigurationError
             It says which numbers fit.
         """
-
-    def may_skip(self, server_round: int) -> bool:
-        """Return whether the run can skip this round, if `waiting` allows it."""
-        return True
 
     def check_secure(self) -> None:
         """Raise an error for `secure` if a round needs more than sums.
@@ -229,20 +207,6 @@ class CurvatureStrategy(FedAvg):
                 f"{what} needs weighted_by_key='{NUM_EXAMPLES}', because clients "
                 f"weight their contributions by it, not '{self.weighted_by_key}'"
             )
-
-    def initial_groups(self) -> Groups:
-        """Return the groups of a new run's state beside parameters; by default none."""
-        return {}
-
-    def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
-        """Return the part of `start`'s config for clients that train in a round."""
-        return config
-
-    def evaluation_config(
-        self, server_round: int, config: ConfigRecord
-    ) -> ConfigRecord:
-        """Return the part of `start`'s config for clients that evaluate."""
-        return config
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings, as JSON: override this.
@@ -403,7 +367,7 @@ class CurvatureStrategy(FedAvg):
                 )
             raise
         finally:
-            run.release()
+            run.journal.release()
         logger.info("")
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         return run.result()
@@ -424,24 +388,6 @@ class CurvatureStrategy(FedAvg):
             f"call {type(self).__name__}.start(grid, initial_arrays, ...): Flower's "
             "own loop has one request a round"
         )
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> NoReturn:
-        """Raise an error, as :meth:`configure_train` does.
-
-        Raises
-        ------
-        ConfigurationError
-            Always.
-        """
-        self.configure_train(server_round, ArrayRecord(), ConfigRecord(), None)  # type: ignore[arg-type]
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Sample clients for evaluation, without changing `config`."""
-        return requests_to_evaluate(self, server_round, arrays, config, grid)
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
         """Raise an error that explains what to do on Flower's older servers.
@@ -465,10 +411,10 @@ def _check_hooks(strategy: type) -> None:
             "flwr_fisher."
         ):
             continue
-        for hook in vars(base).keys() & {"configure_train", "aggregate_train"}:
+        for hook in vars(base).keys() & _FLOWERS_HOOKS:
             raise ConfigurationError(
-                f"start() does not call {base.__name__}.{hook}: override exchanges() "
-                "or round_config(), or pass start(callbacks=...)"
+                f"start() does not call {base.__name__}.{hook}: override exchanges(), "
+                "round_config() or evaluation_config(), or pass start(callbacks=...)"
             )
 
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from types import SimpleNamespace
 
@@ -124,20 +124,9 @@ class ClockedGrid(LocalGrid):
         return reply
 
 
-@dataclass
-class FullClock(Clock):
-    """Also the time of day."""
-
-    now: float = 0.0
-    slept: list[float] = field(default_factory=list)
-
-    def time(self):
-        return 1e9 + self.now
-
-
 def stop(monkeypatch):
     """Give the server a clock that goes on only while it sleeps."""
-    stopped = FullClock()
+    stopped = Clock()
     timed = cohort, mailbox, round
     for module in timed:
         monkeypatch.setattr(module, "time", stopped)

@@ -8,17 +8,12 @@ import torch
 from flwr.app import (
     Array,
     ArrayRecord,
-    ConfigRecord,
-    Context,
     Message,
-    MessageType,
     MetricRecord,
     RecordDict,
 )
-from flwr.serverapp.strategy import FedAvg
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from virtual import same_bits
 
 from flwr_fisher.client import (
     ClientApp,
@@ -35,8 +30,7 @@ from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import FedFish, FedFisherOneShot, Waiting
 from flwr_fisher.strategies.baselines import AFL
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import named_options
-from flwr_fisher.wire.answer import Answer, frozen_name, split_frozen
+from flwr_fisher.wire.answer import split_frozen
 
 
 def model(frozen=()):
@@ -106,51 +100,6 @@ def test_what_most_freeze_may_be_sent_and_who_trains_it_is_odd():
     assert "did not reply" not in str(caught.value)
 
 
-def test_two_of_four_are_not_most():
-    grid = grid_of({0: ("0.weight",), 1: ("0.weight",)}, 4, [])
-    strategy = FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=4)
-    with pytest.raises(RoundError, match=r"partition-2, .*0.weight', which others "):
-        strategy.start(grid, arrays(model().state_dict()), num_rounds=1)
-
-
-def test_a_node_that_answers_no_query_is_not_waited_for_twice():
-    class Deaf(LocalGrid):
-        questions = 0
-
-        def push_messages(self, messages):
-            heard = []
-            for message in messages:
-                query = message.metadata.message_type == MessageType.QUERY
-                if query and message.metadata.dst_node_id == min(self.get_node_ids()):
-                    self.questions += 1
-                    yield "never answered"
-                else:
-                    heard.append(message)
-            yield from super().push_messages(heard)
-
-    grid = grid_of({}, 3, [], Deaf)
-    strategy = FedFisherOneShot(fraction_evaluate=0.0)
-    result = strategy.start(
-        grid, arrays(shared_state(model())), num_rounds=1, timeout=2
-    )
-    assert grid.questions == 1
-    assert len(result.uploads) == 2  # what answers nothing is not asked to train
-
-
-def test_each_client_is_asked_once():
-    asked = []
-    data = DataLoader(TensorDataset(torch.randn(8, 3), torch.randint(2, (8,))))
-
-    def client_fn(context):
-        asked.append(1)
-        return FisherClient(model(), data, train_fn=lambda *_: {})
-
-    grid = LocalGrid(make_client_app(client_fn), 2)
-    strategy = FedFisherOneShot(fraction_evaluate=0.0)
-    strategy.start(grid, arrays(shared_state(model())), num_rounds=3)
-    assert len(asked) == 2 * (1 + 3)
-
-
 # What is frozen and never sent
 
 
@@ -190,50 +139,6 @@ def test_frozen_parameters_that_the_server_sends_may_have_been_others():
     start = arrays(on_a_base(0).state_dict())
     assert len(strategy.start(LocalGrid(app, 3), start).uploads) == 3
     assert sorted(trained) == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "says", [None, "", [f"0.weight {n:030}" for n in range(300_000)]]
-)
-def test_who_says_nothing_of_its_frozen_parameters_takes_part(says):
-    """As clients of 0.2 do, and those that say what is no list, or too long."""
-
-    class Older:
-        def __init__(self, app):
-            self.app = app
-
-        def __call__(self, message, context):
-            reply = self.app(message, context)
-            one = context.node_config["partition-id"] == 1
-            for record in reply.content.config_records.values() if one else ():
-                if record.pop("frozen", None) is not None and says is not None:
-                    record["frozen"] = says
-            return reply
-
-    start = arrays(shared_state(on_a_base(0)))
-    models = []
-    for kind in (Older, lambda app: app):
-        grid = LocalGrid(kind(app_of(lambda partition: on_a_base(0), [])), 3)
-        result = FedFisherOneShot(fraction_evaluate=0.0).start(grid, start)
-        assert len(result.uploads) == 3
-        models.append(result.arrays)
-    assert same_bits(*models)
-
-
-def test_a_frozen_parameter_that_cannot_be_read_is_not_told_of():
-    config = ConfigRecord({**named_options({"query": "trained"})})
-    query = Message(RecordDict({"config": config}), 1, MessageType.QUERY)
-    context = Context(1, 1, {}, RecordDict(), {})
-    answers = []
-    for model in (on_a_base(0), on_a_base(0)):
-        if answers:
-            model[0].to("meta")
-        answers.append(Answer.of(identify(query, context, model)))
-    assert [answer.trained for answer in answers] == [{"2.weight", "2.bias"}] * 2
-    whole, unread = answers
-    assert {frozen_name(each) for each in whole.frozen} == {"0.weight", "0.bias"}
-    assert {len(name) for name in whole.frozen} == {39, 41}
-    assert unread.frozen is None
 
 
 class Replaced(nn.Module):
@@ -312,14 +217,6 @@ def plain_app(make, tells, mods=()):
         return Message(content, reply_to=message)
 
     return app
-
-
-def test_an_app_of_its_own_tells_what_is_frozen_by_identify(caplog):
-    app = plain_app(lambda partition: on_a_base(int(partition == 1)), tells=True)
-    start = arrays(shared_state(on_a_base(0)))
-    strategy = FedFisherOneShot(fraction_evaluate=0.0)
-    assert len(strategy.start(LocalGrid(app, 3), start).uploads) == 2
-    assert OTHER_BASE.search(caplog.text)
 
 
 OTHER_FROZEN = re.compile(
@@ -410,24 +307,3 @@ def test_what_is_no_digest_is_refused(digest):
     record = ArrayRecord({"frozen/digest": Array(sent)})
     with pytest.raises(WireError, match="frozen/digest"):
         split_frozen(record)
-
-
-def test_flowers_own_strategies_get_the_arrays_alone():
-    app = plain_app(lambda partition: on_a_base(0), tells=False)
-    start = arrays(shared_state(on_a_base(0)))
-    result = FedAvg(fraction_evaluate=0.0).start(LocalGrid(app, 2), start, num_rounds=1)
-    assert set(result.arrays) == set(start)
-
-
-def test_an_app_of_its_own_tells_its_curvature_and_trained_factors_once(caplog):
-    def make(partition):
-        torch.manual_seed(0)
-        return Adapter(freeze=False)
-
-    strategy = FedFisherOneShot(fraction_evaluate=0.0)
-    start = arrays(shared_state(make(0)))
-    strategy.start(LocalGrid(plain_app(make, tells=False), 3), start, num_rounds=2)
-    told = [" ".join(record.getMessage().split()) for record in caplog.records]
-    assert sum("both factors of adapters" in text for text in told) == 1
-    assert sum(text.startswith("curvature: K-FAC of lora_A") for text in told) == 1
-    assert "frozen parameters of layer; upload" in " ".join(told)

@@ -1,27 +1,20 @@
 """A hundred honest clients of very unlike sizes get what Flower's FedAvg gives them."""
 
 import copy
-from functools import cache, partial
 
 import numpy as np
-import pytest
 import rivals_path  # noqa: F401
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import strategy as flowers
 from tasks import load_dataset
 from torch import nn
-from virtual import LIFTED, Remembering, arrays_to_tensors, same_bits
+from virtual import arrays_to_tensors
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import (
-    TCT,
     FedAvg,
-    FedFish,
-    FedFisherOneShot,
-    Regression,
-    Scaffold,
 )
 from flwr_fisher.testing import LocalGrid
 
@@ -99,21 +92,6 @@ class FlowersFedAvg(flowers.FedAvg):
         return super().configure_train(server_round, before, config, grid)
 
 
-SHORT = {"stage1_rounds": 1, "num_features": 20, "local_steps": 5}
-STEPS = Regression(solver="steps")
-# A strategy, and its rounds.
-METHODS = {
-    "FedFisher": (partial(FedFisherOneShot, codec="lossless"), 1),
-    "FedFisher, sums": (
-        partial(FedFisherOneShot, structure="diagonal", aggregate="sums"),
-        1,
-    ),
-    "FedFish": (FedFish, 2),
-    "SCAFFOLD": (Scaffold, 2),
-    "TCT": (partial(TCT, **SHORT, regression=STEPS), 3),
-}
-
-
 def furthest(ours, theirs):
     """By how much two runs' parameters differ at most: of each round's."""
     pairs = zip(ours, theirs, strict=True)
@@ -133,24 +111,6 @@ def metrics_apart(ours, theirs):
     return max(apart), len(apart)
 
 
-def without_limits(federation, name, **options):
-    """Whether limits change a method's model, and how many clients' uploads."""
-    make, rounds = METHODS[name]
-    app, found = Remembering(federation.app, lambda _: federation), []
-    for policy in ({}, {"policy": LIFTED}):
-        strategy = make(fraction_evaluate=0.0, **policy, **options)
-        found.append(federation.run(strategy, rounds, app)[0])
-    by_default, lifted = found
-    metrics = by_default.train_metrics_clientapp.values()
-    limited = sum(int(own.get("num-limited", 0)) for own in metrics)
-    return same_bits(by_default.arrays, lifted.arrays), limited
-
-
-@cache
-def some_clients():
-    return Federation(holdings("digits", alpha=0.1, share=10, clients=30)[::2])
-
-
 def test_fedavg_is_flowers_in_every_round():
     """Sizes by Zipf's law over three decades, in parameters and in metrics.
 
@@ -168,10 +128,3 @@ def test_fedavg_is_flowers_in_every_round():
     assert most <= 1e-6
     assert count >= 6
     assert not any("num-limited" in m for m in ours.train_metrics_clientapp.values())
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_no_limit_touches_them(name):
-    same, limited = without_limits(some_clients(), name)
-    assert same
-    assert limited == 0

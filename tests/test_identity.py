@@ -5,11 +5,11 @@ from math import inf
 
 import pytest
 from clocked import Behaviour, ClockedGrid, options_of
-from flwr.app import ConfigRecord, Error, Message
-from virtual import LIFTED, Node, Watched, quick_app, same_bits, tiny_arrays
+from flwr.app import Error, Message
+from virtual import LIFTED, Node, Watched, quick_app, tiny_arrays
 
 from flwr_fisher.errors import RoundError
-from flwr_fisher.flower_internals import ErrorCode, nodes_of
+from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.strategies import FedFisherOneShot, Waiting
 from flwr_fisher.testing import LocalGrid
 
@@ -54,13 +54,6 @@ class Named(ClockedGrid):
         named = self.registered
         nodes = {node: named.get(self.nodes[node], "") for node in self.get_node_ids()}
         return [Node(node, name) for node, name in nodes.items()]
-
-
-def test_a_grid_of_flower_before_1_38_tells_no_names():
-    class Grid:
-        """Has no ``get_nodes``."""
-
-    assert not list(nodes_of(Grid()))
 
 
 # Restarts
@@ -214,39 +207,4 @@ def test_who_could_not_be_reached_missed_no_deadline(clock, caplog):
     assert clock.now < 40
 
 
-def test_in_a_window_who_could_not_be_reached_is_asked_again(clock):
-    grid = Refusing(CLIENTS, {}, clock, 3)
-    grid.refuses = (1,)
-    get_node_ids = grid.get_node_ids
-
-    def later():
-        if clock.now > 100:
-            grid.refuses = ()
-        return get_node_ids()
-
-    grid.get_node_ids = later  # type: ignore[method-assign]
-    result = start(grid, Waiting(window=1000, enough_replies=3))
-    assert clients_of(result) == [f"partition-{p}" for p in range(3)]
-    assert clock.now < 300
-
-
 # What clients say they train
-
-
-def test_names_of_no_parameter_are_not_kept():
-    class Boasts(Watched):
-        def __call__(self, message, context):
-            reply = super().__call__(message, context)
-            for name, record in reply.content.config_records.items():
-                if "trained" in record:
-                    more = [f"x{i}" * 100 for i in range(1000)]
-                    told = {"trained": [*record["trained"], *more]}  # type: ignore[misc]
-                    reply.content[name] = ConfigRecord(told)
-            return reply
-
-    models = []
-    for app in (CLIENTS, Boasts(CLIENTS)):
-        strategy = FedFisherOneShot(**options_of())
-        models.append(strategy.start(LocalGrid(app, 3), tiny_arrays()).arrays)
-    assert same_bits(*models)
-    assert {len(names) for names in strategy.cohort._trained.values()} == {6}

@@ -17,7 +17,6 @@ from virtual import (
     kill,
     metrics_of,
     node_of,
-    set_metric,
     tensors_of,
     tiny_app,
     tiny_arrays,
@@ -54,15 +53,6 @@ def queries(*nodes):
     return [Message(RecordDict(), node, "query") for node in nodes]
 
 
-def test_nodes_have_random_ids_and_partitions_from_zero():
-    grids = [LocalGrid(tiny_app(), 5) for _ in range(2)]
-    for grid in grids:
-        assert sorted(grid.nodes.values()) == [0, 1, 2, 3, 4]
-        assert sorted(grid.get_node_ids()) == sorted(grid.nodes)
-        assert sorted(grid.nodes) != [0, 1, 2, 3, 4]
-    assert not grids[0].nodes.keys() & grids[1].nodes.keys()
-
-
 def test_a_seed_fixes_ids_and_the_order_of_replies():
     def senders(seed):
         grid = LocalGrid(tiny_app(), 6, seed=seed)
@@ -71,23 +61,6 @@ def test_a_seed_fixes_ids_and_the_order_of_replies():
 
     assert senders(1) == senders(1)
     assert sorted(senders(1)) != sorted(senders(2))
-
-
-def test_replies_come_in_another_order_than_questions():
-    grid = LocalGrid(tiny_app(), 8, seed=0)
-    orders = set()
-    for _ in range(4):
-        ids = list(grid.push_messages(train_messages(grid)))
-        replies = [reply for _ in ids for reply in grid.pull_messages(ids)]
-        partitions = [grid.nodes[reply.metadata.src_node_id] for reply in replies]
-        assert sorted(partitions) == list(range(8))
-        orders.add(tuple(partitions))
-    assert len(orders) > 1
-
-
-def test_node_ids_come_in_an_order_that_means_nothing():
-    grid = LocalGrid(tiny_app(), 8, seed=0)
-    assert len({tuple(grid.get_node_ids()) for _ in range(4)}) > 1
 
 
 def test_a_client_sees_its_partition_and_the_run_config():
@@ -113,13 +86,6 @@ def test_an_exception_becomes_an_error_reply_and_the_others_go_on():
     assert bad.metadata.src_node_id == node_of(grid, 1)
     assert bad.error.reason == "ValueError: out of cheese"
     assert len(replies) == 3
-
-
-def test_so_does_a_reply_that_cannot_travel():
-    grid = LocalGrid(Watched(tamper={1: set_metric("n", 10**30)}), 3)
-    replies = list(grid.send_and_receive(train_messages(grid)))
-    (bad,) = [reply for reply in replies if reply.has_error()]
-    assert bad.metadata.src_node_id == node_of(grid, 1)
 
 
 def test_stopping_the_process_is_not_an_error_reply():
@@ -168,15 +134,6 @@ def test_replies_are_pulled_one_by_one_and_only_once():
     assert not list(grid.pull_messages(ids))
 
 
-def test_only_what_was_asked_for_is_pulled():
-    grid = LocalGrid(tiny_app(), 3)
-    ids = list(grid.push_messages(train_messages(grid)))
-    (reply,) = grid.pull_messages(ids[1:2])
-    assert reply.metadata.reply_to_message_id == ids[1]
-    assert not list(grid.pull_messages(ids[1:2]))
-    assert not list(grid.pull_messages(["never sent"]))
-
-
 def test_contents_are_copied_both_ways():
     kept = []
     app = ClientApp()
@@ -197,16 +154,6 @@ def test_contents_are_copied_both_ways():
         assert not any(reply.content is content for content in kept)
 
 
-def test_create_message_is_a_message():
-    grid = LocalGrid(counting_app(), 1)
-    (node,) = grid.nodes
-    message = grid.create_message(RecordDict(), "query", node, "7")
-    assert message.metadata.group_id == "7"
-    (reply,) = grid.send_and_receive([message])
-    assert reply.metadata.group_id == "7"
-    assert reply.metadata.src_node_id == node
-
-
 def test_what_is_no_client_app_is_refused():
     for other in (tiny_client(), lambda context: tiny_client(), ServerApp()):
         with pytest.raises(ConfigurationError, match=r"client\.as_client_app\(\)"):
@@ -219,21 +166,6 @@ def test_no_nodes_are_refused():
 
 
 # Our client under this grid
-
-
-def test_a_query_tells_the_partition():
-    grid = LocalGrid(tiny_app(), 4)
-    replies = grid.send_and_receive(queries(*grid.nodes))
-    reported = {r.metadata.src_node_id: metrics_of(r)["partition-id"] for r in replies}
-    assert reported == grid.nodes
-
-
-def test_a_query_tells_nothing_where_there_is_no_partition():
-    grid = LocalGrid(tiny_app(), 2)
-    for context in grid._contexts.values():
-        del context.node_config["partition-id"]
-    for reply in grid.send_and_receive(queries(*grid.nodes)):
-        assert dict(metrics_of(reply)) == {}
 
 
 @pytest.mark.parametrize("partition", [1.5, "hospital-a", -1])

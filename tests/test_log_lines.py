@@ -4,8 +4,6 @@ import logging
 import re
 
 import pytest
-from flwr.app import ArrayRecord
-from flwr.clientapp import ClientApp
 from flwr.serverapp import strategy as flowers
 from torch.utils.data import DataLoader
 from virtual import tiny_arrays, tiny_client, tiny_data, tiny_model
@@ -13,7 +11,7 @@ from virtual import tiny_arrays, tiny_client, tiny_data, tiny_model
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.log_lines import Failures
-from flwr_fisher.strategies import TCT, FedAvg, Waiting
+from flwr_fisher.strategies import FedAvg
 from flwr_fisher.testing import LocalGrid
 
 
@@ -53,14 +51,6 @@ def test_a_client_without_valloader_is_left_out_quietly(caplog):
     assert [m for m in messages(caplog, logging.WARNING) if "evaluate" in m] == []
 
 
-def test_where_no_client_evaluates_the_run_has_no_metrics_of_it(caplog):
-    result = FedAvg().start(
-        LocalGrid(without_valloader(0, 1), 2), tiny_arrays(), num_rounds=2
-    )
-    assert result.evaluate_metrics_clientapp == {}
-    assert [m for m in messages(caplog, logging.WARNING) if "evaluate" in m] == []
-
-
 def test_the_means_are_of_those_who_evaluate():
     def loss(app):
         result = FedAvg(min_evaluate_nodes=1).start(LocalGrid(app, 3), tiny_arrays())
@@ -69,23 +59,6 @@ def test_the_means_are_of_those_who_evaluate():
     both, first = loss(without_valloader(2)), loss(without_valloader(1, 2))
     assert both != first
     assert loss(without_valloader(0, 2)) != first
-
-
-def test_enough_replies_are_of_those_who_evaluate():
-    # In a second round the last client might still be busy with the first.
-    result = FedAvg(waiting=Waiting(enough_fraction=0.5)).start(
-        LocalGrid(without_valloader(0, 1, 2), 4), tiny_arrays(), num_rounds=1
-    )
-    assert "loss" in result.evaluate_metrics_clientapp[1]
-
-
-def test_both_stages_of_tct_leave_it_out(caplog):
-    strategy = TCT(stage1_rounds=1, num_features=8, local_steps=2)
-    result = strategy.start(
-        LocalGrid(without_valloader(0), 3), tiny_arrays(), num_rounds=3
-    )
-    assert sorted(result.evaluate_metrics_clientapp) == [1, 2, 3]
-    assert "left out" not in caplog.text
 
 
 def test_with_flowers_fedavg_it_is_an_error_that_explains_itself(caplog):
@@ -141,24 +114,3 @@ def test_an_error_that_explains_itself_needs_no_traceback(caplog):
         FedAvg().start(LocalGrid(failing(ClientError("no such job")), 3), tiny_arrays())
     assert "Traceback" not in caplog.text
     assert "failed: ClientError: no such job" in caplog.text
-
-
-def test_a_client_that_cannot_be_built_answers_all_the_same(caplog):
-    with pytest.raises(RoundError, match="OSError: no data"):
-        FedAvg().start(
-            LocalGrid(failing(OSError("no data"), at="build"), 3), tiny_arrays()
-        )
-    assert caplog.text.count("Traceback") == 1
-
-
-def test_local_grid_tells_a_foreign_apps_exception_once(caplog):
-    app = ClientApp()
-
-    @app.train()
-    def train(message, context):
-        raise ValueError("foreign")
-
-    flowers.FedAvg(fraction_evaluate=0.0).start(
-        LocalGrid(app, 4), ArrayRecord(), num_rounds=2
-    )
-    assert caplog.text.count("Traceback (most recent call last)") == 1

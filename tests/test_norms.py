@@ -19,9 +19,9 @@ from virtual import (
     Watched,
     ask,
     change_array,
-    opened,
     quick_app,
     same_bits,
+    saved_state,
     set_array,
     start,
     tensors_of,
@@ -394,7 +394,7 @@ def test_a_secure_sum_that_fails_in_the_midst_leaves_the_merge(tmp_path, caplog)
     averaged = start(make(**AVERAGE), secure_app(tmp_path / "b"))
     assert same_bits(result.arrays, averaged.arrays)
     assert "model stays that of the step before" in warned(caplog)[-1]
-    assert not [name for name in opened(tmp_path).load_state(1) if "secure" in name]
+    assert not [name for name in saved_state(tmp_path, 1) if "secure" in name]
 
 
 def test_two_rounds_begin_with_the_refreshed_model():

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums
 from flwr_fisher.strategies import FedFisherOneShot, ServerState, Step, head_exchange
@@ -92,34 +90,6 @@ def test_a_head_is_fitted_from_a_secure_sum(tmp_path):
     assert_head_of(merged, refitted)
     (summed,) = refitted.exchange_uploads["head"]
     assert sorted(summed.members) == [0, 1, 2]
-
-
-class Leaves(LocalGrid):
-    """All clients leave when the merged model has been measured."""
-
-    gone = False
-
-    def get_node_ids(self):
-        return [] if self.gone else super().get_node_ids()
-
-
-def test_where_all_have_left_the_model_of_the_step_before_remains(caplog):
-    grid = Leaves(tiny_app(), CLIENTS)
-
-    class Left(WithHead):
-        def exchanges(self, server_round):
-            training, norms, head = super().exchanges(server_round)
-
-            def leave(exchange, before, now):
-                grid.gone = True
-                return replace(exchange, prepare=None)
-
-            return [training, norms, replace(head, prepare=partial(leave, head))]
-
-    result = Left(fraction_evaluate=0.0).start(grid, tiny_arrays())
-    assert same_bits(result.arrays, run(FedFisherOneShot).arrays)
-    assert "head: the model stays that of the step before" in caplog.text
-    assert "no reply from partition-0, partition-1, partition-2" in caplog.text
 
 
 def test_one_client_that_fails_is_skipped_and_named(caplog):
@@ -203,16 +173,6 @@ def test_what_is_asked_may_depend_on_the_step_before():
 
 
 START = arrays_to_tensors(tiny_arrays())["0.weight"]
-
-
-def test_an_error_of_a_users_own_step_is_no_failure_of_the_round():
-    class Odd(WithHead):
-        def exchanges(self, server_round):
-            *others, head = super().exchanges(server_round)
-            return [*others, replace(head, step=lambda state, uploads: None)]
-
-    with pytest.raises(ConfigurationError, match="a step must return"):
-        run(Odd)
 
 
 def test_a_step_that_cannot_be_taken_leaves_the_merge(caplog):

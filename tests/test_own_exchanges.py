@@ -10,7 +10,6 @@ from rivals import regmean_plus_plus
 from torch.utils.data import DataLoader
 from virtual import (
     Watched,
-    left_out,
     same_bits,
     tiny_app,
     tiny_arrays,
@@ -18,10 +17,7 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.errors import ConfigurationError, RoundError
-from flwr_fisher.strategies import Exchange
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import Additive
 
 OWN = tutorials.load("own_exchanges", "Three runs")
 LAYERS = ["0.weight", "3.weight"]
@@ -90,13 +86,6 @@ def test_a_client_that_failed_in_the_training_is_not_asked_for_its_layers():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_a_client_that_fails_at_a_layer_is_not_asked_for_the_next():
-    app = Watched(tamper={2: fails({1})})
-    result = run(app=app)
-    assert [partition for _, partition in app.trained].count(2) == 2
-    assert result.train_metrics_clientapp[1]["clients-merged"] == 3
-
-
 def test_the_log_and_the_metrics_name_a_client_that_has_left(caplog):
     grid = LocalGrid(tiny_app(), 4)
     ids, gone = list(grid.get_node_ids()), [n for n, p in grid.nodes.items() if p == 3]
@@ -131,33 +120,3 @@ def test_a_run_that_stops_within_a_round_ends_in_the_same_bits(layer, tmp_path):
     resumed = run(app=app, checkpoint_dir=tmp_path, resume=True)
     assert same_bits(resumed.arrays, whole.arrays)
     assert len(app.trained) == 4 * 3  # nobody has done anything twice
-
-
-def test_a_layer_of_another_kind_is_refused_before_anyone_trains():
-    app = Watched(tiny_app())
-    with pytest.raises(RoundError, match=r"layers has \['1.weight'\], which are no"):
-        run(method(layers=["0.weight", "1.weight"]), app)
-    assert len(app.trained) == 4
-
-
-def test_what_is_no_second_moment_costs_a_client_its_place(caplog):
-    def spoil(content):
-        (record,) = content.array_records.values()
-        if len(record) == 1:
-            (key,) = record
-            record[key] = type(record[key])(-record[key].numpy())
-
-    run(app=Watched(tamper={1: spoil}))
-    (line,) = left_out(caplog)
-    assert "partition-1" in line
-    assert "'0.weight': is no second moment" in line
-
-
-def test_a_rounds_first_exchange_has_none_before_it():
-    class First(OWN.RegMeanPlusPlus):
-        def exchanges(self, server_round):
-            read = Additive.reader("params")
-            return [Exchange({}, read, self.average, clients="previous")]
-
-    with pytest.raises(ConfigurationError, match="clients='previous'"):
-        run(First(layers=LAYERS))

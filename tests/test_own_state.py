@@ -10,7 +10,7 @@ import torch
 import tutorials
 import virtual
 from safetensors.torch import load_file
-from virtual import Watched, same_bits, tiny_app, tiny_arrays, tiny_client
+from virtual import Watched, tiny_app, tiny_arrays, tiny_client
 
 from flwr_fisher.client import ClientState, LocalSGD, Request
 from flwr_fisher.errors import ClientError, ConfigurationError, ParamsError
@@ -58,15 +58,6 @@ def test_h_is_the_mean_of_what_clients_keep():
     for key, value in steps[-1].state.group("h").items():
         mean = sum(weights[name] * g[key] for name, g in own.items()) / total
         torch.testing.assert_close(value, mean, rtol=1e-4, atol=1e-6)
-
-
-def test_a_run_goes_on_where_it_stopped(tmp_path):
-    whole = run(num_rounds=3)
-    app = Watched(tiny_app())
-    run(app, num_rounds=2, checkpoint_dir=tmp_path)
-    goes_on = run(app, num_rounds=3, checkpoint_dir=tmp_path, resume=True)
-    assert [server_round for server_round, _ in app.trained].count(1) == 3
-    assert same_bits(goes_on.arrays, whole.arrays)
 
 
 def test_arguments_that_do_not_fit_are_named_before_any_client_trains():
@@ -140,21 +131,11 @@ def test_a_membership_that_was_not_carried_on_is_named():
     [
         ({"run": "mine"}, "'run' of an Exchange is the library's own"),
         ({"seed": 3}, "'seed' of an Exchange is the library's own"),
-        ({"alpha": None}, "options of an Exchange must be numbers"),
     ],
 )
 def test_an_option_that_cannot_travel_is_named(option, message):
     with pytest.raises(ConfigurationError, match=message):
         Exchange(option, Additive.reader("params"), OWN.FedDyn.renew)
-
-
-def test_a_loop_that_cannot_correct_its_steps_is_refused_by_name():
-    def my_loop(model, loader, device, config):
-        raise AssertionError
-
-    problem = tiny_client(train_fn=my_loop).problem
-    with pytest.raises(ClientError, match=r"train_fn my_loop has no keyword 'on_gr"):
-        problem.train({}, on_gradients=print)
 
 
 def test_it_takes_secure_sums(tmp_path):

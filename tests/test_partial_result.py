@@ -5,7 +5,7 @@ import tutorials
 from flwr.app import MetricRecord
 from virtual import Watched, quick_app, same_bits, tiny_arrays
 
-from flwr_fisher.errors import CallbackError, RoundError
+from flwr_fisher.errors import RoundError
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 
@@ -37,19 +37,6 @@ def test_it_has_the_model_where_the_servers_evaluation_fails(server_round, caplo
     assert "partial_result.arrays has the model" in caplog.text
 
 
-def test_it_has_the_model_where_a_callback_fails():
-    class Full:
-        def on_round_end(self, server_round, arrays, history):
-            raise OSError("no space left")
-
-    strategy = FedFisherOneShot()
-    with pytest.raises(CallbackError, match="the strategy's partial_result has it"):
-        run(strategy, callbacks=[Full()])
-    assert same_bits(
-        strategy.partial_result.arrays, run(FedFisherOneShot(), num_rounds=1).arrays
-    )
-
-
 @pytest.mark.parametrize("finished", [0, 1])
 def test_it_has_whole_rounds_alone(finished):
     def own():
@@ -71,11 +58,4 @@ def test_it_has_whole_rounds_alone(finished):
     assert same_bits(strategy.partial_result.arrays, run(own(), num_rounds=1).arrays)
     assert not strategy.partial_result.uploads  # those of the failed round
     run(strategy, num_rounds=1)
-    assert strategy.partial_result is None
-
-
-def test_there_is_none_before_a_merge():
-    strategy = FedFisherOneShot()
-    with pytest.raises(OSError, match="no space left"):
-        run(strategy, evaluate_fn=fails_after(0))
     assert strategy.partial_result is None

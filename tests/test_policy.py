@@ -11,7 +11,6 @@ from flwr_fisher.rounds import scaffold_control, scaffold_step
 from flwr_fisher.server.exchange import Upload
 from flwr_fisher.server.policy import Sizes, remembered
 from flwr_fisher.strategies import Policy
-from flwr_fisher.tangent import tct_average, tct_control, tct_steps
 from flwr_fisher.wire import Additive
 
 POLICIES = {"default": Policy(), "strict": Policy.strict()}
@@ -168,38 +167,3 @@ def test_one_hostile_client_moves_scaffolds_optimum_by_no_more_than_stated():
         theta, c = new["w"], control["w"]
     distance = float((theta - optimum).norm())
     assert distance <= 14 * medians / (honest * float(curvatures.mean(0).min()))
-
-
-def test_one_hostile_client_moves_tcts_optimum_by_no_more_than_stated():
-    """Clients upload steps alone, of which the server tells a change and keeps it."""
-    honest, p, policy = 5, 3, Policy.strict()
-    rates = {"lr": 0.1, "local_steps": 5}
-    per_move = 1 / (rates["lr"] * rates["local_steps"])
-    generator = torch.Generator().manual_seed(0)
-    Z = torch.randn(honest, 20, p, generator=generator).double()
-    Y = torch.randn(honest, 20, 1, generator=generator).double()
-    optimum = torch.linalg.lstsq(Z.reshape(-1, p), Y.reshape(-1, 1)).solution
-    flattest = float(torch.linalg.eigvalsh((Z.mT @ Z / 20).mean(0)).min())
-    theta, c = torch.zeros(2, p, 1).double()
-    own, added, medians, known = torch.zeros(honest, p, 1).double(), 0.0, 0.0, {}
-    for _ in range(300):
-        ends = [
-            tct_steps(z, y, theta, mine - c, **rates)
-            for z, y, mine in zip(Z, Y, own, strict=True)
-        ]
-        steps = [end - theta for end in ends]
-        steps.append(-1e4 * sum(steps))
-        cut, median = limited(policy, steps, known)
-        parts = [float(b.norm() / a.norm()) for a, b in zip(steps, cut, strict=True)]
-        for i, (end, part) in enumerate(zip(ends, parts[:-1], strict=True)):
-            change = tct_control(own[i], c, theta, end, **rates) - own[i]
-            own[i] += part * change
-        added += float((-cut[-1] * per_move - parts[-1] * c).norm())
-        medians += median * per_move
-        locals_ = [theta + step for step in cut]
-        weights = [1] * (honest + 1)
-        theta, c = tct_average(theta, c, locals_, weights, parts=parts, **rates)
-    assert added <= 40 * medians
-    assert float(c.norm()) < 1e-4 * medians  # nobody moves any more
-    distance = float((theta - optimum).norm())
-    assert distance <= 40 * medians / (honest * flattest)

@@ -17,7 +17,6 @@ from flwr_fisher.errors import (
     RoundError,
 )
 from flwr_fisher.secure import SecureSums, SecureSumsMod
-from flwr_fisher.secure.payload import Contribution
 from flwr_fisher.server.privacy import with_noise
 from flwr_fisher.strategies import FedAvg, Privacy
 from flwr_fisher.testing import LocalGrid
@@ -132,24 +131,7 @@ def test_steps_are_clipped_and_count_once(tmp_path):
     assert float((moved - expected).abs().max()) < 1e-6
 
 
-def test_steps_that_are_short_are_left_as_they_are(tmp_path):
-    privacy = Privacy(noise_multiplier=QUIET, clipping_norm=1e3)
-    strategy = FedAvg(fraction_evaluate=0.0, privacy=privacy, secure=SecureSums())
-    moved = change(strategy, stepping_app(tmp_path, 0.5), clients=4)
-    assert float((moved - 0.5 * 6 / 4).abs().max()) < 1e-4
-
-
 # What is refused, and what is told
-
-
-def test_exponents_tell_nothing():
-    sent = {"w": torch.zeros(3)}
-    small, large = (
-        Contribution({"w": torch.full((3,), size)}).bounded(sent, 1.0, 0.1)
-        for size in (0.0, 1e6)
-    )
-    assert small.exponents() == large.exponents()
-    assert [small.weight, large.weight] == [1.0, 1.0]
 
 
 def test_a_client_may_ask_for_noise(tmp_path):

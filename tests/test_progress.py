@@ -3,13 +3,12 @@
 import pytest
 import torch
 from flwr.app import ArrayRecord
-from torch import nn
 from torch.utils.data import DataLoader
 from virtual import Clock, tiny_app, tiny_data, tiny_model
 
 from flwr_fisher import log_lines as progress
 from flwr_fisher.client import LocalSGD
-from flwr_fisher.log_lines import EVERY, Progress, advance, watching
+from flwr_fisher.log_lines import EVERY, advance, watching
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 
@@ -67,50 +66,12 @@ def test_work_within_work_is_named_after_both(clock, lines):
     assert len(lines()) == 1
 
 
-def test_a_block_that_only_names_its_work_logs_nothing_itself(clock, lines):
-    with watching("partition-3", unit=None):
-        clock.now += 3 * EVERY
-        advance(16)
-        assert lines() == []
-        with watching("curvature", total=551):
-            clock.now += EVERY
-            advance(16)
-    assert lines() == [
-        f"partition-3: curvature, 3 % of 551 examples, {EVERY:.0f} s so far"
-    ]
-
-
-def test_work_is_forgotten_when_it_fails(clock):
-    with pytest.raises(ValueError, match="broken"), watching("one"):
-        raise ValueError("broken")
-    assert Progress("other").what == "other"
-
-
 def test_training_tells_epoch_and_loss(clock, lines):
     train = LocalSGD(epochs=30)
     with watching("partition-3"):
         train(tiny_model(), slow(clock, loader(), 3.0), CPU, {})
     assert lines()[0].startswith("partition-3: training, epoch 2 of 30, loss ")
     assert len(lines()) == 30 * 4 * 3 // EVERY
-
-
-def test_telling_changes_no_bit(clock, lines):
-    models = [tiny_model(), tiny_model()]
-    LocalSGD(epochs=2)(models[0], loader(), CPU, {})
-    LocalSGD(epochs=2)(models[1], slow(clock, loader(), EVERY), CPU, {})
-    assert lines()
-    pairs = zip(*(model.state_dict().values() for model in models), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_the_losses_of_a_quick_training_are_read_once_an_epoch(monkeypatch):
-    reads = []
-    real = torch.Tensor.__float__
-    monkeypatch.setattr(
-        torch.Tensor, "__float__", lambda self: reads.append(1) or real(self)
-    )
-    LocalSGD(epochs=3)(nn.Linear(3, 3), loader(), CPU, {})
-    assert len(reads) == 3  # reading one makes a GPU wait
 
 
 def test_a_clients_lines_say_whose_they_are(monkeypatch, clock, lines):

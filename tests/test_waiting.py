@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import re
 import weakref
 from functools import partial
 from math import inf
@@ -10,15 +9,11 @@ from math import inf
 import pytest
 import rivals_path  # noqa: F401
 from clocked import Behaviour, ClockedGrid, options_of
-from flwr.app import Message, MetricRecord, RecordDict
 from rivals import FedGA
-from virtual import Watched, opened, quick_app, same_bits, tiny_arrays
+from virtual import Watched, quick_app, same_bits, saved_state, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
-from flwr_fisher.server.exchange import Exchange, Step, Upload
-from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.round import ExchangeRun
-from flwr_fisher.server.run import Run
 from flwr_fisher.strategies import (
     FAGH,
     TCT,
@@ -28,7 +23,6 @@ from flwr_fisher.strategies import (
     wait_for_nodes,
 )
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import Additive
 
 SLOW_TO_EVALUATE = Behaviour(seconds=lambda times: 1.0 if times == 0 else 5.0)
 
@@ -69,7 +63,6 @@ def test_twenty_rounds_end_at_enough(clock, caplog):
     assert "not waited for, since enough have replied" in text
     assert "node-1:" not in text  # the link's own id
     assert "the reply of partition-3 to round" in text
-    assert sum(metrics.get("num-late", 0) for metrics in rounds) >= 1
     assert any(p == 5 for _, p in app.trained)
 
 
@@ -181,17 +174,6 @@ def test_who_fails_once_and_then_hangs_holds_up_no_round(clock):
     assert [(kind, who) for _, kind, who in grid.sent].count(("query", 2)) == 2
 
 
-def test_nobody_who_answers_is_named(clock, caplog):
-    caplog.set_level("INFO", logger="flwr")
-    dumb = Behaviour(answers=inf)
-    grid = ClockedGrid(quick_app(), dict.fromkeys(range(2), dumb), clock, 2)
-    with pytest.raises(RoundError, match=r"asked after 90 s\nno answer: node-"):
-        start(grid, timeout=90)
-    assert 90 < clock.now < 100
-    waits = r"2 of 2 required nodes, no answer yet from node-\d+, node-"
-    assert re.search(waits, caplog.text.replace("\n", " "))
-
-
 def test_the_option_that_asks_for_more_nodes_than_answer_is_named(clock):
     grid = ClockedGrid(quick_app(), {1: Behaviour(answers=inf)}, clock, 3)
     with pytest.raises(RoundError) as caught:
@@ -218,16 +200,6 @@ def test_over_selection_asks_more_than_it_waits_for(clock):
     for metrics in result.train_metrics_clientapp.values():
         assert int(str(metrics["num-replies"])) >= 5
     assert clock.now < 100
-
-
-def test_a_strategy_runs_on_one_grid_after_another(clock):
-    """Nobody of the second grid is known, and all are waited for."""
-    strategy = FedFisherOneShot(**options_of())
-    for _ in range(2):
-        slow = {p: Behaviour(answers=5.0 + p) for p in range(4)}
-        grid = ClockedGrid(quick_app(), slow, clock, 4)
-        result = strategy.start(grid, tiny_arrays(), timeout=100)
-        assert len(result.uploads) == 4
 
 
 def test_an_answer_that_was_lost_is_asked_for_again(clock):
@@ -295,17 +267,6 @@ def test_a_resumed_run_leaves_out_whom_the_first_life_did(clock, tmp_path):
     assert asked([1, 2, 3, 5, 8], tmp_path / "parts") == whole
 
 
-def test_the_dead_are_not_charged_with_evaluations_deadline(clock, caplog):
-    slow = SLOW_TO_EVALUATE
-    dies = Behaviour(seconds=slow.seconds, dies=3.0)
-    grid = ClockedGrid(quick_app(), {0: slow, 1: dies}, clock, 3)
-    strategy = FedFisherOneShot(norm_statistics="average")
-    strategy.start(grid, tiny_arrays(), timeout=100)
-    assert "aggregate_evaluate: no reply from partition-1" in caplog.text
-    assert strategy.cohort.absences()["missed"] == {}
-    assert clock.now < 30
-
-
 # What becomes of rounds that fail
 
 
@@ -329,7 +290,7 @@ def test_half_of_a_skipped_round_changes_nothing(clock, tmp_path):
     own = {"timeout": 9, "checkpoint_dir": tmp_path}
     result = start(grid, make=partial(FedGA, beta=0.1), waiting=skip, **own)
     assert same_bits(result.arrays, tiny_arrays())
-    before, after = (opened(tmp_path).load_state(n) for n in (0, 1))
+    before, after = (saved_state(tmp_path, n) for n in (0, 1))
     assert after.keys() == before.keys()  # nor is the mean gradient kept
     assert result.train_metrics_clientapp[1]["skipped"] == 1
 
@@ -339,28 +300,6 @@ def test_a_round_that_all_others_need_is_not_skipped():
     assert [tct.may_skip(n) for n in (1, 2, 3, 4)] == [True, True, False, True]
     momentum = FAGH(probe="momentum")
     assert [momentum.may_skip(n) for n in (1, 2)] == [False, True]
-
-
-def test_a_run_ends_where_a_round_fails_that_all_others_need(clock):
-    hangs_later = Behaviour(seconds=lambda times: 1.0 if times == 0 else inf)
-    grid = ClockedGrid(quick_app(), dict.fromkeys(range(3), hangs_later), clock, 3)
-    skip = Waiting(on_failed_round="skip")
-    with pytest.raises(RoundError):
-        start(grid, make=TCT, stage1_rounds=1, num_rounds=3, timeout=9, waiting=skip)
-    assert set(grid.times.values()) == {2}  # nobody is asked again
-
-
-def test_a_reply_that_was_held_is_handed_over_once(clock):
-    grid = ClockedGrid(quick_app(), {}, clock, 1)
-    mailbox = Mailbox(grid)
-    late: list[object] = []
-    question = Message(RecordDict(), next(iter(grid.nodes)), "query")
-    own = set(mailbox.send([question], 60, late.append))
-    mailbox.awaited |= own
-    clock.now += 5
-    assert mailbox.pull() == []  # another exchange's
-    assert [len(mailbox.pull(own)) for _ in range(3)] == [1, 0, 0]
-    assert not late
 
 
 # Before a server app begins
@@ -397,14 +336,9 @@ def test_a_server_app_waits_for_its_nodes(clock):
     ("options", "reason"),
     [
         ({"enough_fraction": 0}, r"enough_fraction must be in \(0, 1\], got 0"),
-        ({"enough_fraction": 1.2}, r"enough_fraction must be in \(0, 1\]"),
         ({"enough_replies": 0}, "enough_replies must be >= 1"),
-        ({"enough_replies": 1.5}, "enough_replies must be an integer"),
-        ({"over_selection": -1}, "over_selection must be >= 0"),
-        ({"window": 0}, "window must be > 0"),
         ({"window": 9, "over_selection": 0.3}, "which asks all that"),
         ({"window": 9, "enough_fraction": 0.3}, "pass enough_replies"),
-        ({"on_failed_round": "pray"}, "unknown on_failed_round 'pray'"),
     ],
 )
 def test_mistakes_are_named(options, reason):
@@ -419,16 +353,3 @@ def test_a_window_asks_everyone():
         FedFisherOneShot(fraction_train=0.5, waiting=Waiting(window=9))
     with pytest.raises(ConfigurationError, match=r"waiting must be Waiting\("):
         FedFisherOneShot(waiting=60)
-
-
-def test_a_late_reply_adds_no_other_rounds_bytes():
-    run = Run.begin(tiny_arrays(), {}, None, resume=False)
-    exchange = Exchange(
-        {}, Additive.reader("params"), lambda state, uploads: Step(state)
-    )
-    uploads = [Upload(1, "a", 1, Additive({}), MetricRecord(), num_bytes=100)]
-    for server_round in (1, 2):
-        run.count_late(server_round)
-        counts = MetricRecord({"num-replies": 1})
-        run.take_step(server_round, exchange, Step(run.state), uploads, counts)
-    assert run.result().upload_bytes == 100

@@ -159,18 +159,6 @@ def test_a_window_that_closed_while_the_server_was_away(clock, tmp_path):
     assert again.sent == []
 
 
-def test_a_clock_that_is_set_back_makes_no_window_longer(clock, tmp_path):
-    waiting, clock.now = Waiting(window=DAY), 30 * DAY
-    grid = MortalGrid(quick_app(), {}, clock, 3)
-    grid.dies = 30 * DAY + HOUR
-    with pytest.raises(KilledError):
-        start(grid, waiting, checkpoint_dir=tmp_path)
-    clock.now = 0.0
-    grid.dies = inf
-    start(grid, waiting, checkpoint_dir=tmp_path, resume=True)
-    assert clock.now < DAY + 10
-
-
 def test_a_client_that_dies_while_it_trains_is_asked_when_it_is_back(clock):
     reborn = Behaviour(seconds=lambda times: 60.0, dies=30.0)
     comes = {0: between(0, inf), 1: between(0, inf), 2: reborn}
@@ -259,32 +247,6 @@ def test_a_window_is_not_resumed_without_one(clock, tmp_path):
         start(grid, Waiting(window=DAY), checkpoint_dir=tmp_path)
     with pytest.raises(CheckpointError, match=r"resume it with Waiting\(window"):
         start(grid, Waiting(), checkpoint_dir=tmp_path, resume=True)
-
-
-def test_a_late_upload_counts_when_the_merge_is_made_again(clock, tmp_path, caplog):
-    late = Behaviour(seconds=lambda times: 30.0 if times == 0 else 1.0)
-    slow = Behaviour(seconds=lambda times: 1.0 if times == 0 else 60.0)  # to evaluate
-    app, behaviours = Watched(), {0: slow, 1: slow, 3: late}
-
-    def life(**options):
-        waiting = Waiting(enough_fraction=0.75)
-        grid = ClockedGrid(app, behaviours, clock, 4)
-        own = {"checkpoint_dir": tmp_path, "timeout": 3600, **options}
-        evaluates = {"fraction_evaluate": 0.0} if own.get("resume") else {}
-        evaluates["norm_statistics"] = "average"
-        strategy = FedFisherOneShot(waiting=waiting, **evaluates)
-        return strategy.start(grid, tiny_arrays(), **own)
-
-    first = life()
-    assert first.train_metrics_clientapp[1]["num-replies"] == 3
-    assert first.train_metrics_clientapp[1]["num-late"] == 1
-    assert "partition-3 to round 1 came too late for it; keeping it" in caplog.text
-    # What was made of the others is the same when the run is resumed.
-    (tmp_path / "round-0001.safetensors").unlink()
-    assert same_bits(life(resume=True).arrays, first.arrays)
-    again = life(resume=True, reopen=True)
-    assert same_bits(again.arrays, merged_of(0, 1, 2, 3).arrays)
-    assert sorted(p for _, p in app.trained) == [0, 1, 2, 3]
 
 
 def test_a_run_kept_nowhere_cannot_be_opened_again(tmp_path):

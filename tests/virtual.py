@@ -15,6 +15,7 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp import ClientApp
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -397,6 +398,11 @@ def opened(where):
     return journal
 
 
+def saved_state(where, server_round):
+    """The tensors of a run's state after a round."""
+    return load_file(where / f"round-{server_round:04d}.safetensors")
+
+
 class Clock:
     """Stands in for the ``time`` module: sleeping only moves the clock."""
 
@@ -406,6 +412,9 @@ class Clock:
 
     def monotonic(self):
         return self.now
+
+    def time(self):
+        return 1e9 + self.now
 
     def sleep(self, seconds):
         self.slept.append(seconds)

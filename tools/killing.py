@@ -56,16 +56,15 @@ LIVES = 20  # of a trial, at most
 
 # Where a process dies: whose, what is patched, and whether before or after the call.
 POINTS: dict[str, tuple[str, object, str, str]] = {
-    "before an exchange is recorded": ("server", ExchangeJournal, "open", "before"),
+    "before an exchange is recorded": ("server", ExchangeJournal, "note", "before"),
     "when the requests are sent": ("server", Mailbox, "send", "after"),
     "before an upload is kept": ("server", ExchangeJournal, "save", "before"),
     "while a file is written": ("server", files.os, "fsync", "before"),
-    "between a file and its line": ("server", Journal, "write", "after"),
+    "when a file is written": ("server", Journal, "write", "after"),
     "when an upload is kept": ("server", ExchangeJournal, "save", "after"),
     "before the step": ("server", ExchangeRun, "step", "before"),
-    "after the step": ("server", ExchangeJournal, "close", "before"),
-    "when an exchange is closed": ("server", ExchangeJournal, "close", "after"),
-    "when a line is written": ("server", Journal, "append", "after"),
+    "after the step": ("server", ExchangeRun, "close", "before"),
+    "when an exchange is closed": ("server", ExchangeRun, "close", "after"),
     "before a round is written": ("server", Journal, "finish", "before"),
     "when a round is written": ("server", Journal, "finish", "after"),
     "before a training": ("client", Outbox, "reply", "after"),

@@ -7,12 +7,12 @@ and a round samples them by seed and round.
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import (
@@ -170,17 +170,16 @@ class Cohort:
         self._mailbox: Mailbox | None = None
         self._known: dict[int, Identity] = {}
         self._registered: dict[int, str] = {}  # names of the asked nodes, or ""
-        self._until: dict[int, float] = {}  # when a query expires
+        self._ask_again: dict[int, float] = {}  # when, if there is no answer by then
         self._failed: set[int] = set()  # nodes that answered a query with an error
         self._warned: set[str] = set()  # warnings that the log has already
         # By name: how many deadlines a node missed in a row, and the round until which
         # it sits out.
         self._missed: dict[str, tuple[int, int]] = {}
-        self._given_up: set[int] = set()  # nodes that are not waited for
+        self._patience = _GONE_WITHIN  # seconds for which nodes are waited for
         # By node: names of trained parameters; names and digests of frozen ones.
         self._trained: dict[int, frozenset[str] | None] = {}
         self._frozen: dict[int, frozenset[str]] = {}
-        self._alike: dict[frozenset[str], frozenset[str]] = {}  # to share equal sets
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the grid's mailbox, which knows the outstanding replies."""
@@ -237,14 +236,15 @@ class Cohort:
             Those that have answered and are not refused.
         """
         now = time.monotonic()
-        again = {n for n, until in self._until.items() if until < now} - self.answered
+        again = {node for node, when in self._ask_again.items() if when < now}
+        again -= self.answered
         if new := [n for n in nodes if n not in self._registered or n in again]:
             names = {info.node_id: info.name for info in nodes_of(mailbox.grid)}
             for node in new:
                 self._registered[node] = names.get(node) or ""
                 if name := self._registered[node]:
                     self._known[node] = Identity(node, name)
-            self._until |= dict.fromkeys(new, now + QUERY_LIFETIME)
+            self._ask_again |= dict.fromkeys(new, now + QUERY_LIFETIME)
             wait = 0.0 if self.answered.intersection(nodes) else timeout
             due = new
             while due:
@@ -257,17 +257,21 @@ class Cohort:
         """Store a node's answer, whenever it comes; return whether to ask again."""
         node, message = reply.node, reply.message
         if reply.from_superlink or reply.nothing_will_come:
-            self._until[node] = time.monotonic() + _ASK_AGAIN
+            self._ask_again[node] = time.monotonic() + _ASK_AGAIN
             return False
         answer = Answer.of(message)
-        if reason := _foreign_because(message, answer):
-            self.foreign[node] = reason
+        foreign = "" if answer.of_library else _NOT_OURS
+        if message.has_error():
+            error = str(message.error.reason)
+            foreign = next((why for sign, why in _FOREIGN.items() if sign in error), "")
+        if foreign:
+            self.foreign[node] = foreign
+        elif message.has_error() and node not in self._failed:
+            self._failed.add(node)  # the error may pass, such as a lack of memory
+            self._ask_again[node] = time.monotonic()
+            return True
         elif message.has_error():
-            if node not in self._failed:  # such as for a lack of memory
-                self._failed.add(node)
-                self._until[node] = time.monotonic()
-                return True
-            reason, name = printable(message.error.reason), self.identity(node).name
+            reason, name = printable(error), self.identity(node).name
             self.warn_once(
                 f"node-{node} failed to send its partition-id, and is known as {name}: "
                 f"{reason}",
@@ -279,13 +283,6 @@ class Cohort:
         if answer.partition is not None:
             registered = self._registered.get(node, "")
             self._known[node] = Identity(node, registered, answer.partition)
-        if answer.problem:
-            logger.warning(
-                "node-%s %s, which is not valid: it is known as %s",
-                node,
-                answer.problem,
-                self.identity(node).name,
-            )
         return False
 
     def _refuse(self, nodes: Collection[int]) -> None:
@@ -356,41 +353,38 @@ class Cohort:
         while True:
             connected = list(grid.get_node_ids())
             waited = time.monotonic() - began
-            silent, over = list[int](), False
-            if len(connected) >= needed:
+            count, state = len(connected), "are connected"
+            nodes, silent, hopeless = list[int](), list[int](), False
+            if count >= needed:
                 nodes = self.learn(mailbox, connected, timeout - waited)
                 waited = time.monotonic() - began
                 silent = [node for node in connected if node not in self.answered]
-                gone = waited > _GONE_WITHIN
-                there = len(connected) - len(set(silent) - self._given_up)
-                if len(nodes) >= minimum and (there >= needed or gone):
-                    self._give_up(silent)
-                    self.connected = len(nodes)
-                    return sorted(nodes, key=self.order)
-                # A restarted client is refused until its old node is gone.
-                # If all nodes run another app, as is usual then, none will change.
-                foreign = self.refused.keys() & self.foreign.keys()
-                over = not silent and (gone or foreign >= set(connected))
                 count, state = len(nodes), "can be asked"
-            else:
-                count, state = len(connected), "are connected"
-            over |= waited > timeout
-            if over or most_nodes(grid, needed) < needed:
+                # A restarted client is refused until its old node is gone. Another
+                # library's app stays what it is.
+                others = self.refused.keys() & self.foreign.keys()
+                all_others = others >= set(connected)
+                hopeless = not silent and (all_others or waited > _GONE_WITHIN)
+            answered = len(connected) - len(silent)
+            all_here = answered >= needed or waited > self._patience
+            if all_here and len(nodes) >= minimum:
+                if silent:
+                    text = "Not asking nodes that have not answered yet: "
+                    self.warn_once(text + self._listed(silent))
+                    self._patience = 0.0  # they are waited for once a run
+                self.connected = len(nodes)
+                return sorted(nodes, key=self.order)
+            if hopeless or waited > timeout or most_nodes(grid, needed) < needed:
                 few = [f"{name}={n}" for name, n in options.items() if n > count]
-                raise RoundError(
-                    "\n".join(
-                        [
-                            f"only {count} of {needed} required nodes "
-                            f"({', '.join(few)}) {state} after "
-                            f"{min(waited, timeout):.0f} s",
-                            *self._refusals(),
-                            *([f"no answer: {self._listed(silent)}"] if silent else []),
-                        ]
-                    )
-                )
+                lines = [
+                    f"only {count} of {needed} required nodes ({', '.join(few)}) "
+                    f"{state} after {min(waited, timeout):.0f} s"
+                ]
+                for why, refused in by_reason(self.refused).items():
+                    lines.append(f"{self._listed(refused)}: {why}")
+                lines += [f"no answer: {self._listed(silent)}"] if silent else []
+                raise RoundError("\n".join(lines))
             last, line = line, _waiting_line(len(connected), needed)
-            if self.refused:
-                line += f", {len(self.refused)} refused"
             if silent:
                 line += f", no answer yet from {self._listed(silent)}"
             if line != last:
@@ -398,20 +392,8 @@ class Cohort:
             time.sleep(1)
             mailbox.pull()
 
-    def _give_up(self, silent: Sequence[int]) -> None:
-        """Log, once, the connected nodes that have not answered."""
-        if new := [node for node in silent if node not in self._given_up]:
-            text = "Not asking nodes that have not answered yet: %s"
-            logger.warning(text, self._listed(new))
-        self._given_up.update(silent)
-
     def _listed(self, nodes: Iterable[int]) -> str:
         return listed(map(self.name, nodes))
-
-    def _refusals(self) -> list[str]:
-        """Return a line for each reason, with the names of the refused nodes."""
-        reasons = by_reason(self.refused).items()
-        return [f"{self._listed(nodes)}: {why}" for why, nodes in reasons]
 
     # --- nodes that sit out
 
@@ -478,9 +460,18 @@ class Cohort:
         trained = {n: t for n in nodes if (t := self._trained[n]) is not None}
         if text := adapter_warning(frozenset[str]().union(*trained.values())):
             self.warn_once(text, "products of adapters")
-        reasons = unlike_most(trained, _difference)
-        left = [n for n in nodes if n in self._frozen and n not in reasons]
-        reasons |= unlike_most({n: self._frozen[n] for n in left}, _other_values)
+        reasons = {
+            node: _difference(trained[node], other, whom)
+            for node, (other, whom) in unlike_most(trained).items()
+        }
+        left = self._frozen.keys() - reasons
+        frozen = {node: self._frozen[node] for node in nodes if node in left}
+        for node, (other, whom) in unlike_most(frozen).items():
+            names = {frozen_name(described) for described in frozen[node] ^ other}
+            reasons[node] = (
+                f"its frozen {some(names)} differ from those of {whom}: "
+                f"{FREEZE_THE_SAME}"
+            )
         return {node: ClientError(why) for node, why in reasons.items()}
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
@@ -489,7 +480,7 @@ class Cohort:
         if answer.trained is not None:
             self._trained[reply.node] = names & answer.trained
         if (frozen := answer.frozen_beside(names)) is not None:
-            self._frozen[reply.node] = self._alike.setdefault(frozen, frozen)
+            self._frozen[reply.node] = frozen
 
 
 def _claimed_twice(connected: Sequence[Identity]) -> dict[int, str]:
@@ -518,21 +509,16 @@ def _claimed_twice(connected: Sequence[Identity]) -> dict[int, str]:
     return refused
 
 
-def unlike_most(
-    said: Mapping[Key, Said], difference: Callable[[Said, Said, str], str]
-) -> dict[Key, str]:
-    """Return the nodes with another answer than most, with the difference.
+def unlike_most(said: Mapping[Key, Said]) -> dict[Key, tuple[Said, str]]:
+    """Return the clients with another answer than most.
 
-    If no two nodes have the same answer, all nodes are returned, because no answer is
-    more likely to be right.
+    If no two clients have the same answer, all are returned, because no answer is more
+    likely to be right.
 
-    Parameters
-    ----------
-    said : Mapping[Key, Said]
-        The answers, by client.
-    difference : Callable[[Said, Said, str], str]
-        Makes a text from a node's answer, another answer, and the name of those who
-        gave the other one: "most" or "others".
+    Returns
+    -------
+    dict[Key, tuple[Said, str]]
+        For each such client another answer, and who gave it: "most" or "others".
     """
     counts = Counter(said.values()).most_common()
     if len(counts) < 2:
@@ -540,15 +526,10 @@ def unlike_most(
     common, number = counts[0]
     whom = "most" if 2 * number > len(said) else "others"
     return {
-        key: difference(answer, counts[1][0] if answer == common else common, whom)
+        key: (counts[1][0] if answer == common else common, whom)
         for key, answer in said.items()
         if number == 1 or answer != common
     }
-
-
-def _other_values(frozen: frozenset[str], other: frozenset[str], whom: str) -> str:
-    names = {frozen_name(described) for described in frozen ^ other}
-    return f"its frozen {some(names)} differ from those of {whom}: {FREEZE_THE_SAME}"
 
 
 def _difference(trained: frozenset[str], other: frozenset[str], whom: str) -> str:
@@ -566,14 +547,6 @@ def by_reason(reasons: Mapping[Key, str]) -> dict[str, list[Key]]:
     for key, reason in reasons.items():
         groups.setdefault(reason, []).append(key)
     return groups
-
-
-def _foreign_because(message: Message, answer: Answer) -> str:
-    """Return advice for a node with another library's app, or ""."""
-    if message.has_error():
-        error = str(message.error.reason)
-        return next((why for sign, why in _FOREIGN.items() if sign in error), "")
-    return "" if answer.of_library else _NOT_OURS
 
 
 # --- before a server app begins

@@ -119,6 +119,7 @@ def comparable(
     >>> {k: dict(v) for k, v in good.items()}, others
     ({'b': {'x': 2, 'y': 3}}, {'a': "has no finite 'y'", 'c': "has no finite 'x'"})
     """
+    # An entry is a name with its form: a number, or a list of so many numbers.
     entries = {client: _finite_entries(record) for client, record in metrics.items()}
     counts = Counter(entry for reported in entries.values() for entry in reported)
     common = [entry for entry, n in counts.items() if 2 * n > len(metrics)]
@@ -183,14 +184,14 @@ class LeftOut:
             reason = f"{type(reason).__name__}: {reason}"
         text = printable(reason, _LONG_REASON)
         sender = "" if node is None else f"node {node}: "
-        if text in self.rejected.values():
+        if text in self.rejected.values():  # a mistake that another client made, too
             self._unlogged[client] = text
         else:
             start = f"{stage or self.stage}: left out {client}: {sender}"
             logger.warning("%s%s", start, text)
         self.rejected[client], self._senders[client] = text, sender
 
-    def miss(self, clients: Iterable[str], reason: str) -> None:
+    def mark_missing(self, clients: Iterable[str], reason: str) -> None:
         """Note the clients without a reply, and why."""
         self.missing |= dict.fromkeys(clients, reason)
 
@@ -295,7 +296,7 @@ class Door(Generic[P]):
         if self.has(identity):
             return None
         if reply.from_superlink or reply.nothing_will_come:
-            self.left_out.miss([name], printable(reply.message.error.reason))
+            self.left_out.mark_missing([name], printable(reply.message.error.reason))
             return None
         try:
             metrics = read_metrics(reply.message)
@@ -367,6 +368,8 @@ class Door(Generic[P]):
             other = self._clients[upload.client]
             if other.partition != identity.partition:
                 continue
+            # The SuperLink vouches for a registered node's name, and for nothing that
+            # an unregistered node claims.
             if bool(other.registered) == bool(identity.registered):
                 continue  # neither claim is better
             owner = other if other.registered else identity
@@ -401,6 +404,9 @@ class Door(Generic[P]):
         A registered node is recognised by its name and id. Its partition does not
         count, because another node may have claimed it.
         """
+        # A client may have had another name before the server was restarted: that of
+        # its partition, before it was registered; or that of its node, before it
+        # answered who it is. So any of its names counts.
         done, left = self.done(), []
         for node in nodes:
             known = self.cohort.identity(node)
@@ -469,6 +475,7 @@ class Door(Generic[P]):
 
     def _withdraw_mismatched(self) -> None:
         """Reject the uploads with another layout, or frozen part, than most have."""
+        # What most have sent decides, not the first that came: it may be the odd one.
         layouts = [upload.payload.layout() for upload in self.admitted]
         common = Counter(layouts).most_common(1)[0][0] if layouts else ()
         for upload, layout in zip(list(self.admitted), layouts, strict=True):
@@ -484,7 +491,9 @@ class Door(Generic[P]):
             if client in uploads
         }
         # They were not asked before their training, so it shows only now.
-        for client, reason in unlike_most(digests, _other_digest).items():
+        for client, (_, whom) in unlike_most(digests).items():
+            reason = "its frozen parameters, which the server does not send, differ "
+            reason += f"from those of {whom}: {FREEZE_THE_SAME}"
             self.withdraw(uploads[client], WireError(reason, field="frozen"))
 
     def metrics(
@@ -492,6 +501,7 @@ class Door(Generic[P]):
     ) -> MetricRecord:
         """Return the uploads' aggregated metrics, and how many replies there were."""
         key = self.weighted_by
+        # The weights are those that counted in the step, after the policy.
         weighted = {
             u.client: MetricRecord({**u.metrics, key: u.num_examples}) for u in uploads
         }
@@ -539,11 +549,3 @@ class Door(Generic[P]):
             )
             return {}
         return metrics_from(returned, "train_metrics_aggr_fn") or {}
-
-
-def _other_digest(digest: str, other: str, whom: str) -> str:
-    """Return the reason for rejecting a client with other frozen values."""
-    return (
-        "its frozen parameters, which the server does not send, differ from those of "
-        f"{whom}: {FREEZE_THE_SAME}"
-    )

@@ -1,6 +1,5 @@
 """The driver of a run's rounds: it trains, evaluates, saves, and calls callbacks."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
-    Message,
     MessageType,
     MetricRecord,
     RecordDict,
@@ -17,7 +15,7 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.callbacks import Callback
 from flwr_fisher.errors import ConfigurationError, RoundError, listed, printable
-from flwr_fisher.log_lines import logger
+from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.server.door import (
     TRAIN,
     LeftOut,
@@ -26,7 +24,6 @@ from flwr_fisher.server.door import (
     weight_of,
 )
 from flwr_fisher.server.exchange import Exchange, metrics_from, sessions
-from flwr_fisher.server.journal import ExchangeJournal
 from flwr_fisher.server.mailbox import NodeReply, collect
 from flwr_fisher.server.round import ExchangeRun, Strategy, requests
 from flwr_fisher.server.run import Run
@@ -44,9 +41,6 @@ class Driver:
         self.strategy, self.cohort = strategy, strategy.cohort
         self.grid, self.run = grid, run
         self.server_round = run.server_round  # the current round
-        # The exchange whose late replies are kept, because it can be opened again.
-        # Earlier exchanges hold no model any more.
-        self._last: ExchangeRun[Any] | None = None
 
     def rounds(
         self,
@@ -65,12 +59,12 @@ class Driver:
         CallbackError
             If a callback failed. Its round is finished then.
         """
-        run, strategy = self.run, self.strategy
+        run = self.run
         if evaluate_fn and run.server_round == 0:
-            self._evaluate_here(0, evaluate_fn)
-            run.finish(0)
-        if run.id is not None:
-            named = named_options({"run": run.id})
+            self._evaluate_here(evaluate_fn)
+            run.finish(0, {})
+        if run.journal.run:  # so that clients know the run after it is resumed
+            named = named_options({"run": run.journal.run})
             train_config = ConfigRecord({**train_config, **named})
         ended = bool(run.server_round) and run.run_callbacks(callbacks)
         if run.server_round and run.server_round >= num_rounds:
@@ -85,13 +79,9 @@ class Driver:
             logger.info("[ROUND %s/%s]", server_round, num_rounds)
             self.server_round = server_round
             self._train(train_config)
-            config = ConfigRecord({**evaluate_config})
-            config = strategy.evaluation_config(server_round, config)
-            config = _checked("evaluation_config", config, server_round)
-            metrics = evaluate(strategy, server_round, run.arrays(), config, self.grid)
-            run.client_evaluated(server_round, metrics)
+            self._evaluate(self._config("evaluation_config", evaluate_config))
             if evaluate_fn:
-                self._evaluate_here(server_round, evaluate_fn)
+                self._evaluate_here(evaluate_fn)
             run.finish(server_round, self.cohort.absences())
             ended = run.run_callbacks(callbacks)
 
@@ -100,9 +90,7 @@ class Driver:
         strategy, server_round = self.strategy, self.server_round
         before = self.run.state
         try:
-            config = ConfigRecord({**train_config})  # the caller's stays as it is
-            config = strategy.round_config(server_round, config)
-            config = _checked("round_config", config, server_round)
+            config = self._config("round_config", train_config)
             if strategy.fraction_train > 0.0:  # or else FedAvg only evaluates
                 self._do_exchanges(config)
             self.run.has_merged = True
@@ -114,10 +102,22 @@ class Driver:
                 raise
             self.run.skip_round(server_round, error)
 
-    def _evaluate_here(self, server_round: int, evaluate_fn: EvaluateFn) -> None:
-        """Evaluate on the server, and note the metrics."""
-        returned = evaluate_fn(server_round, self.run.arrays())
-        self.run.evaluated(server_round, metrics_from(returned, "evaluate_fn"))
+    def _config(self, hook: str, config: ConfigRecord) -> ConfigRecord:
+        """Return what a strategy's hook makes of a config, which stays as it is.
+
+        Raises
+        ------
+        ConfigurationError
+            If it returned something else.
+        """
+        make = getattr(self.strategy, hook)
+        returned = make(self.server_round, ConfigRecord({**config}))
+        if not isinstance(returned, Mapping):
+            raise ConfigurationError(
+                f"{hook}() must return the config of round {self.server_round}, got "
+                f"{returned!r:.80}: return ConfigRecord({{**config, 'lr': 0.1}})"
+            )
+        return ConfigRecord({**returned})
 
     # --- the exchanges of a round
 
@@ -199,13 +199,12 @@ class Driver:
         run, server_round = self.run, self.server_round
         if not exchange.optional:  # free uploads before the next ones arrive
             run.forget_uploads()
-            self._last = None
-        journal = run.exchange_journal(server_round, index)
+        journal = run.journal.exchange_journal(server_round, index)
         under_way = ExchangeRun(
             self.strategy, exchange, run.state, config, self.grid, journal, previous
         )
         try:
-            under_way.gather(partial(self._take_late, journal))
+            under_way.gather(partial(self._take_late, server_round))
             step, uploads, metrics = under_way.step()
         except RoundError:
             if exchange.optional:  # a resumed run does not try it again
@@ -213,173 +212,137 @@ class Driver:
             raise
         under_way.close(uploads)
         run.take_step(server_round, exchange, step, uploads, metrics)
-        # A secure sum is not opened again: the difference would reveal a client.
-        if journal.on_disk and self.strategy.secure is None and not exchange.optional:
-            self._last = under_way
         # Before the policy's limits, which the next exchange has, too.
         return {u.number: u.num_examples for u in under_way.door.admitted}
 
-    def _take_late(self, journal: ExchangeJournal, reply: NodeReply) -> None:
-        """Handle a reply that comes after the end of its exchange.
+    def _take_late(self, asked_in: int, reply: NodeReply) -> None:
+        """Log a reply that comes after the end of its exchange.
 
-        It is counted. If its exchange is the last one, which can be opened again, the
-        journal admits the reply, so that it counts then.
+        With a journal, its client has kept it, and sends it if the exchange is opened
+        again.
         """
-        if reply.from_superlink:
-            return
-        self.cohort.replied(reply.node)
-        self.run.count_late(self.server_round)
-        last = self._last
-        if last is not None and (
-            last.journal is not journal
-            or journal.has(self.cohort.identity(reply.node))  # it is not replaced
+        if not reply.from_superlink:
+            self.cohort.replied(reply.node)
+            name = self.cohort.name(reply.node)
+            text = "%s: the reply of %s to round %s came too late for it"
+            logger.warning(text, TRAIN, name, asked_in)
+
+    # --- evaluation
+
+    def _evaluate_here(self, evaluate_fn: EvaluateFn) -> None:
+        """Evaluate on the server, and note the metrics."""
+        returned = evaluate_fn(self.server_round, self.run.arrays())
+        metrics = metrics_from(returned, "evaluate_fn")
+        logger.info("Global evaluation\n\t└──> MetricRecord: %s", shown(metrics))
+        if metrics is not None:
+            self.run.note("evaluate_metrics_serverapp", self.server_round, metrics)
+
+    def _evaluate(self, config: ConfigRecord) -> None:
+        """Let clients evaluate the parameters, and note their metrics.
+
+        A client without data to evaluate on says so, and the server does not ask it
+        again.
+        """
+        strategy, cohort, timeout = self.strategy, self.cohort, self.strategy.timeout
+        nodes = self._sampled_to_evaluate()
+        arrays = self.run.arrays()
+        messages = requests(
+            strategy,
+            self.server_round,
+            lambda node: arrays,
+            ConfigRecord({**config, **named_options({"may-abstain": True})}),
+            nodes,
+            MessageType.EVALUATE,
+        )
+        due, abstaining = set(nodes), set[int]()
+        left_out = LeftOut("aggregate_evaluate")
+        scores: dict[int, MetricRecord] = {}
+
+        def enough() -> bool:
+            wanted = strategy.waiting.enough(len(nodes) - len(abstaining))
+            return len(scores) >= max(wanted, 1)
+
+        for reply in collect(
+            cohort.mailbox(self.grid), messages, timeout, enough=enough
         ):
-            last = None
-        logger.warning(
-            "%s: the reply of %s to round %s came too late for it%s",
-            TRAIN,
-            self.cohort.name(reply.node),
-            journal.server_round,
-            "" if last is None else "; keeping it, for reopen=True",
-        )
-        if last is not None:
-            last.keep_late(reply)
-
-
-def _checked(name: str, returned: object, server_round: int) -> ConfigRecord:
-    """Return the config that a strategy's method returned.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is something else.
-    """
-    if not isinstance(returned, Mapping):
-        raise ConfigurationError(
-            f"{name}() must return the config of round {server_round}, got "
-            f"{returned!r:.80}: return ConfigRecord({{**config, 'lr': 0.1}})"
-        )
-    return ConfigRecord({**returned})
-
-
-# --- the clients' evaluation
-
-
-def requests_to_evaluate(
-    strategy: Strategy,
-    server_round: int,
-    arrays: ArrayRecord,
-    config: ConfigRecord,
-    grid: Grid,
-) -> list[Message]:
-    """Sample clients for evaluation, and return their messages."""
-    if strategy.fraction_evaluate == 0.0:
-        return []
-    try:
-        nodes, _ = strategy.cohort.sample(
-            grid,
-            fraction=strategy.fraction_evaluate,
-            minimum=strategy.min_evaluate_nodes,
-            available=strategy.min_available_nodes,
-            server_round=server_round,
-            purpose="evaluate",
-            timeout=min(strategy.timeout, _LONGEST_WAIT),
-            waiting=Waiting(),
-        )
-    except RoundError as error:  # the training does not depend on it
-        logger.warning("configure_evaluate: no client evaluates: %s", error)
-        return []
-    logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
-    kind = MessageType.EVALUATE
-    return requests(strategy, server_round, lambda node: arrays, config, nodes, kind)
-
-
-def evaluate(
-    strategy: Strategy,
-    server_round: int,
-    arrays: ArrayRecord,
-    config: ConfigRecord,
-    grid: Grid,
-) -> MetricRecord | None:
-    """Let clients evaluate parameters, as the strategy configures it.
-
-    A client without data to evaluate on says so, and the server does not ask it again.
-    """
-    cohort, timeout = strategy.cohort, strategy.timeout
-    config = ConfigRecord({**config, **named_options({"may-abstain": True})})
-    messages = [
-        message
-        for message in strategy.configure_evaluate(server_round, arrays, config, grid)
-        if message.metadata.dst_node_id not in cohort.abstaining
-    ]
-    due = {message.metadata.dst_node_id for message in messages}
-    num_asked, abstaining = len(due), set[int]()
-    left_out = LeftOut("aggregate_evaluate")
-    replies: dict[int, Message] = {}
-    metrics: dict[int, MetricRecord] = {}
-
-    def enough() -> bool:
-        wanted = strategy.waiting.enough(num_asked - len(abstaining))
-        return len(metrics) >= max(wanted, 1)
-
-    for reply in collect(cohort.mailbox(grid), messages, timeout, enough=enough):
-        node, name = reply.node, cohort.name(reply.node)
-        if reply.from_superlink and not reply.nothing_will_come:
-            continue  # the time is up
-        due.discard(node)
-        if reply.nothing_will_come:
-            left_out.miss([name], printable(reply.message.error.reason))
-            continue
-        try:
-            scores = read_metrics(reply.message)
-            if dict(scores) == {NUM_EXAMPLES: 0}:  # the client has no data for it
-                abstaining.add(node)
-                continue
-            weight_of(scores, strategy.weighted_by_key)
-            metrics[node], replies[node] = scores, reply.message
-        except Exception as error:  # untrusted replies can fail in any way
-            left_out.reject(name, error, node)
-    if abstaining:
-        cohort.abstaining |= abstaining
-        names = listed(map(cohort.name, abstaining))
-        logger.info("configure_evaluate: without data for evaluation: %s", names)
-    if enough():
+            node, name = reply.node, cohort.name(reply.node)
+            if reply.nothing_will_come:
+                due.discard(node)
+                left_out.mark_missing([name], printable(reply.message.error.reason))
+            if reply.nothing_will_come or reply.from_superlink:
+                continue  # the client is gone, or the time is up
+            due.discard(node)
+            try:
+                metrics = read_metrics(reply.message)
+                if dict(metrics) == {NUM_EXAMPLES: 0}:  # it has no data for it
+                    abstaining.add(node)
+                    continue
+                weight_of(metrics, strategy.weighted_by_key)
+                scores[node] = metrics
+            except Exception as error:  # untrusted replies can fail in any way
+                left_out.reject(name, error, node)
+        if abstaining:
+            cohort.abstaining |= abstaining
+            names = listed(map(cohort.name, abstaining))
+            logger.info("configure_evaluate: without data for evaluation: %s", names)
         reason = "not waited for, since enough have replied"
-    else:
-        reason = f"none within {timeout:.0f} s"
-        cohort.missed(due, server_round)
-    left_out.miss(map(cohort.name, due), reason)
-    left_out.log_missing()
-    contents = _comparable_replies(strategy, replies, metrics, left_out)
-    left_out.log_repeated()
-    returned = strategy.aggregate_evaluate(server_round, contents) if contents else None
-    return metrics_from(returned, "evaluate_metrics_aggr_fn")
+        if not enough():
+            reason = f"none within {timeout:.0f} s"
+            cohort.missed(due, self.server_round)
+        left_out.mark_missing(map(cohort.name, due), reason)
+        left_out.log_missing()
+        aggregated = self._aggregated(scores, left_out)
+        if aggregated is not None:
+            logger.info("\t└──> Aggregated MetricRecord: %s", shown(aggregated))
+            name = "evaluate_metrics_clientapp"
+            self.run.note(name, self.server_round, aggregated)
 
+    def _sampled_to_evaluate(self) -> list[int]:
+        """Return the nodes that are asked to evaluate; the training needs none."""
+        strategy = self.strategy
+        if strategy.fraction_evaluate == 0.0:
+            return []
+        try:
+            nodes, _ = self.cohort.sample(
+                self.grid,
+                fraction=strategy.fraction_evaluate,
+                minimum=strategy.min_evaluate_nodes,
+                available=strategy.min_available_nodes,
+                server_round=self.server_round,
+                purpose="evaluate",
+                timeout=min(strategy.timeout, _LONGEST_WAIT),
+                waiting=Waiting(),
+            )
+        except RoundError as error:
+            logger.warning("configure_evaluate: no client evaluates: %s", error)
+            return []
+        logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
+        return [node for node in nodes if node not in self.cohort.abstaining]
 
-def _comparable_replies(
-    strategy: Strategy,
-    replies: Mapping[int, Message],
-    metrics: Mapping[int, MetricRecord],
-    left_out: LeftOut,
-) -> list[Message]:
-    """Return the replies whose metrics can be averaged, in the clients' order.
+    def _aggregated(
+        self, scores: Mapping[int, MetricRecord], left_out: LeftOut
+    ) -> MetricRecord | None:
+        """Return what the user's function makes of the metrics that can be averaged.
 
-    A strict policy limits their weights.
-    """
-    cohort, key, policy = strategy.cohort, strategy.weighted_by_key, strategy.policy
-    good, others = comparable(metrics)
-    for node, reason in others.items():
-        left_out.reject(cohort.name(node), f"'metrics': it {reason}", node)
-    nodes = sorted(good, key=cohort.order)
-    weights = [weight_of(metrics[node], key) for node in nodes]
-    limited = policy.weights(weights) if policy.limit_scores else weights
-    comparables = []
-    for node, before, after in zip(nodes, weights, limited, strict=True):
-        if after < before:
-            text = "%s: limited %s: weight x %.2g"
-            logger.warning(text, left_out.stage, cohort.name(node), after / before)
-        message = copy.copy(replies[node])
-        record = MetricRecord({**good[node], key: after})
-        message.content = RecordDict({"metrics": record})
-        comparables.append(message)
-    return comparables
+        A strict policy limits the clients' weights.
+        """
+        strategy, cohort = self.strategy, self.cohort
+        key, policy = strategy.weighted_by_key, strategy.policy
+        good, others = comparable(scores)
+        for node, why in others.items():
+            left_out.reject(cohort.name(node), f"'metrics': it {why}", node)
+        left_out.log_repeated()
+        if not good:
+            return None
+        nodes = sorted(good, key=cohort.order)
+        weights = [weight_of(scores[node], key) for node in nodes]
+        limited = policy.weights(weights) if policy.limit_scores else weights
+        contents = []
+        for node, before, after in zip(nodes, weights, limited, strict=True):
+            if after < before:
+                text = "%s: limited %s: weight x %.2g"
+                logger.warning(text, left_out.stage, cohort.name(node), after / before)
+            record = MetricRecord({**good[node], key: after})
+            contents.append(RecordDict({"metrics": record}))
+        returned = strategy.evaluate_metrics_aggr_fn(contents, key)
+        return metrics_from(returned, "evaluate_metrics_aggr_fn")

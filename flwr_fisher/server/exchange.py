@@ -15,7 +15,6 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from torch import Tensor
 
 from flwr_fisher.errors import (
-    CheckpointError,
     ConfigurationError,
     WireError,
     check_known,
@@ -43,21 +42,6 @@ _CLIENTS = ("sampled", "all", "previous")
 _RESERVED = ("query", "run", "seed", "tell-frozen")
 
 
-class _Group(dict[str, Tensor]):
-    """A group of tensors by name, which names itself in errors."""
-
-    def __init__(self, name: str, tensors: Params) -> None:
-        super().__init__(tensors)
-        self.name = name
-
-    def __missing__(self, key: str) -> Tensor:
-        raise CheckpointError(
-            f"the state's group '{self.name}' has no '{key}', only {sorted(self)}: "
-            "each Step must return all groups that a later one reads; to resume a run "
-            "of another version, use that version"
-        )
-
-
 @dataclass(frozen=True)
 class ServerState:
     """The server's state, on which the next round depends.
@@ -83,12 +67,8 @@ class ServerState:
     groups: Groups = field(default_factory=dict)
 
     def group(self, name: str) -> Params:
-        """Return the group of tensors of a name, or an empty one.
-
-        If a step reads a tensor that the group lacks, it gets a
-        :class:`CheckpointError` that names the group and the tensor.
-        """
-        return _Group(name, self.groups.get(name, {}))
+        """Return the group of tensors of a name, or an empty one."""
+        return self.groups.get(name, {})
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name: parameters, and ``groups/<group>/<name>``."""
@@ -201,13 +181,10 @@ def check_groups(groups: object, who: str) -> None:
 
 
 def _check_tensors(tensors: object, what: str) -> None:
-    if not isinstance(tensors, Mapping):
-        raise ConfigurationError(f"{what} as {tensors!r:.40}, not as a dict of tensors")
-    for key, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise ConfigurationError(
-                f"{what} with {key!r} as {value!r:.40}, not as a tensor"
-            )
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(value, Tensor) for value in tensors.values()
+    ):
+        raise ConfigurationError(f"{what} as {tensors!r:.80}, not as a dict of tensors")
 
 
 def metrics_from(returned: object, who: str) -> MetricRecord | None:
@@ -338,8 +315,8 @@ class Exchange(Generic[P]):
     Raises
     ------
     ConfigurationError
-        If an option has a name that the library gives itself, or a value that a
-        ``ConfigRecord`` cannot hold, or `clients` is a word with no meaning here.
+        If an option has a name that the library gives itself, or `clients` is a word
+        with no meaning here.
     """
 
     options: Mapping[str, ConfigValue]
@@ -364,18 +341,6 @@ class Exchange(Generic[P]):
                 f"the option {reserved[0]!r} of an Exchange is the library's own: use "
                 "another name"
             )
-        try:
-            ConfigRecord(dict(self.options))
-        except TypeError as error:
-            raise ConfigurationError(
-                f"the options of an Exchange must be numbers, texts, bytes, or lists "
-                f"of these: {error}"
-            ) from error
-
-    @property
-    def stands_alone(self) -> bool:
-        """Whether a secure sum of it has keys of its own."""
-        return self.optional or self.prepare is not None
 
     @property
     def log_name(self) -> str:
@@ -417,23 +382,10 @@ class Exchange(Generic[P]):
     def numbers(
         self, state: ServerState, previous: Mapping[int, float]
     ) -> Collection[int] | None:
-        """Return the numbers of the clients to ask, or None if they are sampled.
-
-        Raises
-        ------
-        ConfigurationError
-            If it asks the previous exchange's clients, and is the first of the round.
-        """
+        """Return the numbers of the clients to ask, or None if they are sampled."""
         if not isinstance(self.clients, str):
             return self.clients(state)
-        if self.clients != "previous":
-            return None
-        if not previous:
-            raise ConfigurationError(
-                "a round's first Exchange has clients='previous', but there is none "
-                "before it: use 'sampled' or 'all'"
-            )
-        return previous.keys()
+        return previous.keys() if self.clients == "previous" else None
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record with the caller's entries and the options."""
@@ -473,7 +425,7 @@ def sessions(exchanges: Sequence[Exchange[Any]]) -> Iterator[list[Exchange[Any]]
     """
     together: list[Exchange[Any]] = []
     for exchange in exchanges:
-        if not exchange.stands_alone:
+        if not exchange.optional and exchange.prepare is None:
             together.append(exchange)
             continue
         if together:

@@ -1,38 +1,35 @@
 """The journal of a run: a folder with all that is needed to resume it.
 
-The folder contains (format 6):
+The folder contains (format 7):
 
-``journal.jsonl``
-    A line of JSON for each event, in order, with the run's id and a digest of the line.
-    The events are: the run has ``begun``, with its options; an exchange was
-    ``opened``, with the clients that it asks; a reply was ``admitted``, with its client
-    and metrics; an exchange was ``closed``, with the clients whose replies it used; a
-    round is ``finished``, with its metrics. (Version 0.3 also wrote ``set aside``, for
-    a reply that turned out to be bad, and moved its file away.)
+``run.safetensors``
+    The record of the run: its options, and the format's number.
 ``round-0003.safetensors``
-    The server's state after a round, for the last two rounds; 0 is the start.
+    The server's state after a round, for the last two rounds; 0 is the start. Its
+    record has the metrics of all rounds so far, and the clients that sit out.
+``uploads-0004/exchange-1.safetensors``
+    The record of an exchange of the next round: which clients it asks; and when it is
+    closed, whose replies its step used.
 ``uploads-0004/exchange-1/<client>.safetensors``
-    The arrays of an admitted reply. They stay until the next round is finished.
-``lock``, ``holder.txt``
-    The server that uses the folder.
+    The arrays of an admitted reply, with its client and metrics in the record. They
+    stay until the next round is finished.
+``lock``
+    Is locked by the server that uses the folder.
 
-Only the journal says what has happened. A file beside it counts if it has the digest in
-its line. So a file is written first (under another name, then renamed, and its folder
-synced), and its line afterwards. A crash can leave a file without a line, or the
-beginning of a last line; both are ignored. A later version reads this format, or
-refuses it by its number.
+Each file stands for itself: its header has its record as JSON, the run's id, its own
+place in the folder, and a digest of all that. It is written under another name, and
+renamed when it is whole. So whatever a crash leaves is a state from which the run goes
+on, and a file that is damaged, or of another run, is noticed. A later version reads
+this format, or refuses it by its number.
 """
 
 import json
-import os
 import secrets
 import shutil
-import socket
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -42,33 +39,18 @@ from flwr.app import ArrayRecord, MetricRecord
 from safetensors import SafetensorError
 from torch import Tensor
 
-from flwr_fisher.errors import (
-    CheckpointError,
-    ConfigurationError,
-    kept_record,
-    plain,
-)
-from flwr_fisher.files import (
-    digest_of,
-    load_record,
-    save_record,
-    save_text,
-    sweep,
-    sync_folder,
-)
+from flwr_fisher.errors import CheckpointError, ConfigurationError, kept_record, plain
+from flwr_fisher.files import digest_of, load_record, save_record, sweep, sync_folder
 from flwr_fisher.log_lines import logger
 from flwr_fisher.server.cohort import Identity
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
-FORMAT = "6"
+FORMAT = 7
 # After a SuperLink was killed, its ServerApp ends only after 15 seconds, or more on a
 # busy machine, while the next one has started.
 PATIENCE = 60.0  # seconds
-_FILE = "journal.jsonl"
 _LONGEST = 160  # characters of a client's name in a file's name
 _ELSEWHERE = "begin a new run in another checkpoint_dir"
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -88,6 +70,8 @@ class ExchangeRecord:
         When it began, in seconds since 1970.
     optional : bool
         Whether the round can do without the exchange.
+    reopened : bool
+        Whether it was opened again after its round was finished.
     closed : list[str] | None
         The clients whose replies the step used; None before the step.
     missing, rejected : dict[str, str]
@@ -102,21 +86,17 @@ class ExchangeRecord:
     connected: int
     opened: float
     optional: bool = False
+    reopened: bool = False
     closed: list[str] | None = None
     missing: dict[str, str] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     absences: dict[str, Any] = field(default_factory=dict)
 
-    def again(self) -> "ExchangeRecord":
-        """Return the record of the exchange when it is opened again, now."""
-        return replace(self, opened=time.time(), closed=None)
-
 
 class Journal:
-    """Writes and reads a run's events, and locks its folder.
+    """Writes and reads a run's files, and locks its folder.
 
-    Without a folder it remembers the exchanges of the current round, and writes
-    nothing.
+    Without a folder it writes nothing.
 
     Parameters
     ----------
@@ -129,8 +109,6 @@ class Journal:
         The run's id; empty without a folder, or before the run has begun.
     options : dict[str, Any]
         The options with which the run began.
-    finished : dict[int, dict[str, Any]]
-        The ``metrics`` and ``absences`` of each finished round.
 
     Raises
     ------
@@ -144,14 +122,11 @@ class Journal:
             wrong = f"a file, {path}" if path else '""'
             raise CheckpointError(f"checkpoint_dir is {wrong}: pass a folder, or None")
         self.run, self.options = "", dict[str, Any]()
-        self.finished: dict[int, Event] = {}
-        self._exchanges: dict[tuple[int, int], ExchangeJournal] = {}
-        self._end = 0  # the end of the last whole line
         self.path = None if path is None else Path(path).expanduser()
         if self.path is not None:
             with _writing(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._lock = FolderLock(self.path)
+                self._lock = _locked(self.path)
                 sweep([self.path, *self.path.glob("uploads-*/**/")])
 
     def release(self) -> None:
@@ -159,178 +134,88 @@ class Journal:
         if self.path is not None:
             self._lock.release()
 
-    def begin(self, options: Mapping[str, Any]) -> None:
-        """Record the begin of a run with its options, which are JSON values."""
-        self.run, self._end = secrets.token_hex(8) if self.path else "", 0
-        self.append("begun", format=FORMAT, options=dict(options))
+    # --- rounds
 
-    def load(self) -> list[int]:
-        """Read the journal; return the rounds with saved states, in order.
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Begin a run with its options, which are JSON values."""
+        self.run = secrets.token_hex(8) if self.path else ""
+        self.options = dict(options)
+        self.write(self._file, {"format": FORMAT, "options": self.options})
+
+    def load(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+        """Return the last finished round, with its state and its record.
+
+        It is None if no run has begun in the folder.
 
         Raises
         ------
         CheckpointError
-            It names the line that is damaged or belongs to another run or version, or
-            the file with another format, and says what to do.
+            If a file is damaged, missing, or of another version. It names the file, and
+            says what to do.
         """
         if self.path is None:
-            return []
-        file = self.path / _FILE
-        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-        for number, text in enumerate(lines, start=1):
-            event = self._event(text, where := f"{file}, line {number}")
-            with kept_record(where):
-                self._apply(event)
-            self._end += len(text) + 1
-        # An exchange without its folder has not begun.
-        self._exchanges = {
-            key: exchange
-            for key, exchange in self._exchanges.items()
-            if exchange.folder.is_dir()
-        }
-        if rounds := self.rounds():
-            self._prune(rounds[-1])
-        elif self.finished or any(self.path.glob("round-*[1-9]*.safetensors")):
-            raise CheckpointError(
-                f"{file}, or the state of its last round, is missing or incomplete: "
-                f"restore it, or {_ELSEWHERE}"
-            )
-        return rounds
-
-    def _event(self, text: bytes, where: str) -> Event:
-        """Read and check a line of the journal."""
-        first, out = not self._end, "delete the line to go on without its event"
-        if first:
-            out = f"{_ELSEWHERE}; the last model is beside it"
-        try:
-            event: Event = json.loads(text)
-            if first and event.get("format") != FORMAT:
+            return None
+        if not self._file.exists():
+            others = [*self.path.glob("round-*"), *self.path.glob("journal.jsonl")]
+            if others:
                 raise CheckpointError(
-                    f"{where} has format {event.get('format')!r}, but this version "
-                    f"reads {FORMAT!r}: resume with the version of flwr-fisher that "
-                    f"began the run, or {_ELSEWHERE}"
+                    f"{self._file} is missing, beside {others[0]}: restore it, or "
+                    f"{_ELSEWHERE}. Version 0.3 can finish its own runs"
                 )
-            del event["digest"]
-            if _line(event).encode() != text + b"\n":
-                raise ValueError("its content has changed since it was written")
-            run = event["run"]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{where} is damaged: {error}; {out}") from error
-        self.run = run if first else self.run
-        if run != self.run:
-            raise CheckpointError(f"{where} belongs to another run; {out}")
-        return event
+            return None
+        _, begun = self.read(self._file, f"{_ELSEWHERE}; the last model is beside it")
+        if begun.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{self._file} has format {begun.get('format')!r}, not {FORMAT}: "
+                "resume with the version of flwr-fisher that began the run, or "
+                f"{_ELSEWHERE}"
+            )
+        self.run, self.options = begun["run"], begun["options"]
+        if not (rounds := self._rounds()):
+            if not any(self.path.glob("uploads-*")):
+                return None  # a crash, just after the run had begun
+            state = self._state(0)
+            raise CheckpointError(
+                f"{state}, or a later one, is missing: restore it, or {_ELSEWHERE}"
+            )
+        *earlier, last = rounds
+        way_out = f"delete it to go on after round {earlier[-1]}" if earlier else ""
+        tensors, record = self.read(self._state(last), way_out or _ELSEWHERE)
+        self._prune(last)
+        return last, tensors, record
 
-    def append(self, event: str, **content: Any) -> None:
-        """Write an event to the disk."""
-        at = datetime.now(UTC).isoformat(" ", "seconds")
-        line = {"at": at, "event": event, "run": self.run, **content}
-        if self.path is not None:
-            self._write_line(self.path / _FILE, line)
-        self._apply(line)
-
-    def _write_line(self, file: Path, line: Event) -> None:
-        text = _line(line)
-        with _writing(file):
-            if not self._end:  # so that a journal has its first line, or does not exist
-                save_text(file, text)
-            else:
-                with file.open("r+b") as lines:
-                    lines.seek(self._end)
-                    lines.truncate()  # a line that a crash, or a full disk, cut off
-                    lines.write(text.encode())
-                    lines.flush()
-                    os.fsync(lines.fileno())
-        self._end += len(text)  # ASCII, as JSON is written
-
-    def _apply(self, event: Event) -> None:
-        """Update the state by an event, when it happens and when it is read."""
-        match event["event"]:
-            case "begun":
-                self.options = event["options"]
-            case "finished":
-                last = event["round"]
-                self.finished[last] = event
-                self._exchanges = {
-                    k: e for k, e in self._exchanges.items() if k[0] >= last
-                }
-            case kind:
-                now = event["round"], event["exchange"]
-                if kind == "opened":
-                    # Perhaps again: the round has begun, and its later exchanges, which
-                    # started from the state after this one, have not.
-                    self.finished.pop(now[0], None)
-                    self._exchanges = {
-                        key: exchange
-                        for key, exchange in self._exchanges.items()
-                        if key[0] != now[0] or key <= now
-                    }
-                self.exchange_journal(*now).apply(event)
-
-    # --- rounds
-
-    def rounds(self) -> list[int]:
-        """Return the finished rounds with saved states, in order."""
-        return sorted(n for n in self.finished if self._state(n).exists())
+    def _rounds(self) -> list[int]:
+        """Return the finished rounds whose states are in the folder, in order."""
+        assert self.path is not None
+        names = [path.stem[6:] for path in self.path.glob("round-*.safetensors")]
+        return sorted(int(number) for number in names if number.isdecimal())
 
     def finish(
         self,
         server_round: int,
         tensors: Mapping[str, Tensor],
-        metrics: Mapping[str, Any],
+        history: Mapping[str, Any],
         absences: Mapping[str, Any],
     ) -> None:
-        """Record a finished round, with the state after it.
+        """Save a finished round: the state after it, and its record.
 
         Delete what only earlier rounds needed. Round 0 is the start. Metrics, and the
         clients that sit out afterwards, are JSON values.
         """
-        content = self.write(self._state(server_round), tensors)
-        known = {"metrics": dict(metrics), "absences": dict(absences)}
-        self.append("finished", round=server_round, **known, **content)
+        record = {"history": dict(history), "absences": dict(absences)}
+        self.write(self._state(server_round), record, tensors)
         self._prune(server_round)
 
-    def load_state(self, server_round: int) -> dict[str, Tensor]:
-        """Read the server's state after a round.
-
-        Raises
-        ------
-        CheckpointError
-            If the file is not the one that the journal names. It names the file.
-        """
-        earlier, out = [n for n in self.rounds() if n < server_round], _ELSEWHERE
-        if earlier:
-            out = f"delete it to go on after round {earlier[-1]}"
-        return self.read(self._state(server_round), self.finished[server_round], out)
-
-    def _state(self, server_round: int) -> Path:
-        return (self.path or Path()) / f"round-{server_round:04d}.safetensors"
-
-    def _prune(self, server_round: int) -> None:
-        """Delete what is no longer needed after a round."""
-        if self.path is not None:
-            # The round before stays, so that this one can be done again.
-            self._state(server_round - 2).unlink(missing_ok=True)
-            uploads = self.path / f"uploads-{server_round - 1:04d}"
-            shutil.rmtree(uploads, ignore_errors=True)
-
-    # --- exchanges
-
-    def exchange_journal(self, server_round: int, index: int) -> "ExchangeJournal":
-        """Return the record of a round's exchange, counted from 1."""
-        key = (server_round, index)
-        return self._exchanges.setdefault(key, ExchangeJournal(self, *key))
-
-    def reopen(self, server_round: int) -> bool:
+    def reopen(self, last: int) -> bool:
         """Open the last exchange again, so that its clients are asked again.
 
-        It is the last exchange of this round. If too few clients replied in a
-        collection window of the next round, it is the exchange of that window.
+        It is the last exchange of the last finished round. If too few clients replied
+        in a collection window of the next round, it is the exchange of that window.
 
         Returns
         -------
         bool
-            Whether it is an exchange of this round, which must then be repeated.
+            Whether the last round must be repeated.
 
         Raises
         ------
@@ -339,68 +224,113 @@ class Journal:
             the next round has begun: that round's uploads start from this round's
             model.
         """
-        if under_way := self.last_exchange(server_round + 1):
-            if self._state(server_round + 1).exists():
-                return False  # finished, then opened again by a server that died
+        if under_way := self._last_exchange(last + 1):
             record = under_way.record
+            if record is not None and record.reopened:
+                return False  # by a server that died before it had finished again
             if record is None or record.clients is not None:
                 raise CheckpointError(
-                    f"{self.path}: round {server_round + 1} has begun with the model "
-                    f"of round {server_round}, so that round cannot be opened again: "
-                    "resume without reopen=True"
+                    f"{self.path}: round {last + 1} has begun with the model of round "
+                    f"{last}, so that round cannot be opened again: resume without "
+                    "reopen=True"
                 )
-            under_way.note(record.again())
+            under_way.note(replace(record, opened=time.time()))
             return False
-        last = self.last_exchange(server_round)
-        if last is None or server_round - 1 not in self.rounds():
+        merge, before = self._last_exchange(last), self._state(last - 1)
+        if merge is None or merge.record is None or not before.exists():
             raise CheckpointError(
-                f"{self.path} no longer has the uploads and the start of round "
-                f"{server_round}, so that round cannot be opened again: resume "
-                "without reopen=True"
+                f"{self.path} no longer has the uploads and the start of round {last}, "
+                "so that round cannot be opened again: resume without reopen=True"
             )
-        before = server_round - 1  # is whole; this round is given up
-        self.read(
-            self._state(before), self.finished[before], "resume without reopen=True"
-        )
-        if last.record is not None:
-            last.note(last.record.again())
+        self.read(before, "resume without reopen=True")
+        record = replace(merge.record, opened=time.time(), closed=None, reopened=True)
+        merge.note(record)
+        # The exchanges after it began with the model that it made.
+        for later in self._exchanges(last):
+            if later > merge.index:
+                self.exchange_journal(last, later).delete()
+        self._state(last).unlink()  # now the round is given up
         return True
 
-    def last_exchange(self, server_round: int) -> "ExchangeJournal | None":
+    def _last_exchange(self, server_round: int) -> "ExchangeJournal | None":
         """Return the last exchange of a round that is not optional, if there is one."""
-        begun = [
-            key
-            for key, exchange in self._exchanges.items()
-            if key[0] == server_round
-            and not (exchange.record is not None and exchange.record.optional)
-        ]
-        return self._exchanges[max(begun)] if begun else None
+        for index in reversed(self._exchanges(server_round)):
+            exchange = self.exchange_journal(server_round, index)
+            if exchange.record is not None and not exchange.record.optional:
+                return exchange
+        return None
 
-    # --- files beside the journal
+    def _exchanges(self, server_round: int) -> list[int]:
+        """Return the numbers of a round's exchanges that have begun, in order."""
+        files = self.uploads(server_round).glob("exchange-*.safetensors")
+        return sorted(int(path.stem.removeprefix("exchange-")) for path in files)
 
-    def write(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Write tensors; return the file's entry for a line."""
+    def exchange_journal(self, server_round: int, index: int) -> "ExchangeJournal":
+        """Return the part of a round's exchange, counted from 1."""
+        return ExchangeJournal(self, server_round, index)
+
+    @property
+    def _file(self) -> Path:
+        return (self.path or Path()) / "run.safetensors"
+
+    def _state(self, server_round: int) -> Path:
+        return (self.path or Path()) / f"round-{server_round:04d}.safetensors"
+
+    def uploads(self, server_round: int) -> Path:
+        """Return the folder of a round's exchanges."""
+        return (self.path or Path()) / f"uploads-{server_round:04d}"
+
+    def _prune(self, server_round: int) -> None:
+        """Delete what is no longer needed after a round."""
+        if self.path is not None:
+            # The round before stays, so that this one can be done again.
+            self._state(server_round - 2).unlink(missing_ok=True)
+            shutil.rmtree(self.uploads(server_round - 1), ignore_errors=True)
+
+    # --- files
+
+    def write(
+        self,
+        path: Path,
+        record: Mapping[str, Any],
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Write a file of the run: a record of JSON values, and tensors."""
         if self.path is None:
-            return {}
-        name = str(path.relative_to(self.path))
+            return
+        # Two runs with one seed have the same tensors, but must not be mixed.
+        place = {"run": self.run, "file": str(path.relative_to(self.path))}
         with _writing(path):
-            # Two runs with one seed have the same tensors, but must not be mixed.
-            content = save_record(path, tensors, {"run": self.run, "file": name})
-        return {"file": name, "content": content}
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True)
+                sync_folder(path.parent.parent.parent)
+                sync_folder(path.parent.parent)
+            text = json.dumps({**record, **place})
+            save_record(path, tensors or {}, {"record": text})
 
-    def read(self, path: Path, event: Event, out: str = "") -> dict[str, Tensor]:
-        """Read the tensors of an event; `out` says what to do, for an error.
+    def read(
+        self, path: Path, way_out: str
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Read a file of the run; `way_out` says what to do, for an error.
 
         Raises
         ------
         CheckpointError
-            If the file is damaged, or belongs to another run. It names the file.
+            If the file is damaged, or belongs to another run or another place. It names
+            the file.
         """
         try:
-            return load_record(path, event["content"])[0]
+            tensors, texts = load_record(path)
+            record = json.loads(texts["record"])
+            if record["file"] != str(path.relative_to(self.path or Path())):
+                raise ValueError(f"it is the run's {record['file']}")
+            if self.run not in ("", record["run"]):
+                raise ValueError("it is of another run")
         except (SafetensorError, OSError, KeyError, ValueError) as error:
-            reason = f"{path} is damaged, or not the file of this run: {error}"
-            raise CheckpointError(f"{reason}; {out}" if out else reason) from error
+            raise CheckpointError(
+                f"{path} is damaged, or not the file of this run: {error}; {way_out}"
+            ) from error
+        return tensors, record
 
 
 class ExchangeJournal:
@@ -416,190 +346,84 @@ class ExchangeJournal:
         self.server_round, self.index = server_round, index
         self.record: ExchangeRecord | None = None
         self._journal = journal
-        self._admitted: dict[str, Event] = {}
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the exchange's files."""
-        name = f"uploads-{self.server_round:04d}/exchange-{self.index}"
-        return (self._journal.path or Path()) / name
+        self.folder = journal.uploads(server_round) / f"exchange-{index}"
+        self._file = self.folder.with_suffix(".safetensors")
+        if self.on_disk and self._file.exists():
+            _, record = journal.read(self._file, self.way_out)
+            del record["run"], record["file"]
+            with kept_record(self._file):
+                self.record = ExchangeRecord(**record)
 
     @property
     def on_disk(self) -> bool:
         """Whether the run is kept on disk."""
         return self._journal.path is not None
 
-    def apply(self, event: Event) -> None:
-        """Update the record by an event of this exchange."""
-        match event["event"]:
-            case "opened" | "closed":
-                self.record = ExchangeRecord(**event["record"])
-            case "admitted":
-                MetricRecord(event["metrics"])  # is one
-                self._admitted[Identity(**event["client"]).name] = event
-            case "set aside":  # by version 0.3
-                self._admitted.pop(event["client"], None)
+    @property
+    def way_out(self) -> str:
+        """What to do if a file of the exchange is damaged."""
+        return f"delete {self.folder.parent} to do the round again"
 
     def note(self, record: ExchangeRecord) -> ExchangeRecord:
-        """Write an event of this exchange."""
-        self._make_folder()
-        event = "opened" if record.closed is None else "closed"
-        self._append(event, record=asdict(record))
+        """Set and write the exchange's record."""
+        self._journal.write(self._file, asdict(record))
+        self.record = record
         return record
-
-    def open(
-        self,
-        clients: list[str] | None,
-        wanted: int,
-        connected: int,
-        *,
-        optional: bool = False,
-    ) -> ExchangeRecord:
-        """Record the begin of the exchange, with its clients."""
-        now = time.time()
-        return self.note(ExchangeRecord(clients, wanted, connected, now, optional))
-
-    def reopen(self, lost: Collection[str]) -> ExchangeRecord:
-        """Record that the exchange must be closed again, because uploads are damaged.
-
-        Raises
-        ------
-        CheckpointError
-            If a later exchange has begun, which depends on the lost uploads.
-        """
-        assert self.record is not None
-        last = self._journal.last_exchange(self.server_round)
-        if last is not None and last.index > self.index:
-            names = ", ".join(sorted(lost))
-            raise CheckpointError(
-                f"{self.folder}: the upload of {names} is damaged, or no longer "
-                "accepted, and the round's later exchanges used it: restore it, or "
-                f"delete {self.folder.parent} to do the round again"
-            )
-        return self.note(self.record.again())
-
-    def close(
-        self,
-        clients: Iterable[str],
-        missing: Mapping[str, str],
-        rejected: Mapping[str, str],
-        absences: Mapping[str, Any],
-    ) -> None:
-        """Record the clients whose uploads the step used, for a resumed run.
-
-        The other arguments are those of :class:`ExchangeRecord`.
-        """
-        assert self.record is not None
-        closed = replace(
-            self.record,
-            closed=sorted(clients),
-            missing=dict(missing),
-            rejected=dict(rejected),
-            absences=dict(absences),
-        )
-        if closed != self.record:
-            self.note(closed)
 
     def save(
         self, client: Identity, arrays: ArrayRecord, metrics: MetricRecord
     ) -> None:
         """Save a reply as soon as it is admitted."""
-        content = {}
         if self.on_disk:
-            self._make_folder()
-            tensors = arrays_to_tensors(arrays)
-            content = self._journal.write(self._path(client.name), tensors)
-        known = {"client": asdict(client), "metrics": dict(metrics)}
-        self._append("admitted", **known, **content)
-
-    def has(self, client: Identity) -> bool:
-        """Return whether an upload of a client was admitted."""
-        return client.name in self._admitted
+            record = {"client": asdict(client), "metrics": dict(metrics)}
+            # A registered name may be longer than a file's, with other characters.
+            name = quote(client.name, safe="")
+            if len(name) > _LONGEST:
+                name = f"{name[:_LONGEST]}-{digest_of(client.name)[:16]}"
+            path = self.folder / f"{name}.safetensors"
+            self._journal.write(path, record, arrays_to_tensors(arrays))
 
     def uploads(self) -> Iterator[tuple[Identity, ArrayRecord, MetricRecord]]:
-        """Read the admitted replies from the folder, in their order.
+        """Read the admitted replies from the folder.
 
         If a file is damaged, the log names it. Then its client is asked again.
         """
-        for name, event in list(self._admitted.items()) if self.on_disk else ():
+        for path in sorted(self.folder.glob("*.safetensors")) if self.on_disk else ():
             try:
-                tensors = self._journal.read(self._path(name), event)
+                tensors, record = self._journal.read(path, "asking its client again")
             except CheckpointError as error:
-                del self._admitted[name]
-                logger.warning("%s. Asking %s again", error, name)
+                logger.warning("%s", error)
                 continue
-            client = Identity(**event["client"])
-            yield client, tensors_to_arrays(tensors), MetricRecord(event["metrics"])
+            with kept_record(path):
+                client = Identity(**record["client"])
+                metrics = MetricRecord(record["metrics"])
+            yield client, tensors_to_arrays(tensors), metrics
 
-    def _append(self, event: str, **content: Any) -> None:
-        where = {"round": self.server_round, "exchange": self.index}
-        self._journal.append(event, **where, **content)
-
-    def _path(self, client: str) -> Path:
-        """Return the file of a client's upload."""
-        # A registered name may be longer than a file's name, and hold other characters.
-        name = quote(client, safe="")
-        if len(name) > _LONGEST:
-            name = f"{name[:_LONGEST]}-{digest_of(client)[:16]}"
-        return self.folder / f"{name}.safetensors"
-
-    def _make_folder(self) -> None:
-        if self.on_disk and not self.folder.exists():
-            with _writing(self.folder):
-                self.folder.mkdir(parents=True)
-                sync_folder(self.folder.parent.parent)
-                sync_folder(self.folder.parent)
+    def delete(self) -> None:
+        """Delete all files of the exchange."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._file.unlink(missing_ok=True)
 
 
-class FolderLock:
-    """A folder's lock, held until it is released or its process ends.
+def _locked(folder: Path) -> FileLock:
+    """Return a folder's lock, which ends with this process.
 
     If another process has the lock, this waits up to a minute for it to end.
-
-    Parameters
-    ----------
-    folder : Path
-        An existing folder.
-
-    Raises
-    ------
-    CheckpointError
-        If another server has the lock. It names that server.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._lock = FileLock(folder / "lock")
-        self._holder = folder / "holder.txt"
-        process = f"process {os.getpid()} on {socket.gethostname()}"
+    lock, taken = FileLock(folder / "lock"), f"{folder} is in use by another server"
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.warning("%s: waiting %.0f s for it to end", taken, PATIENCE)
         try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            self._wait(folder, process)
-        since = datetime.now(UTC).isoformat(" ", "seconds")
-        self._holder.write_text(f"{process}, since {since}\n")
-
-    def _wait(self, folder: Path, process: str) -> None:
-        """Wait for the holder to end, unless it is this process itself."""
-        holder = "its name is not known yet"
-        if self._holder.exists():
-            holder = self._holder.read_text().strip()
-        patience = 0.0 if holder.startswith(f"{process},") else PATIENCE
-        taken = f"{folder} is in use by another run ({holder})"
-        if patience:
-            logger.warning("%s: waiting %.0f s for it to end", taken, patience)
-        try:
-            self._lock.acquire(timeout=patience)
+            lock.acquire(timeout=PATIENCE)
         except Timeout as error:
             raise CheckpointError(
                 f"{taken}. If it is an earlier start of this run, wait for its end, or "
                 "stop it by `flwr list` and `flwr stop` (Ctrl-C of `flwr run` stops "
                 "only the log). If it is another run, pass another checkpoint_dir"
             ) from error
-
-    def release(self) -> None:
-        """Release the folder."""
-        self._holder.unlink(missing_ok=True)
-        self._lock.release()
+    return lock
 
 
 def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -619,11 +443,6 @@ def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{value!r:.80} ({error}): return numbers, texts, and lists of these"
             ) from error
     return dict(kept)
-
-
-def _line(event: Event) -> str:
-    """Return an event as a line of the journal."""
-    return f"{json.dumps({**event, 'digest': digest_of(event)})}\n"
 
 
 @contextmanager

@@ -7,7 +7,8 @@ the SuperLink answers under its own id.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import inf, isinf
+from itertools import count
+from math import isinf
 
 from flwr.app import Error, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -77,15 +78,14 @@ class Mailbox:
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self._due: dict[str, _Due] = {}
-        self._first_expires = inf
         self.awaited: set[str] = set()  # ids of messages with a waiting caller
-        self._num_unsent = 0
+        self._num_unsent = count()
         # Replies that arrived while another exchange waited.
         self._held: list[tuple[str, NodeReply]] = []
 
     def send(
         self, messages: Iterable[Message], lifetime: float, late: Receive
-    ) -> dict[str, int]:
+    ) -> set[str]:
         """Send messages that expire after `lifetime` seconds, 12 hours if infinite.
 
         `late` is called with a reply that comes when nobody waits for it any more. If
@@ -94,43 +94,38 @@ class Mailbox:
 
         Returns
         -------
-        dict[str, int]
-            The nodes by the ids of the messages.
+        set[str]
+            The ids of the messages.
         """
         sent = list(messages)
         lifetime = _FOREVER if isinf(lifetime) else max(lifetime, _SHORTEST)
         for message in sent:
             message.metadata.ttl = lifetime
-        ids = set(self.grid.push_messages(sent))
-        expires = time.monotonic() + lifetime
-        self._first_expires = min(self._first_expires, expires)
-        nodes = {
-            message.metadata.message_id: message.metadata.dst_node_id
-            for message in sent
-            if message.metadata.message_id in ids
-        }
-        self._due |= {id_: _Due(node, expires, late) for id_, node in nodes.items()}
+        taken = set(self.grid.push_messages(sent))
+        expires, ids = time.monotonic() + lifetime, set[str]()
         for message in sent:
-            if message.metadata.message_id not in ids:
-                id_, reply = self._unsent(message)
+            id_, node = message.metadata.message_id, message.metadata.dst_node_id
+            if id_ in taken:
+                self._due[id_] = _Due(node, expires, late)
+            else:
+                id_ = f"unsent-{next(self._num_unsent)}"
+                error = Error(ErrorCode.NODE_UNAVAILABLE, _UNSENT)
+                reply = NodeReply(node, Message(error, reply_to=message), unsent=True)
                 self._held.append((id_, reply))
-                nodes[id_] = reply.node
-        return nodes
-
-    def _unsent(self, message: Message) -> tuple[str, NodeReply]:
-        """Return an error reply to a message that the SuperLink did not accept."""
-        self._num_unsent += 1
-        node = message.metadata.dst_node_id
-        error = Error(ErrorCode.NODE_UNAVAILABLE, _UNSENT)
-        reply = NodeReply(node, Message(error, reply_to=message), unsent=True)
-        return f"unsent-{self._num_unsent}", reply
+            ids.add(id_)
+        return ids
 
     def pull(self, wanted: Iterable[str] = ()) -> list[tuple[str, NodeReply]]:
         """Return the replies to `wanted` messages; pass others to their senders."""
         wanted = set(wanted)
         replies = [(id_, reply) for id_, reply in self._held if id_ in wanted]
         self._held = [held for held in self._held if held[0] not in wanted]
-        self._forget(wanted)
+        now = time.monotonic()  # the SuperLink has dropped what has expired
+        self._due = {
+            id_: due
+            for id_, due in self._due.items()
+            if due.expires >= now or id_ in wanted
+        }
         if not self._due:
             return replies
         for message in self.grid.pull_messages(set(self._due)):
@@ -145,17 +140,6 @@ class Mailbox:
             else:
                 due.late(reply)
         return replies
-
-    def _forget(self, wanted: set[str]) -> None:
-        """Forget expired messages of other senders, which the SuperLink has dropped."""
-        now = time.monotonic()
-        if now <= self._first_expires:
-            return
-        for id_ in [i for i, due in self._due.items() if due.expires < now]:
-            if id_ not in wanted:
-                del self._due[id_]
-        left = (due.expires for due in self._due.values() if due.expires >= now)
-        self._first_expires = min(left, default=inf)
 
 
 def collect(
@@ -198,7 +182,7 @@ def collect(
         while not enough():
             if come := list(come or ()):
                 left = deadline - time.monotonic() if lifetime is None else lifetime
-                sent = set(mailbox.send(come, left, late))
+                sent = mailbox.send(come, left, late)
                 due |= sent
                 mailbox.awaited |= sent
             replies = mailbox.pull(due)

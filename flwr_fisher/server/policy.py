@@ -1,7 +1,7 @@
 """The policy of a round: limits on a single client's influence."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
@@ -140,11 +140,10 @@ class Policy(Options):
         >>> Policy(max_curvature=9).is_stricter, Policy(limit_scores=True).is_stricter
         (True, False)
         """
-        default = Policy()
-        return (
-            self.max_weight < default.max_weight
-            or self.max_distance < default.max_distance
-            or self.max_curvature < default.max_curvature
+        return any(
+            getattr(self, name) < default
+            for name, default in Policy().settings().items()
+            if name != "limit_scores"
         )
 
     def limit(
@@ -173,18 +172,23 @@ class Policy(Options):
         if len(uploads) < _FEWEST:
             return list(uploads)
         weights = self.weights([upload.num_examples for upload in uploads])
-        curvatures = [
-            {name: weight * norm for name, norm in size.curvature_norms.items()}
-            for weight, size in zip(weights, sizes, strict=True)
-        ]
-        steps = [size.step_norms for size in sizes]
-        far = _factors(steps, lambda name, d: self.distances(d, references.get(name)))
-        large = _factors(curvatures, lambda _, c: self.curvatures(c))
+        left: list[dict[str, float]] = [{} for _ in uploads]  # shares of cut parts
+
+        def cut(name: str, before: Sequence[float], after: Sequence[float]) -> None:
+            for shares, old, new in zip(left, before, after, strict=True):
+                if new < old:
+                    shares[name] = new / old
+
+        for name in sizes[0].step_norms:
+            lengths = [size.step_norms[name] for size in sizes]
+            cut(name, lengths, self.distances(lengths, references.get(name)))
+        for name in sizes[0].curvature_norms:
+            pairs = zip(weights, sizes, strict=True)
+            norms = [weight * size.curvature_norms[name] for weight, size in pairs]
+            cut(name, norms, self.curvatures(norms))
         return [
-            _limited(upload, weight, steps | shares, like)
-            for upload, weight, steps, shares in zip(
-                uploads, weights, far, large, strict=True
-            )
+            _limited(upload, weight, shares, like)
+            for upload, weight, shares in zip(uploads, weights, left, strict=True)
         ]
 
     def references(
@@ -299,19 +303,3 @@ def _limited(
     if not limited:
         return upload
     return replace(upload, num_examples=weight, payload=payload, limited=limited)
-
-
-def _factors(
-    sizes: Sequence[Mapping[str, float]],
-    limit: Callable[[str, Sequence[float]], list[float]],
-) -> list[dict[str, float]]:
-    """Return the factors of each client's parts other than 1."""
-    factors: list[dict[str, float]] = [{} for _ in sizes]
-    for name in sizes[0]:
-        values = [size[name] for size in sizes]
-        for mine, before, after in zip(
-            factors, values, limit(name, values), strict=True
-        ):
-            if after < before:
-                mine[name] = after / before
-    return factors

@@ -6,10 +6,11 @@ what the door admitted; ``close`` records whose uploads it used.
 """
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import torch
 from flwr.app import (
@@ -21,12 +22,14 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
 
 from flwr_fisher.errors import (
     CheckpointError,
     ParamsError,
     RoundError,
     StructureError,
+    listed,
 )
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import seed_of_clients
@@ -43,7 +46,7 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.server.journal import ExchangeJournal, ExchangeRecord
-from flwr_fisher.server.mailbox import NodeReply, Receive, collect
+from flwr_fisher.server.mailbox import Receive, collect
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import NUM_EXAMPLES, named_options
@@ -58,11 +61,26 @@ _STEP_ERRORS = (
     ArithmeticError,
     torch.linalg.LinAlgError,  # type: ignore[attr-defined]
 )
-MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
 
 
-class Strategy(Protocol):
-    """The part of a strategy that the server uses."""
+class Strategy(FedAvg):
+    """The part of a strategy that the server uses: FedAvg's sampling, and these hooks.
+
+    Attributes
+    ----------
+    seed : int
+        Decides which clients a round samples.
+    cohort : Cohort
+        The clients.
+    policy : Policy
+        What limits a single client's influence.
+    waiting : Waiting
+        When a round ends.
+    timeout : float
+        Seconds until a request's deadline.
+    secure : Secure | None
+        Replaces uploads by secure sums.
+    """
 
     seed: int
     cohort: Cohort
@@ -70,45 +88,37 @@ class Strategy(Protocol):
     waiting: Waiting
     timeout: float
     secure: Secure | None
-    fraction_train: float
-    fraction_evaluate: float
-    min_train_nodes: int
-    min_evaluate_nodes: int
-    min_available_nodes: int
-    weighted_by_key: str
-    arrayrecord_key: str
-    configrecord_key: str
-    train_metrics_aggr_fn: MetricsAggregator
 
+    @abstractmethod
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return the exchanges of a round, in their order."""
 
     def check(self, state: ServerState) -> None:
-        """Raise an error, before any client trains, for a model that does not fit."""
+        """Raise an error, before any client trains, for a model that does not fit.
+
+        Raises
+        ------
+        ConfigurationError
+            It names the argument, and says what to do.
+        """
 
     def initial_groups(self) -> Groups:
-        """Return the groups of a new run's state beside parameters."""
+        """Return the groups of a new run's state beside parameters; by default none."""
+        return {}
 
     def may_skip(self, server_round: int) -> bool:
-        """Return whether the run can continue after a failed round."""
+        """Return whether the run can skip this round, if `waiting` allows it."""
+        return True
 
     def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
-        """Return the caller's config for clients that train."""
+        """Return the part of `start`'s config for clients that train in a round."""
+        return config
 
     def evaluation_config(
         self, server_round: int, config: ConfigRecord
     ) -> ConfigRecord:
-        """Return the caller's config for clients that evaluate."""
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Return the requests to evaluate."""
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Aggregate the replies to the evaluation."""
+        """Return the part of `start`'s config for clients that evaluate."""
+        return config
 
 
 def requests(
@@ -157,6 +167,7 @@ class ExchangeRun(Generic[P]):
         self.strategy, self.exchange, self.state = strategy, exchange, state
         self.config = exchange.configure(config)
         self.grid, self.journal, self.cohort = grid, journal, strategy.cohort
+        # An optional exchange takes what it can get, and waits for nobody.
         self.needed = 1 if exchange.optional else strategy.min_train_nodes
         self._numbers = exchange.numbers(state, previous)
         # A collection window asks whoever connects, so it has no sample.
@@ -165,20 +176,15 @@ class ExchangeRun(Generic[P]):
             # Only the last upload shows what most clients train and freeze.
             tell = named_options({"tell-frozen": True})
             self.config = ConfigRecord({**self.config, **tell})
+        # Only trainings need have the strategy's own weight among their metrics.
+        weighted_by = NUM_EXAMPLES if exchange.optional else strategy.weighted_by_key
         weights = previous if exchange.clients == "previous" else {}
-        self.door = self._door(exchange, weights)
+        policy = strategy.policy
+        self.door = Door(self.cohort, policy, weighted_by, exchange, state, weights)
         self._sampled: set[str] | None = None  # names, or None for all that connect
         self._due: set[int] = set()  # nodes without a reply
         # By node: how often it was asked, and when for the last time.
         self._requests: dict[int, tuple[int, float]] = {}
-
-    def _door(self, exchange: Exchange[P], weights: Mapping[int, float]) -> Door[P]:
-        strategy = self.strategy
-        # Only trainings need have the strategy's own weight among their metrics.
-        weighted_by = NUM_EXAMPLES if exchange.optional else strategy.weighted_by_key
-        return Door(
-            self.cohort, strategy.policy, weighted_by, exchange, self.state, weights
-        )
 
     # --- 1. gather: what is on disk, then what clients send
 
@@ -196,13 +202,20 @@ class ExchangeRun(Generic[P]):
             none now.
         """
         record, messages = self.journal.record, list[Message]()
+        # What is on disk comes first: nobody is asked again for what is here. There may
+        # be uploads without a record, or the reverse: a server can die at any moment.
         self._restore(record)
         if record is not None and record.closed is not None:
-            lost = set(record.closed) - {u.client for u in self.door.admitted}
-            if not lost:  # all that the step used is here: it is taken again
-                self.cohort.recall_absences(record.absences)
-                return
-            record = self.journal.reopen(lost)
+            if lost := set(record.closed) - {u.client for u in self.door.admitted}:
+                raise CheckpointError(
+                    f"{self.journal.folder}: the upload of {listed(lost)} is damaged, "
+                    "or no longer accepted, and the exchange's step used it: restore "
+                    f"it, or {self.journal.way_out}"
+                )
+            self.cohort.recall_absences(record.absences)
+            return  # all that the step used is here: it is taken again
+        # From here on the exchange is open. It begins, or goes on after a restart with
+        # the clients that its record names.
         begins = record is None
         if record is None:
             record, messages = self._open()
@@ -211,12 +224,16 @@ class ExchangeRun(Generic[P]):
             timeout, enough = self._window_left(record), waiting.enough(None)
         else:
             self._sampled, enough = set(record.clients), waiting.enough(record.wanted)
-        if not begins and self.exchange.optional:  # nobody else is waited for
+        if not begins and self.exchange.optional:
+            # While it is open, nobody is asked who connects later; so ask those who are
+            # here, and have not replied before the restart.
             messages = self._newcomers() or []
         if timeout > 0:
             self._receive(messages, timeout, max(enough, self.needed), late)
         unasked = sorted(self._unasked())
-        self.door.left_out.miss(unasked, "it did not connect, or could not be asked")
+        self.door.left_out.mark_missing(
+            unasked, "it did not connect, or could not be asked"
+        )
 
     def _restore(self, record: ExchangeRecord | None) -> None:
         """Admit the uploads of an interrupted run, even of disconnected clients.
@@ -251,15 +268,17 @@ class ExchangeRun(Generic[P]):
             the same parameters.
         """
         if self._window is not None:
-            return self.journal.open(None, 0, 0), []
+            return self.journal.note(ExchangeRecord(None, 0, 0, time.time())), []
         nodes, wanted = self._sample() if self._numbers is None else self._named()
         names = [self.cohort.name(node) for node in nodes]
         # The record is written before the first request leaves, so that a resumed run
         # asks the same clients.
-        record = self.journal.open(
-            names, wanted, self.cohort.connected, optional=self.exchange.optional
-        )
+        connected, optional = self.cohort.connected, self.exchange.optional
+        record = ExchangeRecord(names, wanted, connected, time.time(), optional)
+        self.journal.note(record)
         self.door.expected = len(names)
+        # Before anybody trains: leave out whose parameters cannot be merged, and end
+        # the round if too few are left.
         nodes = self._without_mismatched(self.door.without_done(nodes))
         self.door.check_enough(self.needed, len(nodes))
         return record, self._ask(nodes)
@@ -294,7 +313,7 @@ class ExchangeRun(Generic[P]):
             nodes = cohort.ready(self.grid, 0, min(self.needed, len(numbers)), timeout)
         nodes = [n for n in nodes if cohort.identity(n).number in numbers]
         gone = numbers - {cohort.identity(node).number for node in nodes}
-        self.door.left_out.miss(cohort.named(gone), reason)
+        self.door.left_out.mark_missing(cohort.named(gone), reason)
         logger.info("%s: asking %s nodes", self.exchange.log_name, len(nodes))
         return nodes, len(nodes)
 
@@ -302,6 +321,7 @@ class ExchangeRun(Generic[P]):
         """Reject the nodes with parameters that cannot be merged; return the rest."""
         if not self.exchange.require_same_parameters or not nodes:
             return nodes
+        # Those asked before count, too: a newcomer is compared with all.
         everyone, timeout = [*self._requests, *nodes], self.strategy.timeout
         mismatched = self.cohort.mismatched(
             self.grid, everyone, self.state.params, timeout
@@ -361,10 +381,14 @@ class ExchangeRun(Generic[P]):
             enough=are_enough,
             newcomers=self._newcomers,
         ):
+            # Each reply is decided on as soon as it is here, and each admitted one is
+            # on the disk before the next is looked at.
             self._due.discard(reply.node)
             identity = cohort.identity(reply.node)
             if door.has(identity):
                 continue  # it has reconnected under another node id
+            # The SuperLink answers for a node that is gone (nothing will come), and for
+            # one whose time is up (which must not be silent again in the next round).
             if not reply.from_superlink:
                 cohort.replied(reply.node)
             elif not reply.nothing_will_come:
@@ -378,7 +402,7 @@ class ExchangeRun(Generic[P]):
             silent, reason = {*self._due, *expired}, f"none within {timeout:.0f} s"
             cohort.missed(silent, self.journal.server_round)
         if are_enough() or time.monotonic() > deadline:
-            door.left_out.miss(map(cohort.name, silent), reason)
+            door.left_out.mark_missing(map(cohort.name, silent), reason)
         door.left_out.log_missing()
 
     # --- nodes that connect during the exchange
@@ -388,6 +412,9 @@ class ExchangeRun(Generic[P]):
 
         It is None if no other node is expected.
         """
+        # With a sample, only its clients may join: those that were not connected, or
+        # come back under another node id after a restart of the server. In a window,
+        # everybody may.
         unasked, identity = self._unasked(), self.cohort.identity
         if self._sampled is not None and not unasked:
             return None
@@ -442,8 +469,11 @@ class ExchangeRun(Generic[P]):
             If there are too few uploads, or if a parameter is not finite after the step
             although no single upload is the cause.
         """
-        # What the policy knows of the rounds before.
+        # What the policy knows of the rounds before is a group of the state.
         known = {n: float(v) for n, v in self.state.group(_POLICY).items()}
+        # Numbers can pass every check and still make a step impossible. Then each
+        # upload is tried alone; those that fail are left out, and the step is tried
+        # again with the others, as long as there are enough.
         while True:
             uploads = self.door.uploads(self.needed, known)
             try:
@@ -499,19 +529,13 @@ class ExchangeRun(Generic[P]):
         With none, an optional exchange has failed, and a resumed run does not repeat
         it.
         """
-        left_out = self.door.left_out
-        self.journal.close(
-            [upload.client for upload in uploads],
-            left_out.missing,
-            left_out.rejected,
-            self.cohort.absences(),
+        assert self.journal.record is not None
+        closed = replace(
+            self.journal.record,
+            closed=sorted(upload.client for upload in uploads),
+            missing=dict(self.door.left_out.missing),
+            rejected=dict(self.door.left_out.rejected),
+            absences=self.cohort.absences(),
         )
-
-    def keep_late(self, reply: NodeReply) -> None:
-        """Save a reply that came after the end, if it can be used, for a reopened run.
-
-        It is not added to the sum, and it is no longer in memory afterwards.
-        """
-        door = self._door(replace(self.exchange, additive=None), {})
-        if (records := door.take(reply)) is not None:
-            self.journal.save(self.cohort.identity(reply.node), *records)
+        if closed != self.journal.record:  # or else it is resumed
+            self.journal.note(closed)

@@ -23,7 +23,7 @@ from flwr_fisher.server.exchange import (
     Upload,
     Uploads,
 )
-from flwr_fisher.server.journal import ExchangeJournal, Journal, as_kept
+from flwr_fisher.server.journal import Journal, as_kept
 from flwr_fisher.wire import tensors_to_arrays
 
 _HISTORIES = (
@@ -62,7 +62,7 @@ class Run:
 
     def __init__(self, state: ServerState, server_round: int, journal: Journal) -> None:
         self.state, self.server_round = state, server_round
-        self._journal = journal
+        self.journal = journal
         self.absences: Mapping[str, Any] = {}  # when it was resumed
         self._result = CurvatureResult()
         self.has_merged = server_round > 0  # whether the state is of a whole round
@@ -103,65 +103,60 @@ class Run:
             raise CheckpointError("resume=True needs a checkpoint_dir")
         journal = Journal(checkpoint_dir)
         try:
-            if not (rounds := journal.load()):
+            saved = journal.load()
+            if saved is None:
                 if reopen:
-                    none = f"{journal.path} has no run to open again"
-                    raise CheckpointError(f"{none}: leave reopen=True out")
+                    raise CheckpointError(
+                        f"{journal.path} has no run: leave reopen=True out"
+                    )
                 journal.begin(options)
                 run = cls(state, 0, journal)
-                run.finish(0)
+                run.finish(0, {})
                 return run
+            last, *_ = saved
             if not resume:
                 raise CheckpointError(
-                    f"{journal.path} has a run up to round {rounds[-1]}: pass "
-                    "resume=True to continue it, or another checkpoint_dir"
+                    f"{journal.path} has a run up to round {last}: pass resume=True to "
+                    "continue it, or another checkpoint_dir"
                 )
             _check_options(journal, options)
-            last = rounds[-1]
             if reopen and num_rounds is not None and num_rounds < last:
                 raise ConfigurationError(
                     f"reopen=True repeats round {last}, but num_rounds={num_rounds}: "
                     f"pass num_rounds={last}"
                 )
             if reopen and journal.reopen(last):
-                last -= 1
-            return cls._resumed(journal, last, state.params)
+                saved = journal.load()  # the round before
+            assert saved is not None
+            return cls._resumed(journal, *saved, state.params)
         except BaseException:
             journal.release()
             raise
 
     @classmethod
-    def _resumed(cls, journal: Journal, last: int, initial: Params) -> "Run":
+    def _resumed(
+        cls,
+        journal: Journal,
+        last: int,
+        tensors: Params,
+        record: Mapping[str, Any],
+        initial: Params,
+    ) -> "Run":
         """Return the run with its state after a round."""
-        run = cls(ServerState.from_tensors(journal.load_state(last)), last, journal)
-        for server_round in [n for n in journal.finished if n <= last]:
-            known = journal.finished[server_round]
-            with kept_record(f"{journal.path}: the record of round {server_round}"):
-                run.absences = known["absences"]
-                for name, metrics in known["metrics"].items():
-                    history = getattr(run._result, name)
-                    history[server_round] = MetricRecord(metrics)
-        run.absences = journal.finished[last]["absences"]
+        run = cls(ServerState.from_tensors(tensors), last, journal)
+        with kept_record(f"{journal.path}: the record of round {last}"):
+            run.absences = record["absences"]
+            for name, rounds in record["history"].items():
+                history = getattr(run._result, name)
+                for server_round, metrics in rounds.items():
+                    history[int(server_round)] = MetricRecord(metrics)
         logger.info("Resuming after round %s from %s", last, journal.path)
         _check_model(initial, run.state.params, journal)
         return run
 
-    def release(self) -> None:
-        """Release the run's folder."""
-        self._journal.release()
-
-    @property
-    def id(self) -> str | None:
-        """The run's id for clients, the same after the run is resumed."""
-        return self._journal.run or None
-
     def arrays(self) -> ArrayRecord:
         """Return the global parameters and buffers."""
         return tensors_to_arrays(self.state.params)
-
-    def exchange_journal(self, server_round: int, exchange: int) -> ExchangeJournal:
-        """Return the record of a round's exchange, counted from 1."""
-        return self._journal.exchange_journal(server_round, exchange)
 
     def take_step(
         self,
@@ -176,8 +171,7 @@ class Run:
         used = list(uploads) if step.summed is None else [step.summed]
         result = self._result
         known = dict(result.train_metrics_clientapp.get(server_round, {}))
-        first = "num-replies" not in known  # it may have late replies already
-        if first:
+        if not known:  # it is the round's first exchange
             result.upload_bytes, result.exchange_uploads = 0.0, {}
         sizes = [upload.num_bytes for upload in uploads]
         result.upload_bytes += sum(sizes) / max(len(sizes), 1)
@@ -217,41 +211,21 @@ class Run:
         before = dict(history.get(server_round, {}))
         history[server_round] = MetricRecord({**before, **metrics})
 
-    def count_late(self, server_round: int) -> None:
-        """Count a late reply in the round in which it arrived."""
-        history = self._result.train_metrics_clientapp
-        before = dict(history.get(server_round, {})).get("num-late", 0)
-        assert isinstance(before, int)
-        self._add_metrics(server_round, {"num-late": before + 1})
+    def note(self, history: str, server_round: int, metrics: MetricRecord) -> None:
+        """Note a round's metrics in one of the result's histories."""
+        getattr(self._result, history)[server_round] = metrics
 
-    def client_evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:
-        """Note the metrics of the clients' evaluation."""
-        if metrics is not None:
-            logger.info("\t└──> Aggregated MetricRecord: %s", shown(metrics))
-            self._result.evaluate_metrics_clientapp[server_round] = metrics
-
-    def evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:
-        """Note the metrics of the server's evaluation."""
-        logger.info("Global evaluation\n\t└──> MetricRecord: %s", shown(metrics))
-        if metrics is not None:
-            self._result.evaluate_metrics_serverapp[server_round] = metrics
-
-    def finish(
-        self, server_round: int, absences: Mapping[str, Any] | None = None
-    ) -> None:
+    def finish(self, server_round: int, absences: Mapping[str, Any]) -> None:
         """Save the round as finished; a resumed run does not repeat it.
 
         `absences` has the clients that sit out, as JSON values.
         """
         self.server_round = server_round
-        metrics = {
-            name: dict(history[server_round])
+        history = {
+            name: {n: dict(each) for n, each in getattr(self._result, name).items()}
             for name in _HISTORIES
-            if server_round in (history := getattr(self._result, name))
         }
-        self._journal.finish(
-            server_round, self.state.to_tensors(), metrics, absences or {}
-        )
+        self.journal.finish(server_round, self.state.to_tensors(), history, absences)
 
     def run_callbacks(self, callbacks: Sequence[Callback]) -> bool:
         """Call callbacks after the last finished round; return whether the run ends.
@@ -261,15 +235,10 @@ class Run:
         CallbackError
             If a callback failed.
         """
-        if not callbacks:
-            return False
-        ending = call(
-            callbacks, self.server_round, self.arrays(), history_of(self._result)
-        )
-        if ending:
-            logger.info(
-                "[ROUND %s] %s ended the run", self.server_round, ", ".join(ending)
-            )
+        history = history_of(self._result)
+        ending = call(callbacks, self.server_round, self.arrays(), history)
+        for name in ending:
+            logger.info("[ROUND %s] %s ended the run", self.server_round, name)
         return bool(ending)
 
     def result(self) -> CurvatureResult:
@@ -295,9 +264,7 @@ def _check_model(initial: Params, saved: Params, journal: Journal) -> None:
     """Raise :class:`CheckpointError` if the run's model is not the caller's."""
     for name, value in initial.items():
         if name not in saved or saved[name].shape != value.shape:
-            there = (
-                f"of shape {tuple(saved[name].shape)}" if name in saved else "absent"
-            )
+            there = tuple(saved[name].shape) if name in saved else "absent"
             raise CheckpointError(
                 f"{journal.path} has a run of another model: '{name}' of shape "
                 f"{tuple(value.shape)} is {there} there. Pass another checkpoint_dir"

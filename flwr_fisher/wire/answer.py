@@ -7,7 +7,7 @@ from typing import Self
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from flwr_fisher.errors import WireError, printable
+from flwr_fisher.errors import WireError
 from flwr_fisher.wire.arrays import (
     arrays_to_tensors,
     bytes_of,
@@ -41,8 +41,6 @@ class Answer:
         The names of the parameters that it trains.
     frozen : frozenset[str] | None
         The names of those that it does not train, each with a digest of its values.
-    problem : str
-        What is impossible in the answer.
     any_job : bool
         Whether it can do every job, not only a training.
     """
@@ -51,7 +49,6 @@ class Answer:
     partition: int | None
     trained: frozenset[str] | None
     frozen: frozenset[str] | None = None
-    problem: str = ""
     any_job: bool = False
 
     def frozen_beside(self, sent: Iterable[str]) -> frozenset[str] | None:
@@ -70,10 +67,7 @@ class Answer:
         partition = next(
             (r["partition-id"] for r in metrics if "partition-id" in r), None
         )
-        problem = ""
         if not (isinstance(partition, int) and 0 <= partition < _LARGEST_ID):
-            if partition is not None:
-                problem = f"claims partition {printable(repr(partition))}"
             partition = None
         frozen = _texts(configs, "frozen")
         if sum(map(len, frozen or ())) > _MOST_FROZEN:
@@ -83,7 +77,6 @@ class Answer:
             partition,
             _texts(configs, "trained"),
             frozen,
-            problem,
             any(record.get(ANY_JOB) is True for record in configs),
         )
 
