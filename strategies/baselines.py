@@ -80,15 +80,10 @@ class FedAvg(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Return one exchange, which asks the sampled clients to train."""
-        read = Additive.reader("params")
-        if self.privacy is None:
-            mean = Summation[Additive]()
-            return [
-                Exchange({}, read, mean_model, additive=mean),
-                *norm_exchanges(self),
-            ]
-        steps = Summation[Additive](weighted=True, privacy=self.privacy)
-        return [Exchange({}, read, _add, additive=steps), *norm_exchanges(self)]
+        step = mean_model if self.privacy is None else _add
+        mean = Summation[Additive](privacy=self.privacy)
+        exchange = Exchange({}, Additive.reader("params"), step, additive=mean)
+        return [exchange, *norm_exchanges(self)]
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""

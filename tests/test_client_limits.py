@@ -173,15 +173,6 @@ def test_each_client_has_one_part_of_its_change(parts):
         members_from_tensors(tensors)
 
 
-@pytest.mark.parametrize("key", ["server/group-{}/x", "server/{}", "layer-{}"])
-def test_too_many_arrays_are_refused_unread(key, tmp_path, monkeypatch):
-    one = ArrayRecord({"x": torch.zeros(1)})["x"]
-    arrays = ArrayRecord({**tiny_arrays(), **{key.format(i): one for i in range(2000)}})
-    monkeypatch.setattr("flwr_fisher.client.request.arrays_to_tensors", None)
-    with pytest.raises(ClientError, match="the server sent 2009 arrays, more than"):
-        ask(client(tmp_path), arrays)
-
-
 # State on disk
 
 

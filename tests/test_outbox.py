@@ -148,13 +148,14 @@ def test_a_disk_that_is_full_costs_a_warning(tmp_path, caplog):
 def test_a_training_stays_where_its_upload_is_too_large(tmp_path, caplog):
     """Asked again, the client need not train again."""
     outbox = Outbox(disk_of(tmp_path, limit=10**5), 1, "x")
-    outbox.training().save({"w": torch.zeros(10**5)})
+    training = TrainingCheckpoint(outbox.disk, note="x")
+    training.save({"w": torch.zeros(10**5)})
     assert "Cannot save this training" in caplog.text
-    outbox.training().save({"epoch": 3})
+    training.save({"epoch": 3})
     large = ArrayRecord({"w": Array(np.zeros(10**5, np.float32))})
     outbox.keep(Reply({"num-examples": 8}, large))
     assert "Cannot keep this upload: the upload of run" in caplog.text
-    assert outbox.training().load() == {"epoch": 3}
+    assert training.load() == {"epoch": 3}
     assert TrainingCheckpoint(disk_of(tmp_path), 1, "another request").load() is None
     outbox.keep(Reply({"num-examples": 8}, tiny_arrays()))
     assert files(tmp_path) == ["upload-000001"]

@@ -150,7 +150,7 @@ REFUSED = [
     (lambda: fagh_first(params={}), "'w'"),
     (lambda: fagh_first(g=UNUSABLE), "'w' holds NaN"),
     (lambda: fagh_first(hvp=UNUSABLE), "'w' holds NaN"),
-    (lambda: fagh_first(c=NAN), "probe_dot"),
+    (lambda: fagh_first(c=NAN), "curvature along the probe is nan"),
     (lambda: fagh_first(t=2), "step 2 of FAGH"),
     (lambda: fagh_first(moments=fagh_first().moments), "step 1 of FAGH"),
     (lambda: fagh_first(V, V, V, t=2, moments=fagh_first().moments), "moments"),

@@ -21,7 +21,7 @@ from flwr_fisher.client.messages import (
     identify,
     name_of,
 )
-from flwr_fisher.client.outbox import Outbox
+from flwr_fisher.client.outbox import Outbox, TrainingCheckpoint
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import ClientLimits, Reply, Request
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
@@ -35,11 +35,6 @@ from flwr_fisher.log_lines import log_once, watching
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES
 from flwr_fisher.wire.answer import ANY_JOB, with_frozen
-
-# The number of arrays in a request is limited, because each takes time to read.
-# Strategies send parameters, one group like them and a few facts; users' own jobs may
-# need more.
-_MOST_GROUPS, _MOST_ARRAYS = 8, 1000
 
 
 class FisherClient:
@@ -183,7 +178,8 @@ class FisherClient:
                 until = message.metadata.created_at + message.metadata.ttl
                 with outbox.locked(until - time.time()):
                     kept = outbox.reply()
-                    problem = replace(problem, checkpoint=outbox.training())
+                    checkpoint = TrainingCheckpoint(disk, note=outbox.digest)
+                    problem = replace(problem, checkpoint=checkpoint)
                     reply = kept or _reply(problem, request, jobs)
                     if kept is None:
                         outbox.keep(reply)
@@ -215,10 +211,8 @@ class FisherClient:
         return make_client_app(lambda context: self, mods)
 
     def _read(self, message: Message, context: Context) -> Request:
-        device, model = self.problem.device, self.problem.model
-        model.to(device)
-        most = _MOST_ARRAYS + _MOST_GROUPS * len(model.state_dict())
-        return Request.of(message, context, device, most_arrays=most)
+        self.problem.model.to(self.problem.device)
+        return Request.of(message, context, self.problem.device)
 
 
 def _reply(problem: LocalProblem, request: Request, jobs: Sequence[Job]) -> Reply:

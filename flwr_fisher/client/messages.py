@@ -138,10 +138,10 @@ def identify(
     if model is not None and asks_for_parameters(message):
         content = RecordDict({"config": _parameters_of(model)})
         return Message(content, reply_to=message)
-    named = "partition-id" in context.node_config
-    own = {"partition-id": partition_of(context)} if named else {}
-    content = RecordDict({"metrics": MetricRecord({**own})})
-    content["config"] = ConfigRecord({LIBRARY: __version__})
+    metrics, config = MetricRecord(), ConfigRecord({LIBRARY: __version__})
+    if "partition-id" in context.node_config:
+        metrics["partition-id"] = partition_of(context)
+    content = RecordDict({"metrics": metrics, "config": config})
     return Message(content, reply_to=message)
 
 

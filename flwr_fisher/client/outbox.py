@@ -158,10 +158,6 @@ class Outbox:
             return  # the kept training, if there is one, can make it again
         self.disk.drop(_TRAINING)
 
-    def training(self) -> "TrainingCheckpoint":
-        """Return the checkpoint of the request's training."""
-        return TrainingCheckpoint(self.disk, note=self.digest)
-
 
 class TrainingCheckpoint:
     """Saves and loads the state of a training loop, to continue after a crash.

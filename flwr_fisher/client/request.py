@@ -125,32 +125,18 @@ class Request:
     server_round: int = 0
 
     @classmethod
-    def of(
-        cls,
-        message: Message,
-        context: Context,
-        device: torch.device,
-        *,
-        most_arrays: int | None = None,
-    ) -> "Request":
+    def of(cls, message: Message, context: Context, device: torch.device) -> "Request":
         """Return the request in a message.
 
         Raises
         ------
         ClientError
-            If it has not exactly one ``ArrayRecord``, or if that has more than
-            `most_arrays` arrays. It is raised before any array is read.
+            If it has not exactly one ``ArrayRecord``.
         ConfigurationError
             If its seed or round is no integer.
         """
         (options, config), client = config_of(message), partition_of(context)
-        record = arrays_of(message)
-        if most_arrays is not None and len(record) > most_arrays:
-            raise ClientError(
-                f"the server sent {len(record)} arrays, more than the {most_arrays} "
-                "of this client's model: build the same model on both sides"
-            )
-        tensors = arrays_to_tensors(record)
+        tensors = arrays_to_tensors(arrays_of(message))
         params, groups = split_groups({k: v.to(device) for k, v in tensors.items()})
         server_round = whole_number(config, "server-round", 0)
         seed = derive_seed(whole_number(options, "seed", 0), server_round, client)

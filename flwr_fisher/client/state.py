@@ -9,7 +9,6 @@ from torch import Tensor
 from flwr_fisher.client.disk import ClientDisk, Kept
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
-from flwr_fisher.errors import ParamsError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, add, check_same_layout, subtract
 from flwr_fisher.wire.options import members_from_tensors
@@ -97,9 +96,8 @@ class ClientState:
         """Return the state, or `first` if it was lost, and whether it was lost.
 
         The state is lost if the server has had a reply from this client, but this disk
-        has no state of that step, or only that of another model. A job reports this
-        with the metric ``state-lost``, which
-        :func:`~flwr_fisher.strategies.lost_states` counts.
+        has no state of that step. A job reports this with the metric ``state-lost``,
+        which :func:`~flwr_fisher.strategies.lost_states` counts.
 
         Parameters
         ----------
@@ -145,15 +143,8 @@ class ClientState:
         kept = self.disk.load(self.name, step)
         if kept is None:
             return None
-        tensors = kept.tensors
-        what = f"the state of step {step} in {self.disk.path}"
-        try:
-            check_same_layout(self.like, tensors, what)
-        except ParamsError as error:
-            logger.warning("Ignoring the state of another model: %s", error)
-            return None
-        there = {n: tensors[n].to(value) for n, value in self.like.items()}
-        return Kept(there, kept.note)
+        tensors = {n: kept.tensors[n].to(value) for n, value in self.like.items()}
+        return Kept(tensors, kept.note)
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep the new state, and the last one until the server has this reply.

@@ -44,7 +44,9 @@ def accuracies(
     DataError
         If the loader has no examples with a label.
     ParamsError
-        If a candidate has a key that the model lacks or has in another shape.
+        If a candidate has a key that the model lacks.
+    RuntimeError
+        If a parameter has another shape than the model's.
     """
     return {
         name: ensemble_accuracy(model, [params], [1.0], loader)
@@ -84,10 +86,7 @@ def ensemble_accuracy(
 def _copy_with(model: nn.Module, params: Params) -> nn.Module:
     """Return a copy of the model in eval mode, with these parameters."""
     member = copy.deepcopy(model).eval()
-    try:
-        unknown = member.load_state_dict(dict(params), strict=False).unexpected_keys
-    except RuntimeError as error:
-        raise ParamsError(f"the parameters do not fit the model: {error}") from error
+    unknown = member.load_state_dict(dict(params), strict=False).unexpected_keys
     if unknown:
         raise ParamsError(f"the model has no such parameters: {', '.join(unknown)}")
     return member

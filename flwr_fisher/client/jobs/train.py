@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -165,12 +166,8 @@ class TrainingJob:
         if self.structure is not None:
             device_of(problem.model, None)
             check_can_be_read_again(problem.counted.loader, "a Fisher is taken of it")
-
-        def check(batch: Any) -> None:
-            try_upload(problem, request, self, batch)
-
-        first = None if self.structure is None else check
-        return problem.train(request.config, on_first_batch=first, **options)
+            options["on_first_batch"] = partial(try_upload, problem, request, self)
+        return problem.train(request.config, **options)
 
     def curvature(self, problem: LocalProblem, loader: Iterable[Any]) -> Curvature:
         """Return the Fisher on some of the client's data, within its limits."""
