@@ -6,12 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from oracles import randn, random_dense, random_kronecker, relative
+from oracles import randn, random_kronecker, relative
 
 from flwr_fisher.curvature import BlockDiagonal, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.factors import DenseFactor
 from flwr_fisher.curvature.operators.solvers import Iterate
-from flwr_fisher.errors import StructureError
 from flwr_fisher.merge import (
     LocalPosterior,
     MergeOptions,
@@ -182,11 +181,6 @@ def test_a_layer_without_curvature_stays_at_the_mean():
     ]
     got, mean = from_sums(made, options_of(iterations=2)), fedavg(made)
     assert all(torch.equal(got[key], mean[key]) for key in mean)
-
-
-def test_what_has_no_partial_traces_is_named():
-    with pytest.raises(StructureError, match=r"\['w'\] is a Dense"):
-        partial_traces(random_dense(3, 4, w=(2, 2)))
 
 
 def at(name, value, norms):

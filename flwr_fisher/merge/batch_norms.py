@@ -233,77 +233,49 @@ def norm_shifts(
     meant = {prefix: known[prefix] for prefix in prefixes if prefix in known}
     if not meant:
         return shifts
-    sums = _input_sums(model, loader, set(meant.values()))
+    means = _input_means(model, loader, set(meant.values()))
     for prefix, norm in meant.items():
-        if sums[norm].count:
+        if norm in means:
             names = prefix + MEAN, prefix + VARIANCE
             variance = buffers[names[1]].cpu().double()
-            measured = shifts_of(*sums[norm].means(), variance)
+            measured = shifts_of(*means[norm], variance)
             shifts |= dict(zip(names, measured, strict=True))
     return shifts
 
 
-class _InputSums:
-    """Sums over a norm's inputs minus its running mean, by channel."""
-
-    def __init__(self, norm: _BatchNorm) -> None:
-        assert norm.running_mean is not None
-        self.mean = norm.running_mean.clone()
-        wide = torch.float64 if has_float64(self.mean.device) else torch.float32
-        self.first = torch.zeros_like(self.mean, dtype=wide)
-        self.second, self.count = self.first.clone(), 0
-        self._batch: list[tuple[Tensor, Tensor, int]] = []
-
-    def see(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """Add one input to the sums of the current batch: a hook before the norm."""
-        x = args[0]
-        over, wide = [0, *range(2, x.dim())], self.first.dtype
-        shape, count = [1, -1, *(1 for _ in over[1:])], x.numel() // x.shape[1]
-        off = x.detach().to(self.mean.dtype) - self.mean.reshape(shape)
-        first = off.sum(over, dtype=wide)
-        # Squares of large numbers would lose their differences to rounding.
-        centre = (first / count).to(off.dtype)
-        squares = (off - centre.reshape(shape)).square().sum(over, dtype=wide)
-        centre = centre.to(wide)
-        second = squares + centre * (2 * first - count * centre)
-        self._batch.append((first, second, count))
-
-    def end_batch(self, *, keep: bool) -> None:
-        """Add the sums of the current batch to the total, or forget them."""
-        for first, second, count in self._batch if keep else []:
-            self.first += first
-            self.second += second
-            self.count += count
-        self._batch = []
-
-    def means(self) -> tuple[Tensor, Tensor]:
-        """Return both sums divided by the count, in float64 on the CPU."""
-        both = torch.stack([self.first, self.second]).cpu().double() / self.count
-        return both[0], both[1]
-
-
-def _input_sums(
+def _input_means(
     model: nn.Module, loader: Iterable[Any], norms: Collection[_BatchNorm]
-) -> dict[_BatchNorm, _InputSums]:
-    """Run a model over a loader, norms in train mode; return their inputs' sums."""
+) -> dict[_BatchNorm, Tensor]:
+    """Return the means of norms' inputs minus their running means, and of the squares.
+
+    The model runs over the loader with the norms in train mode. A norm that is not used
+    has no entry.
+    """
     batches, usable = 0, 0
+    totals: dict[_BatchNorm, tuple[Any, Any, int]] = {}
+    inputs: list[tuple[_BatchNorm, Tensor, Tensor, int]] = []  # of the current batch
+
+    def see(norm: nn.Module, args: tuple[Any, ...]) -> None:
+        assert isinstance(norm, _BatchNorm)
+        inputs.append((norm, *_sums(args[0], norm)))
+
+    device = next(p.device for norm in norms for p in norm.buffers())
     with watching("norm statistics"), norms_training(model, norms), torch.no_grad():
-        sums = {norm: _InputSums(norm) for norm in norms}
-        hooks = [norm.register_forward_pre_hook(sums[norm].see) for norm in norms]
+        hooks = [norm.register_forward_pre_hook(see) for norm in norms]
         try:
-            device = next(iter(sums.values())).mean.device
             for batch in batches_of(loader, model, device):
                 batches += 1
-                fits = True
+                inputs.clear()
                 try:
                     batch.inputs(model)
                 except ValueError as error:
                     if TOO_FEW not in str(error):
                         raise
-                    fits = False
-                usable += fits
-                for each in sums.values():
-                    each.end_batch(keep=fits)
+                    continue  # also without what the norms before have seen
+                usable += 1
+                for norm, *new, count in inputs:
+                    first, second, before = totals.get(norm, (0.0, 0.0, 0))
+                    totals[norm] = first + new[0], second + new[1], before + count
         finally:
             for hook in hooks:
                 hook.remove()
@@ -314,7 +286,29 @@ def _input_sums(
             f"batch norm can use none of the loader's {batches} batches in train mode: "
             "it needs batches of two examples or more"
         )
-    return sums
+    return {
+        norm: torch.stack([first, second]).cpu().double() / count
+        for norm, (first, second, count) in totals.items()
+    }
+
+
+def _sums(x: Tensor, norm: _BatchNorm) -> tuple[Tensor, Tensor, int]:
+    """Return the sums over an input minus the running mean, and over its square.
+
+    They are by channel. The third is the number of entries of a channel.
+    """
+    assert norm.running_mean is not None
+    mean = norm.running_mean
+    wide = torch.float64 if has_float64(mean.device) else torch.float32
+    over, count = [0, *range(2, x.dim())], x.numel() // x.shape[1]
+    shape = [1, -1, *(1 for _ in over[1:])]
+    off = x.detach().to(mean.dtype) - mean.reshape(shape)
+    first = off.sum(over, dtype=wide)
+    # Squares of large numbers would lose their differences to rounding.
+    centre = (first / count).to(off.dtype)
+    squares = (off - centre.reshape(shape)).square().sum(over, dtype=wide)
+    centre = centre.to(wide)
+    return first, squares + centre * (2 * first - count * centre), count
 
 
 @contextmanager

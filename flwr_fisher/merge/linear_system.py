@@ -29,7 +29,6 @@ from flwr_fisher.params import (
 
 Device = torch.device | str | None
 
-_SMALL = 2**28  # bytes of all clients' products in a layer that may be kept
 _MAJORITY = 3  # at least so many clients have a majority without any one of them
 # The range that float32 is used for. A solver multiplies an eigenvalue with two moves
 # and sums over all entries, and float32 ends at 2**127 and 2**-126.
@@ -167,7 +166,8 @@ def _layer_system(
     total = WeightedSum(layer.curvatures, weights, layer.traces)
     rhs = {name: torch.zeros_like(value) for name, value in layer.mean.items()}
     for index, weight in enumerate(weights):
-        rhs = add(rhs, layer.product(index), weight)
+        product = layer.curvatures[index].matvec(layer.moves(index))
+        rhs = add(rhs, product, weight)
 
     # A move is trusted as far as all clients' moves together, if they are unlike each
     # other: the root mean square of their lengths, times the root of M - 1.
@@ -204,12 +204,14 @@ def layer_weights(
     options : MergeOptions
         The options of the merge.
     """
-    # A client without curvature has nothing to balance.
+    # Fishers of clients that are sure of their examples are small. `balance` undoes a
+    # part of this. A client without curvature has nothing to balance.
     powers = [trace**options.balance if trace > 0 else 1.0 for trace in traces]
     usual = statistics.median(squared_distances)
     doubts = [
         1 + options.robust * q / usual if usual else 1.0 for q in squared_distances
     ]
+    # Divided by the power: how sure a client is. By the doubt: how far out it is.
     weights = zip(examples, powers, doubts, strict=True)
     shares = shares_of([n / (power * doubt) for n, power, doubt in weights])
     if len(shares) < _MAJORITY:
@@ -245,19 +247,12 @@ class _Layer:
     curvatures: list[Curvature]  # regularised
     mean: dict[str, Tensor]
     # Makes a client's moves when they are used: all clients' would take as much memory
-    # again. Products with the curvatures are kept if they are small.
+    # again.
     moves: Callable[[int], dict[str, Tensor]]
-    products: list[dict[str, Tensor]]
     traces: list[float]  # of the curvatures
     fisher_squares: list[float]  # of each move in the client's own curvature
     squared_lengths: list[float]
     largest: list[float]  # entry of each client's moves
-
-    def product(self, index: int) -> dict[str, Tensor]:
-        """Return a client's curvature times its moves."""
-        if self.products:
-            return self.products[index]
-        return self.curvatures[index].matvec(self.moves(index))
 
     def fits_float32(self, size: int) -> bool:
         """Return whether float32 holds a solver's products; zeros always do."""
@@ -279,27 +274,25 @@ def _measured(
     """Return the layer in at least `dtype`, from one pass and one read of a device."""
     wide = partial(_wide, device=device, dtype=dtype)
     layer_mean = {name: wide(mean[name]) for name in parts[0].shapes}
-    size = 4 * sum(value.numel() for value in layer_mean.values())
 
     def moves_of(index: int) -> dict[str, Tensor]:
         trained = select(posteriors[index].params, layer_mean)
         return subtract({k: wide(v) for k, v in trained.items()}, layer_mean)
 
-    curvatures, products, numbers = [], [], []
+    # Numbers stay on their device until all clients are measured: an accelerator is
+    # waited for once a layer.
+    curvatures, numbers = [], []
     for index, part in enumerate(parts):
         curvature = part.mapped(wide).regularised(
             shrink=options.shrink, damping=options.damping
         )
         moves = moves_of(index)
-        product = curvature.matvec(moves)
-        square, length = dot(moves, product).clamp_min(0), dot(moves, moves)
+        square = dot(moves, curvature.matvec(moves)).clamp_min(0)
         largest = torch.stack([value.abs().max() for value in moves.values()]).max()
-        client = (curvature.queued_trace(), square, length, largest)
+        client = (curvature.queued_trace(), square, dot(moves, moves), largest)
         numbers.append(torch.stack([value.double() for value in client]))
         curvatures.append(curvature)
-        products += [product] if size * len(parts) <= _SMALL else []
-    measures = torch.stack(numbers).T.tolist()
-    return _Layer(curvatures, layer_mean, moves_of, products, *measures)
+    return _Layer(curvatures, layer_mean, moves_of, *torch.stack(numbers).T.tolist())
 
 
 def _wide(tensor: Tensor, device: Device, dtype: torch.dtype) -> Tensor:

@@ -132,9 +132,7 @@ class MergeOptions(Options):
 
 
 def check_score(score: object, solver: str) -> None:
-    """Raise :class:`ConfigurationError` for a score that is none, or is not used."""
-    if not callable(score or len):
-        raise ConfigurationError(f"score must be a function, got {score!r:.80}")
+    """Raise :class:`ConfigurationError` for a score that the solver does not use."""
     if score is not None and solver != "adam":
         raise ConfigurationError(
             f"score works with solver='adam' only, not '{solver}': leave it out"

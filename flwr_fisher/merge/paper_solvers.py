@@ -27,9 +27,10 @@ def adam(
     score: Score | None,
     progress: Report | None,
 ) -> tuple[Moves, list[list[float]]]:
-    """Solve all systems at once; repeat it without those that do not stay finite.
+    """Solve all systems at once.
 
-    Return the moves, and the residual norms of all systems together, as one list.
+    Return the moves, None where they are not finite, and the residual norms of all
+    systems together, as one list.
     """
     rhs = {name: value for system in systems for name, value in system.rhs.items()}
 
@@ -46,13 +47,10 @@ def adam(
     solution, norms = best_of(iterates, options.iterations, scored, progress)
     moves: Moves = {**moves_of(solution)}
     merged = moved(mean, moves)
-    solved = [s for s in systems if is_finite(select(merged, s.rhs))]
-    if len(solved) == len(systems):
-        return moves, [norms.tolist()]
-    if not solved:
-        return dict.fromkeys(rhs), [[1.0]]
-    again, residuals = adam(mean, solved, options, score, progress)
-    return dict.fromkeys(rhs) | again, residuals
+    for system in systems:
+        if not is_finite(select(merged, system.rhs)):
+            moves |= dict.fromkeys(system.rhs)
+    return moves, [norms.tolist() if norms.isfinite().all() else [1.0]]
 
 
 def _joined(parts: Iterable[Params]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
-from flwr_fisher.errors import ConfigurationError, ParamsError, check_positive
+from flwr_fisher.errors import ParamsError, check_positive
 from flwr_fisher.params import (
     DeferredParams,
     Params,
@@ -72,19 +72,10 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
 
     Raises
     ------
-    ConfigurationError
-        If they are no sequence of posteriors.
     ParamsError
         If there is none, a number is not finite, a diagonal is negative, or layouts or
         dtypes differ. It tells which posterior.
     """
-    if not isinstance(posteriors, Sequence) or not all(
-        isinstance(posterior, LocalPosterior) for posterior in posteriors
-    ):
-        raise ConfigurationError(
-            "a merge takes a list of LocalPosterior, one for each client, got "
-            f"{posteriors!r:.80}"
-        )
     if not posteriors:
         raise ParamsError("there is no posterior to merge: pass at least one")
     first = layout_of(posteriors[0].params)

@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.solvers import Iterate, conjugate_gradient
+from flwr_fisher.curvature.operators.solvers import (
+    Iterate,
+    conjugate_gradient,
+    divided,
+)
 from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.linear_system import LinearSystem, Moves, SystemMaker, moved
@@ -81,11 +85,7 @@ def solve(
             curves.append(norms)
             traces.append(held)
             if progress is not None:
-                left = norms[-1] / norms[0] if norms[0] else 0.0
-                progress(
-                    f"solver: {next(iter(move))}, {index} of {len(systems)}: "
-                    f"{len(norms) - 1} iterations, residual {left:.1e}"
-                )
+                progress(f"solver: {next(iter(move))}, {index} of {len(systems)}")
     unsolved = [name for name, move in moves.items() if move is None]
     residuals = relative_norms(curves)
     return MergeResult(
@@ -112,7 +112,7 @@ def _solved(
         rise = -dot(end.solution, add(system.rhs, end.residual))
         solution, norms = end.read()
         solution = {name: value.cpu() for name, value in solution.items()}
-        if _improves(solution, norms, float(rise), options):
+        if _improves(solution, norms, float(rise)):
             move: Moves = {**system.move(solution)}
             if is_finite(moved(select(mean, move), move)):
                 return move, [n * system.scale for n in norms], system.client_traces
@@ -121,14 +121,12 @@ def _solved(
     return unsolved, [start if math.isfinite(start) else 0.0], system.client_traces
 
 
-def _improves(
-    solution: Params, residuals: list[float], rise: float, options: MergeOptions
-) -> bool:
+def _improves(solution: Params, residuals: list[float], rise: float) -> bool:
     """Return whether the solver took a step, and improved on the mean."""
     if not all(map(math.isfinite, residuals)) or not is_finite(solution):
         return False
     if len(residuals) == 1:  # there was nothing to solve, or no step could be taken
-        return residuals[0] == 0 or options.tolerance >= 1
+        return residuals[0] == 0
     # Conjugate gradients lower the objective at every step, but not the residual.
     return residuals[-1] <= _ROUNDED * residuals[0] or rise <= 0
 
@@ -177,11 +175,10 @@ def _closed_form(system: LinearSystem, floor: float) -> Iterate:
         )
     entries = system.curvature.diagonal()
     tops = torch.stack([entry.max().double() for entry in entries.values()])
-    least = floor * tops.max() if floor else torch.zeros_like(tops[0])
+    least = floor * tops.max()
     solution = {}
     for name, entry in entries.items():
-        known = entry > least.to(entry.dtype)
-        divisor = torch.where(known, entry + system.ridge, 1.0)
-        solution[name] = torch.where(known, system.rhs[name] / divisor, 0.0)
+        rhs = torch.where(entry > least.to(entry.dtype), system.rhs[name], 0.0)
+        solution[name] = divided(rhs, entry, system.ridge)
     left = add(system.rhs, system.matvec(solution), -1.0)
     return Iterate.start(system.rhs).after(solution, left)

@@ -262,11 +262,6 @@ def partial_traces(curvature: Curvature) -> Curvature:
 
     Both factors have the layer's trace. Parameters that belong to no layer keep their
     diagonal.
-
-    Raises
-    ------
-    StructureError
-        If a block is neither. It names the block.
     """
     blocks: list[Curvature] = []
     for block in curvature.blocks():
@@ -276,11 +271,6 @@ def partial_traces(curvature: Curvature) -> Curvature:
             blocks.append(
                 Kronecker(block.weight, block.weight_shape, *factors, block.bias)
             )
-        elif isinstance(block, Diagonal):
-            blocks.append(block)
         else:
-            raise StructureError(
-                f"the curvature of {list(block.shapes)} is a {type(block).__name__}, "
-                "but sums need structure='kfac' or 'diagonal'"
-            )
+            blocks.append(block)
     return BlockDiagonal(blocks)

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
-from flwr_fisher.curvature.operators.solvers import Iterate, Matvec
+from flwr_fisher.curvature.operators.solvers import Iterate, Matvec, divided
 from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.solve import MergeResult, relative_norms
 from flwr_fisher.params import Params, add, dot, double, is_finite, scale, select
 
+# The fields of an `Iterate`: a tensor for each parameter, and for each layer.
 _VECTORS = ("solution", "residual", "direction")
+_NUMBERS = ("norms", "steps", "live", "decrease")
 
 
 def begin(traces: Curvature, pull: Params, anchor: float) -> list[Iterate]:
@@ -44,7 +46,7 @@ def begin(traces: Curvature, pull: Params, anchor: float) -> list[Iterate]:
     layers = []
     for system in _layer_systems(traces, anchor):
         rhs = system.scaled(pull)
-        state = Iterate.start(rhs)
+        state = Iterate.start(rhs)  # the solution is 0, and the residual is `rhs`
         if system.inverse is None:
             # Without curvature there is nothing to solve, and no direction.
             state = _at_rest(state)
@@ -53,6 +55,7 @@ def begin(traces: Curvature, pull: Params, anchor: float) -> list[Iterate]:
             zero = {name: torch.zeros_like(value) for name, value in rhs.items()}
             state = _at_rest(state.after(system.inverse(rhs), zero))
         else:
+            # The first direction, for which the server asks the clients' products.
             state = state.turned(system.inverse(rhs))
         layers.append(state)
     return layers
@@ -107,6 +110,7 @@ def advanced(
     for system, state in zip(
         _layer_systems(traces, options.anchor), layers, strict=True
     ):
+        # This is the body of `conjugate_gradient`'s loop, from one product to the next.
         state = state.while_above(options.tolerance)
         if state.live and system.inverse is not None:
             # The clients' products have neither the layer's scale nor the ridge.
@@ -115,6 +119,7 @@ def advanced(
             # The slope along it is no longer exactly the `decrease`.
             slope = dot(state.direction, state.residual)
             state = state.stepped(own, slope)
+        # A layer that has ended waits for the others, with a direction of 0.
         if state.live and system.inverse is not None:
             state = state.turned(system.inverse(state.residual))
         else:
@@ -153,42 +158,34 @@ def merged(mean: Params, layers: Sequence[Iterate]) -> MergeResult:
 
 
 def to_groups(layers: Sequence[Iterate]) -> dict[str, dict[str, Tensor]]:
-    """Return the layers' states as named groups of tensors."""
-    longest = max((len(state.norms) for state in layers), default=0)
-    # A layer that ended early has fewer norms: NaN stands for the rest.
-    padded = [
-        [*state.norms, *[torch.tensor(math.nan)] * (longest - len(state.norms))]
-        for state in layers
-    ]
-    progress = {
-        "norms": [torch.stack([n.double() for n in norms]) for norms in padded],
-        "steps": [state.steps for state in layers],
-        "live": [state.live for state in layers],
-        "decrease": [
-            state.norms[0] * 0 if state.decrease is None else state.decrease
-            for state in layers
-        ],
-    }
+    """Return the layers' states as named groups of tensors.
+
+    The groups of vectors have a tensor for each parameter. Those of numbers have a
+    tensor for each layer, whose name is the layer's index.
+    """
     groups = {
         name: {k: v for state in layers for k, v in getattr(state, name).items()}
         for name in _VECTORS
     }
-    return groups | {"progress": {k: torch.stack(v) for k, v in progress.items() if v}}
+    for index, state in enumerate(layers):
+        # A layer that ended before it had a direction has no decrease.
+        decrease = state.norms[0] * 0 if state.decrease is None else state.decrease
+        numbers = (torch.stack(state.norms), state.steps, state.live, decrease)
+        for name, value in zip(_NUMBERS, numbers, strict=True):
+            groups.setdefault(name, {})[str(index)] = value
+    return groups
 
 
 def from_groups(groups: Mapping[str, Params], traces: Curvature) -> list[Iterate]:
     """Return the layers' states from the groups of :func:`to_groups`."""
-    progress, layers = groups["progress"], []
+    layers = []
     for index, block in enumerate(traces.blocks()):
-        norms = [n for n in progress["norms"][index] if not n.isnan()]
         solution, residual, direction = (
             select(groups[name], block.shapes) for name in _VECTORS
         )
-        steps, live, decrease = (
-            progress[name][index] for name in ("steps", "live", "decrease")
-        )
+        norms, steps, live, decrease = (groups[name][str(index)] for name in _NUMBERS)
         layers.append(
-            Iterate(solution, residual, norms, steps, live, direction, decrease)
+            Iterate(solution, residual, [*norms], steps, live, direction, decrease)
         )
     return layers
 
@@ -228,7 +225,7 @@ def _layer_systems(traces: Curvature, anchor: float) -> Iterator[_LayerSystem]:
 def _layer_system(block: Curvature, anchor: float) -> _LayerSystem:
     """Return a layer's system; `block` is the sum of the clients' partial traces."""
     names, wide = list(block.shapes), block.to(dtype=torch.float64)
-    # Both partial traces have the sum's trace.
+    # Both partial traces have the sum's trace. The unit is the mean eigenvalue.
     traces = (
         wide.A_factor.trace() if isinstance(wide, Kronecker) else wide.queued_trace()
     )
@@ -248,13 +245,7 @@ def _layer_system(block: Curvature, anchor: float) -> _LayerSystem:
 
 def _divided_by(block: Diagonal, unit: float, ridge: float) -> Matvec:
     """Return a function that divides by a diagonal, with 0 where that is 0."""
-
-    def solve(vector: Params) -> dict[str, Tensor]:
-        solution = {}
-        for name, entry in block.entries.items():
-            known = entry > 0
-            divisor = torch.where(known, entry / unit + ridge, 1.0)
-            solution[name] = torch.where(known, vector[name] / divisor, 0.0)
-        return solution
-
-    return solve
+    return lambda vector: {
+        name: divided(torch.where(entry > 0, vector[name], 0.0), entry / unit, ridge)
+        for name, entry in block.entries.items()
+    }
