@@ -296,11 +296,8 @@ def printable(value: object, most: int = _MOST) -> str:
     >>> printable("it's")
     "it's"
     """
-    try:
-        # Cut before and after: escaping makes up to ten characters of one.
-        text = str(value)[: most + 1]
-    except ValueError:  # an integer with more digits than Python prints
-        return "…"
+    # Cut before and after: escaping makes up to ten characters of one.
+    text = str(value)[: most + 1]
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 

@@ -258,9 +258,9 @@ def weighted_mean(
 ) -> dict[str, Tensor]:
     r"""Return :math:`\sum_i p_i \theta_i` with :math:`p_i = w_i / \sum_j w_j`.
 
-    This is FedAvg's average, summed in float64. If all inputs are equal, and integers
-    or at most float32, the result equals them, bit for bit. Means of integers (batch
-    norm's counters) are rounded to the nearest integer.
+    This is FedAvg's average, summed in float64. If all inputs are equal, and at most
+    float32 or integers of at most 53 bits, the result equals them, bit for bit. Means
+    of integers (batch norm's counters) are rounded to the nearest integer.
 
     Parameters
     ----------
@@ -297,16 +297,10 @@ def weighted_mean(
     for index, other in enumerate(params[1:], start=1):
         check_same_layout(params[0], other, f"client {index}")
     shares = shares_of(weights)
-
-    def mean(key: str, dtype: torch.dtype) -> Tensor:
-        whole = rounded(_mean_of((p[key] for p in params), shares), dtype)
-        if dtype.is_floating_point:
-            return whole
-        first, *others = (p[key] for p in params)  # which float64 may not hold
-        same = torch.stack([first == first, *(other == first for other in others)])
-        return torch.where(same.all(0), first, whole)
-
-    return {key: mean(key, v.dtype) for key, v in layout_of(params[0]).items()}
+    return {
+        key: rounded(_mean_of((p[key] for p in params), shares), value.dtype)
+        for key, value in layout_of(params[0]).items()
+    }
 
 
 def shares_of(weights: Sequence[float]) -> list[float]:
@@ -341,8 +335,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     Raises
     ------
     ParamsError
-        If a lazy layer has not been called yet, so that it has no parameters to name,
-        or two parameters are in the same memory.
+        If a lazy layer has not been called yet, so that it has no parameters to name.
     """
     named = dict(model.named_parameters())
     for name, tensor in {**named, **dict(model.named_buffers())}.items():
@@ -351,18 +344,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
                 f"'{name}' has no shape yet, since its layer is lazy: call the model "
                 "once, on a batch, where it is made"
             )
-    trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
-    owners: dict[int, str] = {}
-    for name, p in trained.items():
-        # 0 of tensors without memory
-        where = p.data_ptr() if type(p.data) is Tensor else 0
-        if where and (other := owners.setdefault(where, name)) != name:
-            raise ParamsError(
-                f"'{name}' and '{other}' are two parameters in the same memory, so a "
-                f"step of one moves the other: make them one, by model.{name} = "
-                f"model.{other}, or give each its own, by .clone()"
-            )
-    return trained
+    return {name: p for name, p in named.items() if p.requires_grad and p.numel()}
 
 
 def trainable_names(model: nn.Module) -> list[str]:
