@@ -31,15 +31,3 @@ def test_examples(name: str) -> None:
     linecache.clearcache()  # a debugger, which doctest makes, looks at each file in it
     result = doctest.testmod(importlib.import_module(name), optionflags=OPTIONS)
     assert result.failed == 0
-
-
-def test_there_are_examples_in_every_room() -> None:
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    counts: dict[str, int] = {}
-    for name in modules():
-        tests = finder.find(importlib.import_module(name), name)
-        room = ".".join(name.split(".")[:2])
-        counts[room] = counts.get(room, 0) + sum(len(t.examples) for t in tests)
-    assert sum(counts.values()) > 30
-    wanted = ("errors", "params", "curvature", "merge")
-    assert all(counts[f"flwr_fisher.{room}"] for room in wanted)

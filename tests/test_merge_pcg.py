@@ -1,7 +1,6 @@
 """Preconditioned conjugate gradients: their matrix, and where they lead."""
 
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -168,18 +167,6 @@ def test_other_mixtures_are_divided_by_their_diagonals():
     got = preconditioner(total, 0.5)(vector)
     want = vector["w"] / (total.diagonal()["w"] + 0.5)
     assert torch.allclose(got["w"], want)
-
-
-def test_a_model_with_batch_norms_has_a_shrink_of_its_own():
-    def merged(names, **options):
-        every = [replace(p, params={**p.params, **names}) for p in layers]
-        return fedfisher(every, **options).params["w"]
-
-    layers = posteriors(LAYERS["kfac"])
-    norms = {"bn.running_mean": torch.zeros(2)}
-    assert torch.equal(merged({}), merged({}, shrink=0.3))
-    assert torch.equal(merged(norms), merged(norms, shrink=0.9))
-    assert not torch.equal(merged(norms), merged({}))
 
 
 @pytest.mark.parametrize("solver", ["pcg", "cg"])

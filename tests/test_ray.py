@@ -6,25 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message
-from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
 
 from apps import run
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.client.messages import Mod
-from flwr_fisher.params import shared_state
-from flwr_fisher.secure import SecureSums, SecureSumsMod
-from flwr_fisher.strategies import FedFisherOneShot, Policy
-from flwr_fisher.testing import LocalGrid
 
 pytestmark = pytest.mark.ray
 APP = Path(__file__).parents[1] / "apps" / "fedfisher"
@@ -133,71 +123,3 @@ def test_ray_and_local_grid_give_the_same_bits(outcome, tmp_path):
     assert ray.keys() == local.keys(), log
     for name, tensor in local.items():
         assert torch.equal(ray[name], tensor), name
-
-
-def clients_of(folder: Path, mods: Sequence[Mod] = ()) -> ClientApp:
-    """Clients that share the digits, and keep their states in a folder."""
-
-    def client_fn(context) -> FisherClient:
-        from sklearn.datasets import load_digits
-
-        x, y = load_digits(return_X_y=True)
-        mine = slice(context.node_config["partition-id"], None, CLIENTS)
-        images = torch.tensor(x[mine] / 16, dtype=torch.float32)
-        data = torch.utils.data.TensorDataset(images, torch.tensor(y[mine]))
-        return FisherClient(
-            torch.nn.Linear(64, 10),
-            torch.utils.data.DataLoader(data, 16, shuffle=True),
-            train_fn=LocalSGD(epochs=EPOCHS),
-            device="cpu",
-            state_dir=folder,
-        )
-
-    return make_client_app(client_fn, mods=[*mods])
-
-
-def model_of(grid: LocalGrid, **options) -> dict[str, torch.Tensor]:
-    """Return FedFisher's model of one round."""
-    torch.manual_seed(0)
-    start = ArrayRecord(shared_state(torch.nn.Linear(64, 10)))
-    result = FedFisherOneShot(fraction_evaluate=0.0, **options).start(grid, start)
-    return result.arrays.to_torch_state_dict()
-
-
-class RayGrid(LocalGrid):
-    """Its clients are in a process of Ray's, as Flower's simulation has them."""
-
-    backend: Any
-
-    def _handle(self, message: Message) -> Message:
-        node = message.metadata.dst_node_id
-        reply, context = self.backend.process_message(message, self._contexts[node])
-        self._contexts[node] = context
-        return reply
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.filterwarnings("ignore")
-def test_a_secure_sum_gives_the_model_of_the_plain_one(tmp_path):
-    from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
-    from ray import cloudpickle
-
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-    def app() -> ClientApp:
-        mod = SecureSumsMod(state_dir=tmp_path / "ray")
-        return clients_of(tmp_path / "ray", [mod])
-
-    grid = RayGrid(app(), CLIENTS)
-    init = {"num_cpus": 1, "log_to_driver": False}
-    grid.backend = RayBackend({"client_resources": {"num_cpus": 1}, "init_args": init})
-    try:
-        grid.backend.build(app)
-        secure = model_of(grid, aggregate="sums", secure=SecureSums())
-    finally:
-        grid.backend.terminate()
-    lifted = Policy(max_weight=inf, max_distance=inf)
-    own = LocalGrid(clients_of(tmp_path / "own"), CLIENTS)
-    plain = model_of(own, aggregate="sums", policy=lifted)
-    for name, tensor in plain.items():
-        assert (secure[name] - tensor).abs().max() < 1e-4, name

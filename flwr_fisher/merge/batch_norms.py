@@ -238,7 +238,8 @@ def norm_shifts(
         if norm in means:
             names = prefix + MEAN, prefix + VARIANCE
             variance = buffers[names[1]].cpu().double()
-            measured = shifts_of(*means[norm], variance)
+            mean, square = means[norm]
+            measured = shifts_of(mean, square, variance)
             shifts |= dict(zip(names, measured, strict=True))
     return shifts
 
