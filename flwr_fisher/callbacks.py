@@ -46,8 +46,8 @@ def history_of(result: Result) -> dict[int, dict[str, Value]]:
     joined: dict[int, dict[str, Value]] = {}
     for source, rounds in sources.items():
         for number, record in rounds.items():
-            own = {f"{source}/{name}": value for name, value in record.items()}
-            joined.setdefault(number, {}).update(own)
+            named = {f"{source}/{name}": value for name, value in record.items()}
+            joined.setdefault(number, {}).update(named)
     return joined
 
 

@@ -299,13 +299,10 @@ def start(app, grid=None, clients=4, **options):
 
 
 @pytest.mark.parametrize("claim", [-5, 2**63])
-def test_a_partition_that_cannot_be_is_none(claim, caplog):
+def test_a_partition_that_cannot_be_is_none(claim):
     result = start(Claims({3: claim}), clients=6)
     numbers = [upload.number for upload in result.uploads]
     assert len(set(numbers)) == 6  # -5 was 5 in the roster
-    assert re.search(
-        r"node-\d+ claims partition -?\d+, which is not valid", caplog.text
-    )
 
 
 def test_a_node_id_cannot_be_claimed_as_a_partition():

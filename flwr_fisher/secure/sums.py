@@ -50,16 +50,12 @@ class _Stage(Exchange[SecureUpload]):
     start: Callable[[ServerState], Params] = lambda state: {}
     clients: Callable[[ServerState], Collection[int]] = present
     send_each: _Send | None = None
+    quiet: bool = True
 
     @property
     def log_name(self) -> str:
         """The stage's name in the log."""
         return f"secure sum, {self.options['secure']!s}"
-
-    @property
-    def quiet(self) -> bool:
-        """Replies are not logged one by one."""
-        return True
 
     def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
         """Return a function from a client's number to its record."""

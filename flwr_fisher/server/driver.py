@@ -32,6 +32,7 @@ from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]  # the server's scores
 _LONGEST_WAIT = 60.0  # seconds until enough clients are connected to evaluate
+_NO_DATA = MetricRecord({NUM_EXAMPLES: 0})  # of a client that has none to evaluate on
 
 
 class Driver:
@@ -238,47 +239,59 @@ class Driver:
             self.run.note("evaluate_metrics_serverapp", self.server_round, metrics)
 
     def _evaluate(self, config: ConfigRecord) -> None:
-        """Let clients evaluate the parameters, and note their metrics.
+        """Let clients evaluate the parameters, and note their metrics."""
+        if not (nodes := self._sampled_to_evaluate()):
+            return
+        left_out = LeftOut("aggregate_evaluate")
+        scores = self._scores(nodes, config, left_out)
+        left_out.log_missing()
+        aggregated = self._aggregated(scores, left_out)
+        left_out.log_repeated()
+        if aggregated is not None:
+            logger.info("\t└──> Aggregated MetricRecord: %s", shown(aggregated))
+            name = "evaluate_metrics_clientapp"
+            self.run.note(name, self.server_round, aggregated)
+
+    def _scores(
+        self, nodes: Sequence[int], config: ConfigRecord, left_out: LeftOut
+    ) -> dict[int, MetricRecord]:
+        """Request an evaluation of nodes, and return their metrics.
 
         A client without data to evaluate on says so, and the server does not ask it
         again.
         """
         strategy, cohort, timeout = self.strategy, self.cohort, self.strategy.timeout
-        nodes = self._sampled_to_evaluate()
-        arrays = self.run.arrays()
+        arrays, may_abstain = self.run.arrays(), named_options({"may-abstain": True})
         messages = requests(
             strategy,
             self.server_round,
             lambda node: arrays,
-            ConfigRecord({**config, **named_options({"may-abstain": True})}),
+            ConfigRecord({**config, **may_abstain}),
             nodes,
             MessageType.EVALUATE,
         )
         due, abstaining = set(nodes), set[int]()
-        left_out = LeftOut("aggregate_evaluate")
         scores: dict[int, MetricRecord] = {}
 
         def enough() -> bool:
             wanted = strategy.waiting.enough(len(nodes) - len(abstaining))
             return len(scores) >= max(wanted, 1)
 
-        for reply in collect(
-            cohort.mailbox(self.grid), messages, timeout, enough=enough
-        ):
+        mailbox = cohort.mailbox(self.grid)
+        for reply in collect(mailbox, messages, timeout, enough=enough):
             node, name = reply.node, cohort.name(reply.node)
-            if reply.nothing_will_come:
-                due.discard(node)
-                left_out.mark_missing([name], printable(reply.message.error.reason))
-            if reply.nothing_will_come or reply.from_superlink:
-                continue  # the client is gone, or the time is up
+            if reply.from_superlink and not reply.nothing_will_come:
+                continue  # its time is up: it is still due
             due.discard(node)
             try:
-                metrics = read_metrics(reply.message)
-                if dict(metrics) == {NUM_EXAMPLES: 0}:  # it has no data for it
+                if reply.nothing_will_come:
+                    reason = printable(reply.message.error.reason)
+                    left_out.mark_missing([name], reason)
+                elif (metrics := read_metrics(reply.message)) == _NO_DATA:
                     abstaining.add(node)
-                    continue
-                weight_of(metrics, strategy.weighted_by_key)
-                scores[node] = metrics
+                else:
+                    weight_of(metrics, strategy.weighted_by_key)
+                    scores[node] = metrics
             except Exception as error:  # untrusted replies can fail in any way
                 left_out.reject(name, error, node)
         if abstaining:
@@ -290,12 +303,7 @@ class Driver:
             reason = f"none within {timeout:.0f} s"
             cohort.missed(due, self.server_round)
         left_out.mark_missing(map(cohort.name, due), reason)
-        left_out.log_missing()
-        aggregated = self._aggregated(scores, left_out)
-        if aggregated is not None:
-            logger.info("\t└──> Aggregated MetricRecord: %s", shown(aggregated))
-            name = "evaluate_metrics_clientapp"
-            self.run.note(name, self.server_round, aggregated)
+        return scores
 
     def _sampled_to_evaluate(self) -> list[int]:
         """Return the nodes that are asked to evaluate; the training needs none."""
@@ -331,7 +339,6 @@ class Driver:
         good, others = comparable(scores)
         for node, why in others.items():
             left_out.reject(cohort.name(node), f"'metrics': it {why}", node)
-        left_out.log_repeated()
         if not good:
             return None
         nodes = sorted(good, key=cohort.order)

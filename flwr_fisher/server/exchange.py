@@ -311,6 +311,8 @@ class Exchange(Generic[P]):
         Called when its turn comes, with the states at the begin of the round and now.
         It returns the exchange to do in its place, usually ``replace(exchange,
         options=…)``; or None, to leave it out.
+    quiet : bool, default False
+        Whether its replies are not logged one by one.
 
     Raises
     ------
@@ -332,6 +334,7 @@ class Exchange(Generic[P]):
     name: str = ""
     optional: bool = False
     prepare: "Callable[[ServerState, ServerState], Exchange[P] | None] | None" = None
+    quiet: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.clients, str):
@@ -346,11 +349,6 @@ class Exchange(Generic[P]):
     def log_name(self) -> str:
         """The exchange's name in the log."""
         return self.name or str(self.options.get("job", "train"))
-
-    @property
-    def quiet(self) -> bool:
-        """Whether its replies are not logged one by one."""
-        return False
 
     def take(self, state: ServerState, uploads: Uploads[P]) -> Step:
         """Take the step, with the uploads or with their mean.

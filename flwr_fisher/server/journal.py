@@ -299,13 +299,13 @@ class Journal:
         if self.path is None:
             return
         # Two runs with one seed have the same tensors, but must not be mixed.
-        place = {"run": self.run, "file": str(path.relative_to(self.path))}
+        origin = {"run": self.run, "file": str(path.relative_to(self.path))}
         with _writing(path):
             if not path.parent.exists():
                 path.parent.mkdir(parents=True)
                 sync_folder(path.parent.parent.parent)
                 sync_folder(path.parent.parent)
-            text = json.dumps({**record, **place})
+            text = json.dumps({**record, **origin})
             save_record(path, tensors or {}, {"record": text})
 
     def read(

@@ -119,13 +119,12 @@ class Membership:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the whole membership as tensors."""
-        weights = [self.weights[number] for number in self.last_steps]
-        own = {_TOTAL: self.total, _WEIGHTS: weights}
-        return self.sent() | {
-            name: torch.tensor(value, dtype=torch.float64)
-            for name, value in own.items()
-            if value != []
-        }
+        total = torch.tensor(self.total, dtype=torch.float64)
+        tensors = self.sent() | {_TOTAL: total}
+        if self.last_steps:
+            weights = [self.weights[number] for number in self.last_steps]
+            tensors[_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
+        return tensors
 
     @classmethod
     def from_tensors(cls, tensors: Params) -> "Membership":

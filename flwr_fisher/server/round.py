@@ -451,10 +451,9 @@ class ExchangeRun(Generic[P]):
         """Return the names of sampled clients that have not been asked yet."""
         if not self._sampled:
             return set()
-        asked = {
-            name for node in self._requests for name in self.cohort.identity(node).names
-        }
-        return self._sampled - asked - self.door.done()
+        identities = map(self.cohort.identity, self._requests)
+        requested = {name for identity in identities for name in identity.names}
+        return self._sampled - requested - self.door.done()
 
     # --- 2. step
 
