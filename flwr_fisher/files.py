@@ -5,7 +5,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-Check = Callable[[Mapping[str, str], Mapping[str, Tensor]], str]  # makes a digest
 # The names of files that are not yet whole: this module's, and those of safetensors.
 _ASIDE = re.compile(r".+\.\d+\.partial|\.tmp\w{6}")
 
@@ -45,9 +44,20 @@ def save_tensors(
     SafetensorError, OSError
         If the disk cannot be written.
     """
-    whole = _on_cpu(tensors)
-    texts = dict(metadata) if metadata else None
-    _save(path, lambda aside: save_file(whole, aside, texts), durable)
+    whole = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    # This thread, and no other one, writes a file of this name.
+    aside = path.with_name(f"{path.stem}.{threading.get_native_id()}.partial")
+    try:
+        save_file(whole, aside, dict(metadata) if metadata else None)
+        if durable:
+            with aside.open("rb") as file:
+                os.fsync(file.fileno())
+        aside.replace(path)
+        if durable:
+            sync_folder(path.parent)
+    except Exception:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def save_record(
@@ -56,11 +66,8 @@ def save_record(
     texts: Mapping[str, str],
     *,
     durable: bool = True,
-    check: Check | None = None,
-) -> str:
-    """Write tensors in their order, texts, and a digest of both; return the digest.
-
-    `check` computes the digest in place of :func:`digest_of`.
+) -> None:
+    """Write tensors in their order, texts, and a digest of both.
 
     Raises
     ------
@@ -69,26 +76,12 @@ def save_record(
     """
     # safetensors sorts keys by dtype and name; the order matters to a dense curvature.
     metadata = {**texts, "keys": json.dumps(list(tensors))}
-    whole = _on_cpu(tensors)
-    metadata["digest"] = (check or digest_of)(metadata, whole)
-    save_tensors(path, whole, metadata, durable=durable)
-    return metadata["digest"]
+    metadata["digest"] = digest_of(metadata, tensors)
+    save_tensors(path, tensors, metadata, durable=durable)
 
 
-def load_record(
-    path: Path, digest: str | None = None, *, check: Check | None = None
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def load_record(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a file of :func:`save_record`, and check its digest.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    digest : str, optional
-        The digest that :func:`save_record` returned, if another file may have replaced
-        this one.
-    check : Callable, optional
-        The function that computed the digest.
 
     Raises
     ------
@@ -97,25 +90,12 @@ def load_record(
     """
     with safe_open(path, "pt") as file:
         texts = file.metadata() or {}
-        own = texts.pop("digest")
+        digest = texts.pop("digest")
         tensors = {k: file.get_tensor(k) for k in json.loads(texts["keys"])}
-    if own != (check or digest_of)(texts, tensors):
+    if digest != digest_of(texts, tensors):
         raise ValueError("its content has changed since it was written")
-    if digest not in (None, own):
-        raise ValueError("another file has replaced the one that was written")
     del texts["keys"]
     return tensors, texts
-
-
-def save_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all, as :func:`save_tensors` does.
-
-    Raises
-    ------
-    OSError
-        If the disk cannot be written.
-    """
-    _save(path, lambda aside: aside.write_text(text), durable=True)
 
 
 def sweep(folders: Iterable[Path]) -> None:
@@ -165,30 +145,6 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 
-def aside_of(path: Path) -> Path:
-    """Return where this thread, and no other one, writes a file that is not whole."""
-    return path.with_name(f"{path.stem}.{threading.get_native_id()}.partial")
-
-
 def is_aside(path: Path) -> bool:
     """Return whether a file is one that somebody writes, or was writing, aside."""
     return bool(_ASIDE.fullmatch(path.name))
-
-
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-
-
-def _save(path: Path, write: Callable[[Path], object], durable: bool) -> None:
-    aside = aside_of(path)
-    try:
-        write(aside)
-        if durable:
-            with aside.open("rb") as file:
-                os.fsync(file.fileno())
-        aside.replace(path)
-        if durable:
-            sync_folder(path.parent)
-    except Exception:
-        aside.unlink(missing_ok=True)
-        raise

@@ -6,11 +6,9 @@ client write and delete files in the same folder. So a file may vanish at any ti
 that is no error.
 """
 
-import json
 import os
 import re
 import time
-import zlib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flwr_fisher.errors import ClientError, ConfigurationError
-from flwr_fisher.files import is_aside, load_record, save_record, to_bytes
+from flwr_fisher.files import is_aside, load_record, save_record
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 
@@ -51,7 +49,7 @@ class ClientDisk:
     """One entry on a client's disk: tensors by name and step.
 
     Its files are ``<root>/<namespace>/partition-<client>/<name>-<step>.<key>.…``. Only
-    this user can read them. A crash leaves whole files. If a file's checksum is wrong,
+    this user can read them. A crash leaves whole files. If a file's digest is wrong,
     the log names the file, and it counts as missing. A file that is read is mapped into
     memory, not copied.
 
@@ -146,7 +144,7 @@ class ClientDisk:
         """
         path = self._file(name, step)
         try:
-            saved, texts = load_record(path, check=_checksum)
+            saved, texts = load_record(path)
             kept = Kept(saved, texts["note"])
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             # PyTorch's error is a RuntimeError. A folder may be another user's.
@@ -198,7 +196,7 @@ class ClientDisk:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _sweep(self.path)
-            save_record(path, tensors, {"note": note}, durable=durable, check=_checksum)
+            save_record(path, tensors, {"note": note}, durable=durable)
         except (SafetensorError, OSError) as error:
             raise ClientError(
                 f"cannot write this client's {self.namespace} in {self.path} "
@@ -277,20 +275,6 @@ def _check_name(name: str) -> None:
             "the name of what a client keeps must consist of small letters and "
             f"hyphens, got {name!r:.80}"
         )
-
-
-def _checksum(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Return a CRC of texts, and of names, dtypes, shapes and entries.
-
-    Features are read in every round: a cryptographic digest would take five times as
-    long, and against whoever may write here it does not help.
-    """
-    checksum = zlib.crc32(json.dumps(texts, sort_keys=True).encode())
-    for key, value in tensors.items():
-        layout = f"{key}/{value.dtype}/{tuple(value.shape)}"
-        checksum = zlib.crc32(layout.encode(), checksum)
-        checksum = zlib.crc32(to_bytes(value).numpy().data, checksum)
-    return str(checksum)
 
 
 def _use(path: Path) -> None:
