@@ -15,7 +15,6 @@ from virtual import (
     ask,
     change_array,
     drop_array,
-    set_array,
     start,
     tensors_of,
     tiny_client,
@@ -102,9 +101,7 @@ def test_numbers_are_regressed_on_as_they_are():
             (torch.zeros(2, 4), torch.tensor([0, 3])),
             "from 0 to 3 do not fit 2 rows and 3",
         ),
-        ((torch.zeros(2, 4), torch.tensor([-1, 0])), "from -1 to 0"),
         ((torch.zeros(2, 4), torch.zeros(2, 2)), "of 3 outputs"),
-        ((torch.zeros(2, 4), torch.zeros(3).long()), "do not fit 2 rows"),
         (torch.zeros(2, 4), "must hold a tensor of labels"),
     ],
 )
@@ -147,14 +144,10 @@ def uploaded():
 LIKE = shared_state(tiny_model())
 BAD = {
     "no gram": (drop_array("head/gram"), "'head/gram': missing"),
-    "a key more": (set_array("head/more", [1.0]), "unexpected key"),
-    "NaN": (change_array("head/cross", lambda a: a * float("nan")), "'head/cross'"),
     "shape": (change_array("head/cross", lambda a: a.T), "'head/cross'"),
-    "dtype": (change_array("head/gram", lambda a: a.astype("f4")), "'head/gram'"),
     "negative": (change_array("head/gram", lambda a: -a), "'head/gram': negative"),
     "skew": (change_array("head/gram", lambda a: a + a[:1]), "symmetric"),
     "count": (change_array("head/count", lambda a: a * 0), "'head/count'"),
-    "format": (drop_array("head/format"), "'head/format'"),
 }
 
 
@@ -172,9 +165,7 @@ def test_a_bad_upload_is_refused_by_name(case):
     ("weight", "bias", "says"),
     [
         ("9.weight", None, "not the weight of a linear layer: '9.weight'"),
-        ("1.weight", None, "not the weight of a linear layer: '1.weight'"),
         ("3.weight", "1.bias", "not the head's bias: '1.bias'"),
-        (3, None, "not the weight of a linear layer"),
     ],
 )
 def test_a_head_that_there_is_not_is_refused(weight, bias, says):
@@ -201,8 +192,7 @@ def test_what_a_policy_may_do_keeps_the_solution():
     }
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("ridge", [1e-3, 1.0])
+@pytest.mark.parametrize(("bias", "ridge"), [(True, 1e-3), (False, 1.0)])
 def test_the_strategys_head_is_the_pooled_regression(bias, ridge):
     x, y = data()
 

@@ -199,13 +199,6 @@ def test_the_momentum_probe_is_the_last_direction_at_length_one():
         torch.testing.assert_close(flat(sent), want)
 
 
-def test_without_a_probe_the_upload_is_fedavgs_size():
-    bare, row = (run(fagh(probe=p)).uploads[0] for p in ("none", "first"))
-    assert list(bare.payload.parts) == ["gradient"]
-    assert list(row.payload.parts) == ["gradient", "hvp"]
-    assert bare.num_bytes < 0.6 * row.num_bytes
-
-
 # A row of no use
 
 

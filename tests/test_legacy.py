@@ -351,14 +351,6 @@ def test_a_server_fn_run_is_kept_and_resumed(tmp_path):
     assert same_bits(resumed.result.arrays, whole.result.arrays)
 
 
-def test_components_without_a_server_end_with_a_summary(caplog):
-    caplog.set_level("INFO", logger="flwr")
-    strategy = as_legacy(FedFish, model=tiny_model(), fraction_evaluate=0.0)
-    run(ServerAppComponents(strategy=strategy))
-    assert "Run finished 1 round(s)" in caplog.text
-    assert "metrics distributed fit: {" in caplog.text
-
-
 def test_what_has_no_counterpart_is_refused():
     from flwr.server import Server as FlowersServer
     from flwr.server.strategy import FedAvg as OlderFedAvg

@@ -187,10 +187,3 @@ def hunks(block):
             path = line[4:] if line.startswith("---") else path
         else:
             lines.append(line)
-
-
-def test_the_published_apps_are_not_here():
-    """The pages quote the lines that change, and few beside them."""
-    for page in PAGES:
-        quoted = [line for line in blocks(page, "diff")[-1] if line.startswith(" ")]
-        assert len(quoted) <= 3

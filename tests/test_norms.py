@@ -21,7 +21,6 @@ from virtual import (
     change_array,
     quick_app,
     same_bits,
-    saved_state,
     set_array,
     start,
     tensors_of,
@@ -381,22 +380,6 @@ def test_it_is_a_secure_sum_where_all_is(name, tmp_path):
     assert made[1].upload_bytes > made[0].upload_bytes
 
 
-def test_a_secure_sum_that_fails_in_the_midst_leaves_the_merge(tmp_path, caplog):
-    seen = []
-
-    def leave(message, context, stage):
-        seen.append(stage)
-        if seen.count("exponents") > 3:  # in the round, all three
-            raise ClientError("gone")
-
-    make = partial(FedFisherOneShot, **SUMS, secure=SecureSums(), **OPTIONS)
-    result = start(make(), secure_app(tmp_path / "a", leave), checkpoint_dir=tmp_path)
-    averaged = start(make(**AVERAGE), secure_app(tmp_path / "b"))
-    assert same_bits(result.arrays, averaged.arrays)
-    assert "model stays that of the step before" in warned(caplog)[-1]
-    assert not [name for name in saved_state(tmp_path, 1) if "secure" in name]
-
-
 def test_two_rounds_begin_with_the_refreshed_model():
     first = start(FedAvg(**OPTIONS, **REFRESH))
     second = start(FedAvg(**OPTIONS, **REFRESH), num_rounds=2)
@@ -516,24 +499,6 @@ def test_where_nobody_is_left_the_mean_stays_and_a_warning_says_so(clock, caplog
     assert (
         "no reply from partition-0, partition-1, partition-2: it is no longer" in kept
     )
-
-
-def test_a_window_that_is_opened_again_is_the_trainings(clock, tmp_path):
-    late = Behaviour(connected=lambda now: now > 200)
-    app, options = Watched(), {**OPTIONS, "waiting": Waiting(window=100.0)}
-
-    def life(**own):
-        grid = ClockedGrid(app, {2: late}, clock, 3)
-        strategy = FedFisherOneShot(**options)
-        return strategy.start(grid, tiny_arrays(), checkpoint_dir=tmp_path, **own)
-
-    assert len(life().uploads) == 2
-    assert sorted(requests(app)) == [0, 1]
-    clock.now = 300.0
-    again = life(resume=True, reopen=True)
-    assert same_bits(again.arrays, start(FedFisherOneShot(**OPTIONS)).arrays)
-    assert sorted(requests(app)) == [0, 0, 1, 1, 2]
-    assert len(app.trained) == 3 + 5
 
 
 def test_an_app_that_only_trains_is_asked_once(caplog):

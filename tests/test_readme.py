@@ -255,18 +255,6 @@ def test_blocks_that_need_nothing_run(name, capsys):
         exec(compile(block, name, "exec"), {})
 
 
-def test_every_link_of_the_readme_leads_somewhere():
-    """Those of other pages the site's build follows: test_docs."""
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", README.read_text()):
-        path, _, heading = target.split()[0].partition("#")
-        there = ROOT / path if path else README
-        assert there.exists(), target
-        if heading:
-            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
-            names = [re.sub(r"[^\w -]", "", text).lower() for text in headings]
-            assert heading in [name.replace(" ", "-") for name in names], target
-
-
 def test_the_table_of_options_has_the_merges_defaults():
     page = (DOCS / "options.md").read_text()
     table = page.split("`FedFisherOneShot` takes")[1].split("`FedFish` takes")[0]

@@ -105,20 +105,6 @@ def test_equal_fishers_give_fedavg_bit_for_bit(dtype, value):
             assert torch.equal(got[key], want[key])
 
 
-@pytest.mark.parametrize("size", [1e-320, 1e-200, 1e150, 1e308])
-def test_tiny_and_huge_fishers(size):
-    deltas = [
-        {"w": torch.tensor([1.0, 1e300], dtype=torch.float64)},
-        {"w": torch.zeros(2, dtype=torch.float64)},
-    ]
-    fishers = [
-        {"w": torch.full((2,), s * size, dtype=torch.float64)} for s in (1.0, 0.25)
-    ]
-    got = fedfish_average(deltas, fishers, [1e6, 2e6])["w"]
-    want = torch.tensor([2 / 3, 2e300 / 3], dtype=torch.float64)
-    torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
-
-
 def test_a_client_without_weight_is_not_heard():
     deltas, fishers = clients(0)
     want = fedfish_average(deltas[:2], fishers[:2], WEIGHTS[:2])

@@ -15,7 +15,6 @@ DOCS = Path(__file__).parents[1] / "docs"
 OF_OBJECTS = {"FedFisherOneShot", "FedFish", "TCT"}
 WITHOUT = {
     "test_strategy_contract.STRATEGIES": {"TCT"},  # of two stages: test_tct
-    "test_strategy_contract.CHANGED": OF_OBJECTS,
     "test_strategy_contract.WRONG": OF_OBJECTS,
     "test_client_limits.NO_NUMBERS": OF_OBJECTS,
     "hostile.VICTIMS": set(),
@@ -44,10 +43,6 @@ def tables():
     tried = {(c.get("job", "train"), list(c)[-1]) for _, _, c in limits.NO_NUMBERS}
     return {
         "test_strategy_contract.STRATEGIES": (set(KINDS), set(rows.values())),
-        "test_strategy_contract.CHANGED": (
-            {(name, key) for name, own in settings.items() for key in own},
-            {(rows[name], key) for name, own, _ in contract.CHANGED for key in own},
-        ),
         "test_strategy_contract.WRONG": (
             {(name, key) for name, own in settings.items() for key in numbers(own)},
             {(name_of(k), key) for k, own in contract.WRONG.items() for key in own},
