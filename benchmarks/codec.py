@@ -1,4 +1,4 @@
-"""What packing an upload costs: accuracy against bytes, and time in local epochs.
+"""What packing an upload costs: accuracy against bytes.
 
     python benchmarks/codec.py --data-dir DIR   # data as for merges.py
 
@@ -13,15 +13,7 @@ table has five validation splits of `fedfisher_defaults.py`: three of LeNet on M
 and two of the CNN on CIFAR-10, whose largest factor is, up to a budget of 0.5, cut to
 its leading vectors without a full eigendecomposition.
 
-One section is of the same uploads as version 0.2 packed them (format 1, of codes of 2
-to 16 bits), measured before it was replaced. Budgets of 0.5 and less are version 0.3's,
-which sent weights in 8 and 4 bits.
-
-Times are medians of 5 runs that take turns, on one thread; unpacking makes all that an
-upload stands for, as a merge does. An epoch is the client's own loop (`LocalSGD`, batch
-64) over all of its examples. The CNN is that of `curvature.py`, trained for an epoch on
-3 000 generated images; an epoch of an ordinary client takes some times as long as its.
-Other work ran beside all of it.
+Budgets of 0.5 and less are version 0.3's, which sent weights in 8 and 4 bits.
 """
 
 from collections.abc import Mapping
@@ -34,54 +26,25 @@ from harness.page import (
     blocks,
     command_line,
     mnist_folder,
-    numbers_of,
     opening,
     write_page,
 )
-from harness.timing import where
 from studies.codec import accuracy
 from studies.codec.accuracy import DIAGONAL, KFAC, on_test, on_validation
-from studies.codec.times import measure_all, times_section
-
-UNREGULARISED = {
-    "anchor": 0.0,
-    "shrink": 0.0,
-    "damping": 0.0,
-    "balance": 0.0,
-    "solver": "cg",
-}
-UNREGULARISED["iterations"] = 60
 
 
 def run(data_dir: Path) -> dict[str, Any]:
-    """Return all accuracies, sizes and times."""
+    """Return all accuracies and sizes."""
     return {
         "kfac": on_test("kfac", KFAC, data_dir),
-        "kfac-unregularised": on_test("kfac", KFAC, data_dir, **UNREGULARISED),
         "diagonal": on_test("diagonal", DIAGONAL, data_dir, solver="closed-form"),
         "validation": on_validation(data_dir),
-        "seconds": measure_all(data_dir),
-        "format-1": numbers_of("codec").get("format-1"),  # no code makes it anew
     }
-
-
-def format_1(before: Mapping[str, Any]) -> list[str | list[str]]:
-    """Return the section of format 1."""
-    return [
-        "## Version 0.2's format 1, of the same uploads",
-        "K-FAC, test set:",
-        accuracy.accuracy_table(before["kfac"]),
-        "K-FAC, validation splits:",
-        accuracy.validation_table(before["validation"]),
-        "Diagonal, test set:",
-        accuracy.accuracy_table(before["diagonal"]),
-    ]
 
 
 def page(numbers: Mapping[str, Any]) -> list[str]:
     """Return the page's lines."""
     kfac, validation = numbers["kfac"], numbers["validation"]
-    plain, before = numbers["kfac-unregularised"], numbers["format-1"]
     return blocks(
         opening("What packing an upload costs", __doc__),
         "## K-FAC, test set",
@@ -90,14 +53,8 @@ def page(numbers: Mapping[str, Any]) -> list[str]:
         accuracy.against_paper(validation),
         "## K-FAC, validation splits",
         accuracy.validation_table(validation),
-        "## The same without regularisation: 60 iterations of CG alone",
-        accuracy.accuracy_table(plain),
         "## Diagonal, test set",
         accuracy.accuracy_table(numbers["diagonal"]),
-        *(format_1(before) if before else ()),
-        "## Time",
-        f"Measured on {where()}; the target is less than 10 % of an epoch.",
-        times_section(numbers["seconds"]),
     )
 
 
