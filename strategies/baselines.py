@@ -18,7 +18,7 @@ from flwr_fisher.server.exchange import (
     weights_of,
 )
 from flwr_fisher.server.membership import Membership, lost_states
-from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
+from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
 from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head
@@ -71,11 +71,16 @@ class FedAvg(CurvatureStrategy):
 
     def __init__(self, *, privacy: Privacy | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.privacy = check_privacy(privacy, self.norm_statistics)
-        if self.privacy is not None and self.secure is None:
+        self.privacy = privacy if privacy is None else Privacy.of("privacy", privacy)
+        if privacy is not None and self.secure is None:
             raise ConfigurationError(
                 "privacy= needs secure=SecureSums(), because clients add their noise "
                 "to a secure sum"
+            )
+        if privacy is not None and self.norm_statistics == "refresh":
+            raise ConfigurationError(
+                "norm_statistics='refresh' with privacy=: clients would send "
+                "statistics without noise; leave norm_statistics out"
             )
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
@@ -87,7 +92,8 @@ class FedAvg(CurvatureStrategy):
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
-        return settings_of(self.privacy)
+        settings = {} if self.privacy is None else self.privacy.settings()
+        return {f"privacy.{name}": value for name, value in settings.items()}
 
 
 def mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:

@@ -14,14 +14,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flwr_fisher.errors import (
-    ConfigurationError,
     check_positive,
     check_whole,
     extra,
@@ -118,30 +116,6 @@ def with_noise(tensors: Mapping[str, Tensor], deviation: float) -> dict[str, Ten
 def exponent_for(most: float, deviation: float) -> int:
     """Return an e, independent of the data: noisy entries are below ``2**e``."""
     return math.frexp(most + _BEYOND * deviation)[1]
-
-
-def check_privacy(privacy: Privacy | None, norm_statistics: str) -> Privacy | None:
-    """Return the option after checks; statistics without noise are an error.
-
-    Raises
-    ------
-    ConfigurationError
-        If there are such statistics.
-    """
-    if privacy is None:
-        return None
-    if norm_statistics == "refresh":
-        raise ConfigurationError(
-            "norm_statistics='refresh' with privacy=: clients would send statistics "
-            "without noise; leave norm_statistics out"
-        )
-    return Privacy.of("privacy", privacy)
-
-
-def settings_of(privacy: Privacy | None) -> dict[str, Any]:
-    """Return a strategy's settings of this name."""
-    settings = {} if privacy is None else privacy.settings()
-    return {f"privacy.{name}": value for name, value in settings.items()}
 
 
 def _gaussian(count: int) -> Tensor:
