@@ -11,7 +11,6 @@ from oracles import (
     randn,
     random_dense,
     random_kronecker,
-    random_like,
     random_psd,
     relative,
 )
@@ -157,16 +156,6 @@ def _densely(curvature, options):
         ).blocks()
     ]
     return BlockDiagonal(blocks)
-
-
-def test_other_mixtures_are_divided_by_their_diagonals():
-    total = WeightedSum(
-        [random_kronecker(1, rank=6), random_dense(2, 20, w=(4, 3))], [0.5, 0.5]
-    )
-    vector = random_like(total, 3)
-    got = preconditioner(total, 0.5)(vector)
-    want = vector["w"] / (total.diagonal()["w"] + 0.5)
-    assert torch.allclose(got["w"], want)
 
 
 @pytest.mark.parametrize("solver", ["pcg", "cg"])

@@ -125,18 +125,6 @@ def test_integers_are_rounded_to_the_nearest():
     assert got.tolist() == [2, 11, 100]
 
 
-def test_weights_scale_and_a_zero_weight_drops_its_client():
-    left, right = pair()
-    once, ten = (
-        weighted_mean([left, right], [1, 3]),
-        weighted_mean([left, right], [10, 30]),
-    )
-    only = weighted_mean([left, right], [2, 0])
-    for key in left:
-        torch.testing.assert_close(once[key], ten[key], rtol=1e-7, atol=0)
-        assert torch.equal(only[key], left[key])
-
-
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [1, math.nan], [1, math.inf]])
 def test_unusable_weights_are_named(weights):
     with pytest.raises(ParamsError, match="weights must be >= 0") as caught:

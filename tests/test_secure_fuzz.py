@@ -6,14 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context, RecordDict
+from flwr.app import Array, ArrayRecord, RecordDict
 from fuzz_wire import spoil_array
 from test_secure_sums import client_of, merged, stage_of
 from virtual import LIFTED, tiny_arrays
 
 from flwr_fisher.client import make_client_app
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError
-from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.secure.payload import SecureUpload
 from flwr_fisher.strategies import (
@@ -162,9 +161,3 @@ def test_spoiled_requests_do_a_client_no_harm(tmp_path):
         except RoundError:
             failed += 1
     assert raised > 10
-    assert shared_state(client_of_partition().problem.model)
-
-
-def client_of_partition():
-    config = {"partition-id": 0, "num-partitions": 1}
-    return client_of(Context(1, 1, config, RecordDict(), {}))

@@ -1,8 +1,6 @@
 """Secure sums as strategies take them: the model of plain sums, and no summand seen."""
 
-import importlib
 import json
-import sys
 from functools import partial
 
 import numpy as np
@@ -33,7 +31,6 @@ from flwr_fisher.errors import (
     CheckpointError,
     ClientError,
     ConfigurationError,
-    MissingExtraError,
     RoundError,
 )
 from flwr_fisher.secure import Participant, SecureSums, SecureSumsMod
@@ -226,15 +223,6 @@ def test_who_leaves_changes_the_set_and_nothing_else(stage, times, tmp_path, cap
 def test_a_client_without_the_mod_says_so():
     with pytest.raises(RoundError, match=r"mods=\[SecureSumsMod\(\)\]"):
         merged(FedAvg(secure=SecureSums()), tiny_app())
-
-
-def test_the_extra_is_named_where_it_is_missing(monkeypatch):
-    for name in list(sys.modules):
-        if name.startswith(("flwr_fisher.secure", "cryptography")):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "flwr-fisher\[secure\]"'):
-        importlib.import_module("flwr_fisher.secure")
 
 
 def test_clients_hide_among_enough(tmp_path):
