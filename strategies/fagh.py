@@ -12,7 +12,7 @@ from flwr_fisher.curvature.second_order import random_probe
 from flwr_fisher.errors import ConfigurationError, check_known
 from flwr_fisher.params import Params, dot, double, flatten, norm
 from flwr_fisher.randomness import derive_seed
-from flwr_fisher.rounds import FaghMoments, FaghStep, fagh_step
+from flwr_fisher.rounds import FaghMoments, fagh_step
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,
@@ -129,7 +129,7 @@ class FAGH(CurvatureStrategy):
         self.train_mode = train_mode
         self._probe_seed = derive_seed(self.seed, "probe")  # clients use the same
         # a step by zero, for its checks
-        fagh_step({}, {}, {}, 0.0, None, t=1, **self._numbers())
+        fagh_step({}, {}, {}, 0.0, None, **self._numbers())
 
     def may_skip(self, server_round: int) -> bool:
         """Return whether a run can skip a round.
@@ -169,18 +169,12 @@ class FAGH(CurvatureStrategy):
         else:
             product = mean_vector(uploads, "hvp")
             along = self._along(state, product)
-        moments, t, fallbacks = _memory(state)
+        moments, fallbacks = _memory(state)
         step = fagh_step(
-            state.params,
-            gradient,
-            product,
-            along,
-            moments,
-            t=t + 1,
-            **self._numbers(),
+            state.params, gradient, product, along, moments, **self._numbers()
         )
         fell_back = int(step.fell_back and self.probe != "none")
-        groups = _groups(step, t + 1, fallbacks + fell_back)
+        groups = _groups(step.moments, fallbacks + fell_back)
         if self.probe == "momentum":
             groups[_DIRECTION] = step.direction
         metrics = {
@@ -203,8 +197,8 @@ class FAGH(CurvatureStrategy):
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
-        own = {"betas": list(self.betas), "probe": self.probe}
-        return self._numbers() | own | {"train_mode": self.train_mode}
+        options = {"probe": self.probe, "train_mode": self.train_mode}
+        return {**self._numbers(), "betas": list(self.betas), **options}
 
 
 def _read(record: ArrayRecord, like: Params) -> Additive:
@@ -239,25 +233,24 @@ def _last_direction(state: ServerState) -> dict[str, Tensor]:
     return {k: (v.double() / (length or 1.0)).to(v.dtype) for k, v in last.items()}
 
 
-def _memory(state: ServerState) -> tuple[FaghMoments | None, int, int]:
-    """Return the moments, the number of steps, and the number of fallbacks."""
+def _memory(state: ServerState) -> tuple[FaghMoments | None, int]:
+    """Return the moments, and the number of fallbacks."""
     if not (counters := state.group(_COUNTERS)):
-        return None, 0, 0
+        return None, 0
     moments = FaghMoments(
         dict(state.group(_GRADIENT)),
         dict(state.group(_PRODUCT)),
         float(counters["curvature"]),
+        int(counters["steps"]),
     )
-    return moments, int(counters["steps"]), int(counters["fallbacks"])
+    return moments, int(counters["fallbacks"])
 
 
-def _groups(step: FaghStep, steps: int, fallbacks: int) -> dict[str, Params]:
+def _groups(moments: FaghMoments, fallbacks: int) -> dict[str, Params]:
     """Return the state's groups after a step, for :func:`_memory`."""
-    moments = step.moments
-    curvature = torch.tensor(moments.curvature, dtype=torch.float64)
-    counters = {"steps": torch.tensor(steps), "fallbacks": torch.tensor(fallbacks)}
-    return {
-        _GRADIENT: moments.gradient,
-        _PRODUCT: moments.hvp,
-        _COUNTERS: {"curvature": curvature, **counters},
+    counters = {
+        "curvature": torch.tensor(moments.curvature, dtype=torch.float64),
+        "steps": torch.tensor(moments.steps),
+        "fallbacks": torch.tensor(fallbacks),
     }
+    return {_GRADIENT: moments.gradient, _PRODUCT: moments.hvp, _COUNTERS: counters}

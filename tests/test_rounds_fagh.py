@@ -36,7 +36,7 @@ def dense_direction(G, V, c, rho):
 
 
 def first_step(params, g, v, c, **changes):
-    return fagh_step(params, g, v, c, None, **{"t": 1, "lr": 0.1, "rho": 0.5} | changes)
+    return fagh_step(params, g, v, c, None, **{"lr": 0.1, "rho": 0.5} | changes)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,7 @@ def test_moments_are_means_with_their_bias_corrected(betas):
         want = dense_direction(
             G / (1 - betas[0] ** t), V / (1 - betas[1] ** t), c, rho=0.5
         )
-        step = fagh_step(
-            params, g, v, dot(u, v), moments, t=t, lr=0.1, rho=0.5, betas=betas
-        )
+        step = fagh_step(params, g, v, dot(u, v), moments, lr=0.1, rho=0.5, betas=betas)
         assert step.curvature == pytest.approx(c)
         assert relative(flat(step.direction), want) <= 1e-10
         assert relative(flat(step.params), flat(params) - 0.1 * want) <= 1e-10
@@ -83,7 +81,7 @@ def test_a_moving_probe_averages_its_curvature_beside_it():
     g, moments, beta = vector(4), None, 0.99
     for t in (1, 2):
         step = fagh_step(
-            vector(0), g, products[t - 1], curvatures[t - 1], moments, t=t, lr=1, rho=1
+            vector(0), g, products[t - 1], curvatures[t - 1], moments, lr=1, rho=1
         )
         moments = step.moments
     want = (beta * curvatures[0] + curvatures[1]) / (1 + beta)

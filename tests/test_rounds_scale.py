@@ -34,7 +34,7 @@ def w(*entries, dtype=torch.float32):
 def fagh(size, dtype=torch.float32):
     gradient, product = (w(a * size, size, dtype=dtype) for a in (1.0, 2.0))
     start = w(0.0, 0.0, dtype=dtype)
-    return fagh_step(start, gradient, product, size, None, t=1, lr=1.0, rho=1.0)
+    return fagh_step(start, gradient, product, size, None, lr=1.0, rho=1.0)
 
 
 def test_fagh_with_gradients_of_1e30():
@@ -60,7 +60,7 @@ def test_fedfish_with_a_fisher_of_1e30():
 
 
 ADAM, SGD = make_optimizer("adam", 0.1), make_optimizer("sgd", 1.0)
-first_fagh = partial(fagh_step, probe_dot=0.0, moments=None, t=1, lr=1.0)
+first_fagh = partial(fagh_step, probe_dot=0.0, moments=None, lr=1.0)
 one = partial(torch.full, (1, 1))
 TCT = {"lr": 1e-300, "local_steps": 1}
 NOT_FINITE = [
@@ -104,9 +104,7 @@ UNUSABLE = w(math.nan, 1.0)
 
 
 def fagh_first(params=A, g=A, hvp=A, c=1.0, moments=None, **changes):
-    return fagh_step(
-        params, g, hvp, c, moments, **{"t": 1, "lr": 0.1, "rho": 1} | changes
-    )
+    return fagh_step(params, g, hvp, c, moments, **{"lr": 0.1, "rho": 1} | changes)
 
 
 def scaffold(params=A, control=A, delta=A, shift=A, **more):
@@ -124,7 +122,6 @@ def halved():
 
 
 OUT_OF_RANGE = [
-    (fagh_first, "t", (0,)),
     (fagh_first, "lr", (-1.0,)),
     (fagh_first, "rho", (0.0, INF)),
     (fagh_first, "betas", ((1.0, 0.9),)),
@@ -151,10 +148,8 @@ REFUSED = [
     (lambda: fagh_first(g=UNUSABLE), "'w' holds NaN"),
     (lambda: fagh_first(hvp=UNUSABLE), "'w' holds NaN"),
     (lambda: fagh_first(c=NAN), "curvature along the probe is nan"),
-    (lambda: fagh_first(t=2), "step 2 of FAGH"),
-    (lambda: fagh_first(moments=fagh_first().moments), "step 1 of FAGH"),
-    (lambda: fagh_first(V, V, V, t=2, moments=fagh_first().moments), "moments"),
-    (lambda: fagh_first(t=2, moments=halved()), r"moments .*\['w'\]"),
+    (lambda: fagh_first(V, V, V, moments=fagh_first().moments), "moments"),
+    (lambda: fagh_first(moments=halved()), r"moments .*\['w'\]"),
     *(
         (partial(scaffold, **{k: V}), "v|w")
         for k in ("params", "control", "delta", "shift")

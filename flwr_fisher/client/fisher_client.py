@@ -255,10 +255,6 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
         app = make_client_app(client_fn)
     """
     app = ClientApp()
-    if not callable(client_fn):
-        raise ConfigurationError(
-            f"client_fn must be a function of the node's context, got {client_fn!r:.80}"
-        )
 
     # Flower's, because a FisherClient does every job.
     @FlowerApp.train(app, mods=[errors_as_replies, *(mods or [])])

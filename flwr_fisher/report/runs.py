@@ -127,11 +127,11 @@ def report_one_shot(
         weights = [posterior.num_examples for posterior in posteriors]
         accuracy["ensemble"] = ensemble_accuracy(model, members, weights, loader)
         for upload, share in zip(result.uploads, merged.shares, strict=True):
-            own = ensemble_accuracy(model, [upload.payload.params], [1], loader)
+            score = ensemble_accuracy(model, [upload.payload.params], [1], loader)
             row = {"client": upload.client, "examples": upload.num_examples}
-            clients.append({**row, "share": share, "accuracy": own})
+            clients.append({**row, "share": share, "accuracy": score})
             text = "%s: %g examples, %.1f %% of the curvature, test accuracy %.1f %%"
-            logger.info(text, *row.values(), 100 * share, 100 * own)
+            logger.info(text, *row.values(), 100 * share, 100 * score)
         accuracy["best_client"] = max(row["accuracy"] for row in clients)
     titled = {t: accuracy[name] for name, t in _TITLES.items() if name in accuracy}
     plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])

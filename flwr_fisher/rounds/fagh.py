@@ -27,11 +27,14 @@ class FaghMoments:
         :math:`M_2`, of the Hessian's products with the probe.
     curvature : float
         The mean of :math:`u^\top H u`, as :math:`M_2` is that of :math:`H u`.
+    steps : int
+        :math:`t`, the number of steps so far.
     """
 
     gradient: dict[str, Tensor] = field(repr=False)
     hvp: dict[str, Tensor] = field(repr=False)
     curvature: float
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,6 @@ def fagh_step(
     probe_dot: float | Tensor,
     moments: FaghMoments | None,
     *,
-    t: int,
     lr: float,
     rho: float,
     betas: tuple[float, float] = (0.9, 0.99),
@@ -112,8 +114,6 @@ def fagh_step(
         ``flwr_fisher.params.dot(probe, hvp)``.
     moments : FaghMoments | None
         What the last step returned; None before the first.
-    t : int
-        The number of this step, from 1.
     lr : float
         :math:`\eta`.
     rho : float
@@ -138,8 +138,8 @@ def fagh_step(
     ConfigurationError
         If a number is out of range.
     ParamsError
-        If layouts differ, a result is not finite, the moments belong to another model,
-        or they are missing although `t` is above 1.
+        If layouts differ, a result is not finite, or the moments belong to another
+        model.
 
     Examples
     --------
@@ -148,12 +148,11 @@ def fagh_step(
 
     >>> g = {"w": torch.tensor([8.0, 0.0])}
     >>> v = {"w": torch.tensor([4.0, 0.0])}
-    >>> step = fagh_step({"w": torch.tensor([2.0, 0.0])}, g, v, 4.0, None, t=1, lr=1.0,
+    >>> step = fagh_step({"w": torch.tensor([2.0, 0.0])}, g, v, 4.0, None, lr=1.0,
     ...                  rho=1e-6)
     >>> step.params["w"].round(decimals=4), step.curvature, step.fell_back
     (tensor([0., 0.]), 4.0, False)
     """
-    check_range("t", t, 1)
     check_range("epsilon", epsilon, 0, 1)
     check_positive("lr", lr, or_zero=True)
     check_positive("rho", rho)
@@ -162,9 +161,8 @@ def fagh_step(
     check_same_layout(select(params, gradient), gradient, "the gradient")
     check_same_layout(gradient, hvp, "hvp")
     c = float(probe_dot)
-    if (t == 1) == (moments is not None):
-        raise ParamsError(f"step {t} of FAGH: only the first step has no moments")
     betas = float(betas[0]), float(betas[1])
+    t = 1 + (moments.steps if moments else 0)
     M1 = _moment(gradient, moments.gradient if moments else None, betas[0])
     M2 = _moment(hvp, moments.hvp if moments else None, betas[1])
     last = moments.curvature if moments else 0.0
@@ -184,6 +182,7 @@ def fagh_step(
         finite(_kept(M1, params), "the gradient's moment"),
         finite(_kept(M2, params), "the product's moment"),
         m,
+        t,
     )
     check_finite(direction, "the direction of FAGH's step")
     if not math.isfinite(curvature):

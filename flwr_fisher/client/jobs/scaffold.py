@@ -38,16 +38,16 @@ def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
     sent = request.groups.get(_CONTROL, {})
     shared = {n: sent.get(n, zero) for n, zero in zeros.items()}
     state = ClientState.of(problem, request, _CONTROL, start)
-    own, lost = state.load()
-    correct = _Correction(parameters, subtract(shared, own))
+    control, lost = state.load()
+    correct = _Correction(parameters, subtract(shared, control))
     metrics = problem.train(request.config, on_gradients=correct)
     away = subtract(start, {n: p.detach() for n, p in parameters.items()})
-    new = scaffold_control(own, shared, away, steps=correct.steps, lr=lr)
+    new = scaffold_control(control, shared, away, steps=correct.steps, lr=lr)
     state.save(new)
     upload = Additive(
         {
             "params": problem.state_like(request.params),
-            _CONTROL: subtract(new, own),
+            _CONTROL: subtract(new, control),
         }
     )
     return Reply({**metrics, "state-lost": int(lost)}, upload.to_arrays())
@@ -76,11 +76,11 @@ class _Correction:
 
 def _rate_of_plain_sgd(train_fn: TrainFn, config: Mapping[str, Any]) -> float:
     loop = local_sgd(train_fn, "SCAFFOLD corrects every local step")
-    for name, plain in (("optimizer", None), ("scheduler", None), ("momentum", 0)):
-        if (given := getattr(loop, name)) != plain:
+    for name, needed in (("optimizer", None), ("scheduler", None), ("momentum", 0)):
+        if (value := getattr(loop, name)) != needed:
             raise ClientError(
                 "SCAFFOLD computes the mean gradient from the distance of plain SGD, "
-                f"so it needs LocalSGD({name}={plain}), not {given!r}"
+                f"so it needs LocalSGD({name}={needed}), not {value!r}"
             )
     lr = real_number(config, "lr", loop.lr)
     if not 0 < lr < float("inf"):
