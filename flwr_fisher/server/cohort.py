@@ -288,7 +288,7 @@ class Cohort:
     def _refuse(self, nodes: Collection[int]) -> None:
         """Refuse the connected nodes that must not take part; log new refusals."""
         before = self.refused
-        self.refused = _claimed_twice([self.identity(node) for node in nodes])
+        self.refused = claimed_twice([self.identity(node) for node in nodes])
         if not self.allow_foreign:
             self.refused |= {n: self.foreign[n] for n in nodes if n in self.foreign}
         new = {n: why for n, why in self.refused.items() if n not in before}
@@ -483,7 +483,7 @@ class Cohort:
             self._frozen[reply.node] = frozen
 
 
-def _claimed_twice(connected: Sequence[Identity]) -> dict[int, str]:
+def claimed_twice(connected: Sequence[Identity]) -> dict[int, str]:
     """Return the nodes that share a name or a partition with others, and why not."""
     claims: dict[str | int, list[Identity]] = {}
     for client in connected:

@@ -20,6 +20,7 @@ from flwr_fisher.server.cohort import (
     Cohort,
     Identity,
     by_reason,
+    claimed_twice,
     unlike_most,
 )
 from flwr_fisher.server.exchange import (
@@ -362,24 +363,12 @@ class Door(Generic[P]):
         Two nodes can be here with one partition if the second one connected after the
         first was asked, or if the SuperLink has registered one of them since.
         """
-        if identity.partition is None:
-            return
-        for upload in list(self.admitted):
-            other = self._clients[upload.client]
-            if other.partition != identity.partition:
-                continue
-            # The SuperLink vouches for a registered node's name, and for nothing that
-            # an unregistered node claims.
-            if bool(other.registered) == bool(identity.registered):
-                continue  # neither claim is better
-            owner = other if other.registered else identity
-            error = WireError(
-                f"partition {identity.partition} is that of {owner.name}, which is "
-                "registered: give each node its own partition-id",
-                field="partition-id",
-            )
-            if owner is other:
-                raise error
+        clients = [self._clients[upload.client] for upload in self.admitted]
+        refused = claimed_twice([*clients, identity])
+        if identity.node in refused:
+            raise WireError(refused[identity.node], field="partition-id")
+        for upload in [u for u in self.admitted if u.node_id in refused]:
+            error = WireError(refused[upload.node_id], field="partition-id")
             self.withdraw(upload, error)
 
     def withdraw(self, upload: Upload[P], error: Exception) -> None:
