@@ -24,7 +24,7 @@ from torch import nn
 from flwr_fisher import __version__
 from flwr_fisher.client.jobs.train import requested_training
 from flwr_fisher.client.request import config_of, partition_of
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.files import digest_of
 from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.log_lines import Failures
@@ -90,10 +90,22 @@ class ClientApp(FlowerApp):
         return registered
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Handle a message; answer a query, if the app has no function for it."""
+        """Handle a message; answer a query, if the app has no function for it.
+
+        Raises
+        ------
+        ClientError
+            If the app's function does not return a message.
+        """
         if message.metadata.message_type == MessageType.QUERY and not self._has_query:
             return identify(message, context)
-        return super().__call__(message, context)
+        reply: object = super().__call__(message, context)
+        if not isinstance(reply, Message):
+            raise ClientError(
+                f"the app's function returned {reply!r:.80}, no Message(RecordDict("
+                "...), reply_to=message)"
+            )
+        return reply
 
 
 def identify(
