@@ -113,7 +113,7 @@ gpu: export PYTHONPATH := $(CURDIR)
 gpu:
 	$(GPU_PYTHON) benchmarks/accelerator.py --device cuda
 	$(GPU_PYTHON) benchmarks/gpu.py
-	@$(GPU_PYTHON) -c "import flwr, matplotlib, nngeometry, pytest" || { \
+	@$(GPU_PYTHON) -c "import flwr, hypothesis, matplotlib, pytest" || { \
 		echo "Without these, the tests are left out."; exit 1; }
 	$(GPU_PYTHON) -m pytest tests/test_devices.py tests/test_client.py \
 		tests/test_merge_pcg.py tests/test_curvature_algebra.py

@@ -7,11 +7,9 @@ The pretended one is that of `tests/accelerator`: it counts every byte that is h
 every wait of the host, and tells nothing of speed. *Memory* is the most that is held at
 once over what was held before, in that of a forward and a backward pass with the
 gradients, at the same batch size; Fishers are taken as the strategies ask for them, of
-two batches. Networks are those of `engine.py`; dense blocks, and the dense matrix, are
-those of a small network, since they are too large for any of them. *Waits a batch* are
-the third batch's; *other waits* are the rest, with the trial, the check that all is
-finite and E-KFAC's eigenvectors. Merges are of three clients, whose uploads are in the
-machine's memory, by the default solver.
+two batches. Networks are those of `engine.py`. *Waits a batch* are the third batch's;
+*other waits* are the rest, with the check of the layers' forms. Merges are of three
+clients, whose uploads are in the machine's memory, by the default solver.
 """
 
 import argparse
@@ -21,7 +19,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +59,17 @@ from flwr_fisher.merge import LocalPosterior, fedfisher  # noqa: E402
 from flwr_fisher.params import shared_state  # noqa: E402
 
 NETWORKS = ("LeNet", "CNN", "ResNet-18", "small ViT")
-STRUCTURES = ("kfac", "ekfac", "diagonal")
-SMALL, OF_SMALL = "small CNN", ("block", "dense")
+STRUCTURES = ("kfac", "diagonal")
 APART = 0.25  # relative: what a device's own figures may differ by unsaid
 Found = dict[str, dict[str, float]]
 
 
-def small() -> nn.Module:
-    """Return a network of 1 300 parameters."""
-    layers = [nn.Conv2d(1, 8, 5, stride=3), nn.ReLU(), nn.AvgPool2d(3), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(32, 25), nn.ReLU(), nn.Linear(25, 10))
-
-
 def networks() -> dict[str, tuple[nn.Module, list[tuple[Any, Any]]]]:
     """Return the networks, each with two batches, on the CPU."""
-    found = {name: each for name, each in cases().items() if name in NETWORKS}
-    found[SMALL] = small(), found["LeNet"][1]
-    return {name: (model, data[:2]) for name, (model, data) in found.items()}
+    found = cases().items()
+    return {
+        name: (model, data[:2]) for name, (model, data) in found if name in NETWORKS
+    }
 
 
 @contextmanager
@@ -104,11 +95,10 @@ def of_fisher(
     model: nn.Module, batches: list[Any], structure: str, device: torch.device
 ) -> dict[str, float]:
     """Return a Fisher's memory and waits; the model and batches are on the device."""
-    options = asdict(FisherOptions(examples=None).for_structure(structure))
+    options = FisherOptions(examples=None)
 
     def take(count: int) -> object:
-        some = (batches * 2)[:count]
-        return fisher(model, some, structure=structure, **options)
+        return fisher(model, (batches * 2)[:count], structure, options=options)
 
     def train() -> None:
         training(model, batches[:1])
@@ -125,7 +115,7 @@ def of_fisher(
     counts = []
     for count in (2, 3):
         with waits(device) as number:
-            fisher(model, host[:count], structure=structure, **options)
+            fisher(model, host[:count], structure, options=options)
             counts.append(number())
     each = counts[1] - counts[0]
     return {
@@ -144,7 +134,8 @@ def of_merge(structure: str, device: torch.device) -> dict[str, float]:
         for parameter in model.parameters():
             parameter.data += 0.01 * torch.randn_like(parameter)
         inputs = [x[:16] for x, _ in batches[:1]]
-        curvature = fisher(model, inputs, structure=structure, expectation="sampled")
+        options = FisherOptions.full(expectation="sampled")
+        curvature = fisher(model, inputs, structure, options=options)
         params = {name: value.clone() for name, value in shared_state(model).items()}
         clients.append(LocalPosterior(params, curvature, 100.0 + client))
     fedfisher(clients, device=device)
@@ -160,7 +151,7 @@ def measured(device: torch.device) -> dict[str, Found]:
     for name, (model, batches) in networks().items():
         here = model.to(device)
         data = [tuple(part.to(device) for part in batch) for batch in batches]
-        for structure in OF_SMALL if name == SMALL else STRUCTURES:
+        for structure in STRUCTURES:
             key = f"{structure}, {name}"
             found["fisher"][key] = of_fisher(here, data, structure, device)
             print(key, found["fisher"][key], flush=True)
@@ -172,10 +163,10 @@ def measured(device: torch.device) -> dict[str, Found]:
 def page(found: dict[str, Found]) -> list[str]:
     """Return the page's lines."""
     where = f"Measured with torch {torch.__version__}, on a pretended accelerator."
-    memory = head("structure", *NETWORKS, SMALL)
+    memory = head("structure", *NETWORKS)
     counts = head("structure, network", "waits a batch", "other waits")
-    for structure in (*STRUCTURES, *OF_SMALL):
-        keys = [f"{structure}, {name}" for name in (*NETWORKS, SMALL)]
+    for structure in STRUCTURES:
+        keys = [f"{structure}, {name}" for name in NETWORKS]
         known = [found["fisher"].get(key) for key in keys]
         memory.append(
             row(structure, *(f"{e['memory']:.1f}" if e else "" for e in known))

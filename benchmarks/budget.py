@@ -17,7 +17,6 @@ more than what positions do, down to 32 of them (64 for G).
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from fedfisher_defaults import ALPHAS, asked_for, scored
@@ -29,7 +28,7 @@ from harness.tables import head, row
 from harness.uploads import Setting, posteriors
 from tasks import Task
 
-from flwr_fisher.curvature import Curvature, Kronecker, fisher
+from flwr_fisher.curvature import Curvature, FisherOptions, Kronecker, fisher
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.report import accuracies
 
@@ -38,19 +37,19 @@ COLUMNS = {
     "CIFAR-10": ("CIFAR-10, cnn", "CIFAR-10, lenet", "CIFAR-10, cnn, 30 epochs"),
 }
 ALL = "all examples"
-BUDGETS: dict[str, dict[str, Any]] = {
-    ALL: {},
-    f"{ALL}, all classes": {"tolerance": 0},
-    f"{ALL}, weight_sharing='reduce'": {"weight_sharing": "reduce"},
-    "1000 examples": {"examples": 1000},
-    "500 examples": {"examples": 500},
-    "300 examples": {"examples": 300},
+EVERY_CLASS = f"{ALL}, all classes"
+REDUCED = f"{ALL}, weight_sharing='reduce'"
+BUDGETS = {
+    ALL: FisherOptions.full(),
+    EVERY_CLASS: FisherOptions.full(tolerance=0),
+    REDUCED: FisherOptions.full(weight_sharing="reduce"),
+    "1000 examples": FisherOptions.full(examples=1000),
+    "500 examples": FisherOptions.full(examples=500),
+    "300 examples": FisherOptions.full(examples=300),
 } | {
-    f"{examples} examples, {positions} positions, {passes} passes": {
-        "examples": examples,
-        "max_positions": positions,
-        "max_passes": passes,
-    }
+    f"{examples} examples, {positions} positions, {passes} passes": FisherOptions(
+        examples=examples, max_positions=positions, max_passes=passes
+    )
     for examples, positions, passes in (
         (1000, 64, 3),
         (1000, 32, 3),
@@ -61,24 +60,26 @@ BUDGETS: dict[str, dict[str, Any]] = {
         (500, 16, 3),
     )
 }
-BUDGETS["1000 examples, 32 positions, one sampled label"] = {
-    "examples": 1000,
-    "max_positions": 32,
-    "expectation": "sampled",
-}
+BUDGETS["1000 examples, 32 positions, one sampled label"] = FisherOptions(
+    expectation="sampled", examples=1000, max_positions=32
+)
 BUDGETS = sized(BUDGETS, {name: BUDGETS[name] for name in (ALL, "1000 examples")})
 
 
 def with_budget(
-    uploads: list[LocalPosterior], setting: Setting, task: Task, budget: dict[str, Any]
+    uploads: list[LocalPosterior],
+    setting: Setting,
+    task: Task,
+    budget: FisherOptions,
 ) -> list[LocalPosterior]:
     """Return the clients' trained models, each with its Fisher within a budget."""
     model, clients = task.make_model(), []
     for client, trained in enumerate(uploads):
         model.load_state_dict(trained.params)
         own = task.eval_loader(task.train_images(client), setting.batch_size)
-        curvature = fisher(model, own, seed=client, **budget)
-        clients.append(LocalPosterior(trained.params, curvature, trained.num_examples))
+        count = int(trained.num_examples)
+        curvature = fisher(model, own, options=budget, num_examples=count, seed=client)
+        clients.append(LocalPosterior(trained.params, curvature, count))
     return clients
 
 
@@ -99,7 +100,7 @@ def errors(setting: Setting, data_dir: Path) -> dict[str, list[float]]:
     uploads, found = posteriors(setting, task), {}
     whole = with_budget(uploads, setting, task, BUDGETS[ALL])
     for name, budget in BUDGETS.items():
-        if name == ALL or budget.keys() & {"weight_sharing", "tolerance"}:
+        if name in (ALL, EVERY_CLASS, REDUCED):
             continue
         close = with_budget(uploads, setting, task, budget)
         pairs = zip(whole, close, strict=True)

@@ -126,9 +126,9 @@ def network(kind: str, shape: torch.Size) -> nn.Module:
 
 def packing(model: nn.Module, loader: DataLoader[Any]) -> Callable[[], object]:
     """Return what packs the model's upload, as by default."""
-    options = FisherOptions(examples=64).for_client(None)
     params = shared_state(model)
-    upload = FisherUpload(params, fisher(model, loader, **options))
+    curvature = fisher(model, loader, options=FisherOptions(examples=64))
+    upload = FisherUpload(params, curvature)
     codec = resolve(Codec("auto"), params)
     return lambda: upload.to_arrays(codec)
 
@@ -152,7 +152,9 @@ def measure(client: str, data_dir: Path, runs: int) -> list[dict[str, Any]]:
         before = trained
         todo = {
             "epoch": partial(LocalSGD(lr=0.0), model, loader(part), CPU, {}),
-            "default": partial(fisher, model, loader(data), **WANTED.for_client(count)),
+            "default": partial(
+                fisher, model, loader(data), options=WANTED, num_examples=count
+            ),
         }
         if packed:
             todo["packing"] = packing(model, loader(part))
@@ -198,9 +200,8 @@ def main() -> None:
             found[client] = measure(client, options.data_dir, options.runs)
     where = (
         f"Measured on {platform.machine()}, two threads, or one where packing is "
-        "measured. The budget: 1000 examples, and no more than take as many passes as "
-        "the client has examples, less 300 but half as many at least; "
-        f"{WANTED.max_passes} passes, {WANTED.max_positions} positions. "
+        "measured. The budget: a quarter of the examples beyond 300, at least 64 and "
+        f"at most 1000; {WANTED.max_passes} passes, {WANTED.max_positions} positions. "
         "In local epochs:"
     )
     lines = blocks(opening("A client's Fisher", __doc__), where, table(found))

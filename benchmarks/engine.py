@@ -6,21 +6,19 @@
 
 A *pass* is a forward and a backward pass of the network over the same batches. Networks
 are as they are drawn: what is measured does not depend on their weights. Ours are
-``fisher(model, batches, expectation="sampled")``, with one label an example, and
-``tolerance=0``, over all classes; curvlinops' are its ``KFACLinearOperator`` with
-``fisher_type`` ``mc`` and ``type-2`` over the linear and convolution layers (ours also
-has the exact diagonals of everything else). Every figure is a median over runs that
-take turns, each network in a process of its own, of one thread's time; ours include the
-trial, on five examples, of which layer has which form. *32 positions* is
-``max_positions=32``; *default* is what the strategies ask for, three passes an example
-where the model is as unsure as an untrained one; *diagonal* is that of everything. What
-curvlinops cannot take is left empty, with its reason below.
+``fisher`` with ``FisherOptions.full(expectation="sampled")``, with one label an
+example, and ``FisherOptions.full(tolerance=0)``, over all classes; curvlinops' are its
+``KFACLinearOperator`` with ``fisher_type`` ``mc`` and ``type-2`` over the linear and
+convolution layers (ours also has the exact diagonals of everything else). Every figure
+is a median over runs that take turns, each network in a process of its own, of one
+thread's time; ours include the check, on the first batch, of which layer has which
+form. *32 positions* is ``max_positions=32``; *default* is what the strategies ask for,
+three passes an example where the model is as unsure as an untrained one; *diagonal* is
+that of everything. What curvlinops cannot take is left empty, with its reason below.
 
 Errors are those of the product with a random vector, over all classes, relative to
 float64. Peak memory is the most that is allocated at once on one batch, in that of a
 pass.
-
-Long: the networks, both libraries' measurements and the page stand in one script.
 """
 
 import argparse
@@ -28,7 +26,6 @@ import copy
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -49,15 +46,15 @@ from flwr_fisher.params import Params
 
 PEER = "curvlinops"
 CPU, BATCHES = torch.device("cpu"), sized(8, 2)
-SAMPLED: dict[str, Any] = {"expectation": "sampled"}
-ALL: dict[str, Any] = {"tolerance": 0.0}
-DEFAULT: dict[str, Any] = asdict(FisherOptions(examples=None))
+SAMPLED = FisherOptions.full(expectation="sampled")
+ALL = FisherOptions.full(tolerance=0)
+FEW_POSITIONS = FisherOptions.full(expectation="sampled", max_positions=32)
 OURS = {
-    "default": DEFAULT,
-    "sampled": SAMPLED,
-    "all classes": ALL,
-    "sampled, 32 positions": SAMPLED | {"max_positions": 32},
-    "diagonal, sampled": SAMPLED | {"structure": "diagonal"},
+    "default": ("kfac", FisherOptions(examples=None)),
+    "sampled": ("kfac", SAMPLED),
+    "all classes": ("kfac", ALL),
+    "sampled, 32 positions": ("kfac", FEW_POSITIONS),
+    "diagonal, sampled": ("diagonal", SAMPLED),
 }
 KINDS = {"sampled": "mc", "all classes": "type-2"}
 Batches = list[tuple[Tensor, Tensor]]
@@ -198,7 +195,7 @@ def errors(model: nn.Module, batches: Batches, peer: bool) -> dict[str, float]:
     norm = torch.linalg.vector_norm
 
     def ours(vector: Params) -> list[Tensor]:
-        product = fisher(model, some, **ALL) @ vector
+        product = fisher(model, some, options=ALL) @ vector
         return [product[name] for name in names]
 
     found = {"ours": ours(vector)}
@@ -229,8 +226,10 @@ def measure(
     reason = refusal(model, batches) if peer else None
     peer = peer and reason is None
     work: dict[str, Callable[[Batches], object]] = {"pass": partial(training, model)}
-    for name, how in OURS.items():
-        work[f"ours, {name}"] = partial(fisher, model, **how)
+    for name, (structure, options) in OURS.items():
+        work[f"ours, {name}"] = partial(
+            fisher, model, structure=structure, options=options
+        )
     for name, kind in KINDS.items() if peer else ():
         work[f"{PEER}, {name}"] = partial(theirs, model, kind=kind)
     todo = {name: partial(each, batches) for name, each in work.items()}

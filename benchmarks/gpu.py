@@ -44,7 +44,8 @@ def posteriors(name: str, device: torch.device) -> list[LocalPosterior]:
         for parameter in model.parameters():
             parameter.data += 0.01 * torch.randn_like(parameter)
         batches = torch.randn(4 * BATCH, *SHAPE, device=device).split(BATCH)
-        curvature = fisher(model.to(device), batches, seed=client, **SAMPLED)
+        model.to(device)
+        curvature = fisher(model, batches, options=SAMPLED, seed=client)
         there = shared_state(model.cpu())
         found.append(LocalPosterior(there, curvature.to("cpu"), 100.0))
     return found

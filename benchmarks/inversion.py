@@ -20,7 +20,6 @@ secure sum).
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -115,14 +114,13 @@ def trained(
 
 
 def curvature_of(model: nn.Module, images: Tensor, structure: str) -> Curvature:
-    """Return what `FedFisherOneShot` asks a client for, of all these few examples."""
-    wanted = FisherOptions(examples=1000).for_structure(structure)
-    torch.manual_seed(0)
+    """Return what `FedFisherOneShot` asks a client for, of 1000 of its examples."""
     return fisher(
         model,
-        DataLoader(TensorDataset(images, torch.zeros(len(images))), batch_size=64),
-        structure=structure,
-        **asdict(wanted),
+        DataLoader(TensorDataset(images), batch_size=64),
+        structure,
+        options=FisherOptions(examples=1000),
+        num_examples=len(images),
     )
 
 

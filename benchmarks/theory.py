@@ -41,9 +41,6 @@ from harness.tables import head, row
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from flwr_fisher.curvature import fisher
-from flwr_fisher.merge import LocalPosterior, fedavg
-
 CLIENTS, POINTS, RATE = 2, 100, 0.1
 WIDTHS, STEPS = sized(((32, 64, 128, 256, 512, 1024), 2048), ((32, 64), 32))
 WIDTH, LOCAL = sized((512, (32, 128, 512, 2048, 8192, 32768)), (32, (4, 8, 16, 32)))
@@ -95,7 +92,7 @@ def evaluate(width: int, steps: int, seed: int) -> Errors:
     data = [client(generator) for _ in range(CLIENTS)]
     model = TwoLayers(width, generator)
     start = model.hidden.weight.detach().clone()
-    uploads, own = [], []
+    weights, fishers, own = [], [], []
     for x, y in data:
         model.hidden.weight.data.copy_(start)
         optimizer = torch.optim.SGD(model.hidden.parameters(), RATE)
@@ -103,23 +100,33 @@ def evaluate(width: int, steps: int, seed: int) -> Errors:
             optimizer.zero_grad()
             ((model(x) - y).square().mean() / 2).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        F = fisher(model, [(x, y)], structure="dense", likelihood="gaussian")
-        params = {"hidden.weight": model.hidden.weight.detach().clone()}
-        uploads.append(LocalPosterior(params, F, POINTS))
+        weights.append(model.hidden.weight.detach().clone())
+        fishers.append(summed_fisher(model, x))
         own.append(error(model, x, y))
     both = [torch.cat(each) for each in zip(*data, strict=True)]
-    found, mean_of = {"clients": mean(own)}, fedavg(uploads)
-    descended = descent(uploads, mean_of["hidden.weight"])
-    for name, weight in {"FedAvg": mean_of["hidden.weight"], **descended}.items():
+    found, average = {"clients": mean(own)}, torch.stack(weights).mean(0)
+    descended = descent(weights, fishers, average)
+    for name, weight in {"FedAvg": average, **descended}.items():
         model.hidden.weight.data.copy_(weight)
         found[name] = error(model, *both)
     return found
 
 
-def descent(uploads: Sequence[LocalPosterior], start: Tensor) -> dict[str, Tensor]:
+def summed_fisher(model: TwoLayers, x: Tensor) -> Tensor:
+    """Return the whole Fisher, a sum over points: J transposed times J.
+
+    A row of J is the gradient of the only output, whose variance is 1, of one point.
+    """
+    active = (model.hidden(x) > 0) * model.second.T
+    rows = (active.unsqueeze(2) * x.unsqueeze(1)).flatten(1).detach()
+    return rows.T @ rows
+
+
+def descent(
+    weights: Sequence[Tensor], fishers: Sequence[Tensor], start: Tensor
+) -> dict[str, Tensor]:
     """Return where gradient descent on the paper's objective is after its steps."""
-    fishers = [POINTS * upload.curvature.matrix for upload in uploads]
-    away = [(upload.params["hidden.weight"] - start).flatten() for upload in uploads]
+    away = [(weight - start).flatten() for weight in weights]
     pull = sum(F @ d for F, d in zip(fishers, away, strict=True)) / CLIENTS
     values, vectors = torch.linalg.eigh(sum(fishers) / CLIENTS)
     shrunk = torch.log1p(-SERVER_RATE * values.clamp_min(0))

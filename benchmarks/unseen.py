@@ -125,11 +125,16 @@ def trained(name: str, seed: int, data_dir: Path) -> Trained:
         loader = DataLoader(data, batch_size(name, len(data)), shuffle=True)
         train(model, loader, torch.device("cpu"), {})
         params = {key: value.clone() for key, value in shared_state(model).items()}
-        options = FisherOptions().for_client(len(data)) | {"seed": client}
-        options["structure"] = ("kfac", "diagonal")
-        kfac, diagonal = fisher(model, DataLoader(data, 64), **options)
-        uploads.append(LocalPosterior(params, kfac, len(data)))
-        diagonals.append(LocalPosterior(params, diagonal, len(data)))
+        for structure, those in (("kfac", uploads), ("diagonal", diagonals)):
+            curvature = fisher(
+                model,
+                DataLoader(data, 64),
+                structure,
+                options=FisherOptions(),
+                num_examples=len(data),
+                seed=client,
+            )
+            those.append(LocalPosterior(params, curvature, len(data)))
     scored = parts.validation if seed in OTHER_SEEDS else parts.test
     return Trained(model, uploads, diagonals, examples, [scored])
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flwr_fisher.client import LocalSGD
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.params import Params, shared_state, subtract, weighted_mean
 from flwr_fisher.rounds import fedfish_average
 
@@ -80,7 +80,10 @@ def one_round(support: str, seed: int, momentum: float = 0.0) -> Outcome:
     start = {name: value.clone() for name, value in shared_state(network()).items()}
     train = LocalSGD(epochs=200, lr=0.01, momentum=momentum, loss_fn=F.mse_loss)
     # Algorithm 2's Fisher: squared gradients of mini-batches, with their labels.
-    empirical = partial(fisher, structure="diagonal", expectation="empirical-batch")
+    of_batches = FisherOptions.full(expectation="empirical-batch")
+    empirical = partial(
+        fisher, structure="diagonal", options=of_batches, likelihood="gaussian"
+    )
     data, clients, deltas, fishers = [], [], [], []
     for low, high in SUPPORTS[support]:
         x = low + (high - low) * torch.rand(100, 1)
@@ -92,7 +95,7 @@ def one_round(support: str, seed: int, momentum: float = 0.0) -> Outcome:
         data.append((x, y))
         clients.append(shared_state(model))
         deltas.append(subtract(start, clients[-1]))
-        fishers.append(empirical(model, batches, likelihood="gaussian").diagonal())
+        fishers.append(empirical(model, batches).diagonal())
 
     fedavg = subtract(start, weighted_mean(deltas, weights=[100, 100]))
     fedfish = subtract(start, fedfish_average(deltas, fishers, weights=[100, 100]))

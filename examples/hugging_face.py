@@ -444,12 +444,11 @@ if __name__ == "__main__":
 # - ``from_pretrained`` may give bfloat16, which Flower's arrays do not have: pass
 #   ``dtype=torch.float32``. ``LocalSGD(autocast=torch.bfloat16)`` trains in it all the
 #   same.
-# - By default, a client takes its Fisher of 1000 examples at most, and makes no more
-#   passes than it has examples (or 128 if it has fewer). To change the number, pass
+# - By default, a client takes its Fisher of a quarter of its examples beyond 300, at
+#   least 64 and at most 1000. To change the number, pass
 #   ``FedFisherOneShot(fisher=FisherOptions(examples=200))``.
-# - For parameters that are not those of a plain layer, the curvature is computed
-#   example by example. This takes about three times as long. ``fisher_plan`` shows
-#   which parameters these are. GPT-2's tied head is not among them; a tied head with
-#   its own bias is.
+# - For parameters that are not those of a plain layer, such as GPT-2's ``Conv1D`` and
+#   its tied embedding, the curvature is an exact diagonal, computed example by example.
+#   This takes longer. A client's log says which layers have which form.
 # - To save merged adapters, load the result with ``strict=False`` into a model that was
 #   made by the same seed, then call ``save_pretrained``.

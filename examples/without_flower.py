@@ -77,9 +77,9 @@ models = [trained(loader) for loader in loaders]
 # do. On paper it is a matrix with a row and a column for each parameter. Nobody stores
 # that. ``diagonal`` keeps one number a parameter. ``kfac`` keeps two small matrices a
 # layer, of its inputs and of its outputs, so it knows which parameters act together.
-# Several structures share the pass.
 
-diagonal, kfac = fisher(models[0], loaders[0], structure=["diagonal", "kfac"])
+diagonal = fisher(models[0], loaders[0], structure="diagonal")
+kfac = fisher(models[0], loaders[0], structure="kfac")
 print(diagonal)
 print(kfac)
 for block in kfac.blocks():

@@ -3,8 +3,6 @@
 Each message names the culprit (an argument, a layer, a node, a key, a file) and the
 way out. Most classes also derive from the built-in exception of the same meaning, so
 that code which catches ``ValueError`` keeps working.
-
-Long: all exceptions, and all checks of single arguments, with their docstrings.
 """
 
 from collections.abc import Iterable, Iterator
@@ -214,13 +212,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def plain_fields(options: object) -> None:
-    """Make the numbers in an options object's fields Python's own."""
-    for name, value in list(vars(options).items()):
-        if isinstance(value, Real):
-            object.__setattr__(options, name, plain(value))
 
 
 @contextmanager

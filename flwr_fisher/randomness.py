@@ -6,16 +6,14 @@ Only a run's number is new each time.
 import hashlib
 import random
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from flwr_fisher.devices import accelerator, random_states, set_random_states
-from flwr_fisher.errors import plain
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -101,36 +99,6 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         set_generator_states(before)
-
-
-GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
-
-
-def state_of(generator: Any) -> Any:
-    """Return a generator's state, in values that ``torch.load`` reads."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return plain(generator.bit_generator.state)
-    return plain(generator.get_state(legacy=False))
-
-
-def set_state_of(generator: Any, state: Any) -> None:
-    """Give a generator the state that :func:`state_of` returned."""
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
-def rewinding(values: Iterable[object]) -> list[Callable[[], object]]:
-    """Return functions that give generators among some objects their present states."""
-    own = [value for value in values if isinstance(value, GENERATORS)]
-    return [partial(set_state_of, each, state_of(each)) for each in own]
 
 
 def generator_states() -> dict[str, Any]:

@@ -1,11 +1,8 @@
-"""FedFisher: one-shot federated learning with Fisher information.
-
-Long: a third of it is the docstring of a strategy with many options.
-"""
+"""FedFisher: one-shot federated learning with Fisher information."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,7 +10,6 @@ import torch
 from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import FisherOptions
-from flwr_fisher.curvature.structures import STRUCTURES
 from flwr_fisher.devices import default_device, usable_device
 from flwr_fisher.errors import ConfigurationError, check_known, check_number, plain
 from flwr_fisher.log_lines import Progress, logger
@@ -134,7 +130,7 @@ class FedFisherOneShot(CurvatureStrategy):
     """
 
     grouped: ClassVar[Mapping[str, str]] = {
-        **{f.name: f"fisher=FisherOptions({f.name}=…)" for f in fields(FisherOptions)},
+        **{name: f"fisher=FisherOptions({name}=…)" for name in FisherOptions.names()},
         **{name: f"merge=MergeOptions({name}=…)" for name in MergeOptions.names()},
     }
 
@@ -153,10 +149,10 @@ class FedFisherOneShot(CurvatureStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(norm_statistics=norm_statistics, **kwargs)
-        check_known("structure", structure, STRUCTURES)
         check_known("aggregate", aggregate, ("parts", "sums"))
         self.structure, self.aggregate, self.score = structure, aggregate, score
-        self.fisher = (fisher or FisherOptions()).for_structure(structure)
+        self.fisher = FisherOptions.of("fisher", fisher)
+        self.fisher.check(structure)
         self.codec = Codec.of("codec", codec)
         self.merge = MergeOptions.of("merge", merge)
         if solver is not None:

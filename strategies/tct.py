@@ -1,7 +1,4 @@
-"""TCT: FedAvg in stage 1, and a convex problem on its network's features in stage 2.
-
-Long: one class has both stages, and its docstring explains them.
-"""
+"""TCT: FedAvg in stage 1, and a convex problem on its network's features in stage 2."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -165,11 +165,6 @@ class First(nn.Module):
         return output
 
 
-class ByKeyword(CalledTwice):
-    def forward(self, x):
-        return self.head(self.fc(input=x).tanh())
-
-
 class WithoutGradient(CalledTwice):
     def forward(self, x):
         with torch.no_grad():
@@ -249,6 +244,7 @@ class Net(NamedTuple):
     make: Callable[[], nn.Module]
     x: Tensor
     diagonal: Set[str] = frozenset()
+    slow: Set[str] | None = None  # by each example's gradient; None: all of these
 
 
 FC, FIRST, IN_MIDDLE, BEHIND = (
@@ -262,9 +258,12 @@ NETS = {
     "over time, no bias": Net(lambda: OverTime(False), SERIES),
     "one slope": Net(lambda: slopes(1), VECTORS, {"1.weight"}),
     "slopes": Net(lambda: slopes(4), VECTORS, {"1.weight"}),
-    "embedding": Net(Sentence, TOKENS, {"embedding.weight"}),
+    "embedding": Net(Sentence, TOKENS, {"embedding.weight"}, slow=set()),
     "layer norm": Net(
-        lambda: mlp(with_statistics(nn.LayerNorm(3)), nn.GELU()), VECTORS, FIRST
+        lambda: mlp(with_statistics(nn.LayerNorm(3)), nn.GELU()),
+        VECTORS,
+        FIRST,
+        slow=set(),
     ),
     "group norm": Net(
         on_images(
@@ -272,6 +271,7 @@ NETS = {
         ),
         IMAGES,
         BEHIND,
+        slow=set(),
     ),
     "batch norm": Net(
         on_images(
@@ -279,6 +279,7 @@ NETS = {
         ),
         IMAGES,
         BEHIND,
+        slow=set(),
     ),
     "attention": Net(
         Attention,
@@ -292,9 +293,6 @@ NETS = {
     ),
     "raw parameter": Net(RawParameter, VECTORS, {"temperature"}),
     "in place": Net(lambda: mlp(nn.Linear(3, 3), nn.ReLU(inplace=True)), VECTORS),
-    "in place, conv": Net(
-        on_images(lambda: nn.Conv2d(2, 3, 2), lambda: nn.Hardtanh(inplace=True)), IMAGES
-    ),
     "called twice": Net(CalledTwice, VECTORS, FC),
     "tied": Net(Tied, TOKENS, {"embedding.weight"}),
     "tied linear": Net(TiedLinear, VECTORS, {"down.weight", "down.bias", "up.bias"}),
@@ -318,7 +316,6 @@ NETS = {
         VECTORS,
         {"0.bias", *(f"0.parametrizations.weight.original{i}" for i in range(2))},
     ),
-    "by keyword": Net(ByKeyword, VECTORS, FC),
     "without gradient": Net(WithoutGradient, VECTORS, FC),
     "folded": Net(Folded, SERIES, FC),
     "time first": Net(TimeFirst, SERIES, FC),

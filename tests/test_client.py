@@ -112,8 +112,9 @@ def test_the_fisher_is_limited_as_server_and_client_want(
     limits = {"max-passes": 2, "max-positions": 3}
     limits |= {} if asked is None else {"examples": asked}
     ask(tiny_client(limits=ClientLimits(max_examples=cap)), config=KFAC | limits)
-    wanted = {"examples": taken, "max_passes": 2, "max_positions": 3}
-    assert {name: heard[name] for name in wanted} == wanted
+    options = heard["options"]
+    assert (options.examples, heard["num_examples"]) == (taken, 8)
+    assert (options.max_passes, options.max_positions) == (2, 3)
 
 
 def test_the_reply_keeps_the_servers_order_of_keys():
@@ -302,7 +303,7 @@ def test_a_model_without_trainable_parameters_is_refused():
 @pytest.mark.parametrize(
     ("config", "error", "name"),
     [
-        ({"structure": "kfca"}, UnknownNameError, "'kfca'; known: kfac, diagonal"),
+        ({"structure": "kfca"}, UnknownNameError, "'kfca'; known: diagonal, kfac"),
         ({**KFAC, "expectation": "guess"}, UnknownNameError, "expectation 'guess'"),
         (
             {"job": "fedfish", "fisher-source": "moon"},

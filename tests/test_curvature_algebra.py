@@ -17,15 +17,12 @@ from oracles import (
     random_diagonal,
     random_kronecker,
     random_like,
+    random_psd,
     relative,
 )
 
-from flwr_fisher.curvature import (
-    BlockDiagonal,
-    Dense,
-    Diagonal,
-    WeightedSum,
-)
+from flwr_fisher.curvature import BlockDiagonal, Diagonal, Kronecker, WeightedSum
+from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.errors import ConfigurationError, StructureError
 from flwr_fisher.params import unflatten
 
@@ -50,6 +47,10 @@ def vector(F, seed):
 
 def in_order(tensors, F):
     return flat({name: tensors[name] for name in F.shapes})
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def near(got, want, dtype):
@@ -114,8 +115,6 @@ def test_what_is_rounding_is_no_eigenvalue():
     got = k.solve(b)
     want = torch.linalg.pinv(k.to_dense().double(), hermitian=True, rtol=1e-5)
     assert relative(flat(got), want @ flat(b)) <= 1e-4
-    dense = Dense(k.shapes, k.to_dense())
-    assert relative(flat(dense.solve(b)), want @ flat(b)) <= 1e-3
     zero = k * 0.0
     assert not flat(zero.solve(b)).any()
     both = Diagonal({"w": torch.tensor([0.0, 1e-30, 2.0])})
@@ -151,9 +150,10 @@ def test_sums_that_need_no_iterations():
     pair = Diagonal(wide) + 2.0 * Diagonal(wide)
     got = pair.solve({"w": torch.ones(16).double()})["w"]
     torch.testing.assert_close(got, 1 / (3 * wide["w"].double()))
-    one = WeightedSum([Dense({"w": torch.Size([16])}, torch.diag(wide["w"]))], [3.0])
-    got = one.solve({"w": torch.ones(16).double()}, damping=1e-6)["w"]
-    torch.testing.assert_close(got, 1 / (3 * wide["w"].double() + 1e-6))
+    layer = random_kronecker(1, bias="b")
+    b = layer @ random_like(layer, 2)
+    got = WeightedSum([layer], [3.0]).solve(b)
+    torch.testing.assert_close(got, (3.0 * layer).solve(b))
 
 
 def test_a_right_hand_side_out_of_a_sums_range_is_told():
@@ -221,6 +221,15 @@ def test_another_dtype(kind):
 
 
 @every_kind
+def test_its_diagonal_is_a_copy(kind):
+    F = CURVATURES[kind](1)
+    before = F.to_dense().clone()
+    for entry in F.diagonal().values():
+        entry.zero_()
+    close(F.to_dense(), before)
+
+
+@every_kind
 def test_another_device(kind):
     F = CURVATURES[kind](1)
     for device in ("meta", torch.device("meta")):
@@ -258,3 +267,128 @@ def test_a_vector_that_does_not_fit_is_told_how():
         with pytest.raises(StructureError, match=r"not a Tensor: pass params\.unfl"):
             product(flat(vector))
     F @ unflatten(flat(vector).to(value), F.shapes)
+
+
+# --- blocks ---------------------------------------------------------------------------
+
+
+@every_kind
+def test_blocks_lie_along_the_diagonal(kind):
+    F = CURVATURES[kind](2)
+    names = [name for block in F.blocks() for name in block.shapes]
+    assert sorted(names) == sorted(F.shapes)
+    v = random_like(F, 3)
+    parts = [block @ {k: v[k] for k in block.shapes} for block in F.blocks()]
+    joined = {k: t for part in parts for k, t in part.items()}
+    close(in_order(joined, F), F.to_dense() @ flat(v))
+    assert sum(block.trace() for block in F.blocks()) == pytest.approx(F.trace())
+    assert sum(block.numel() for block in F.blocks()) == F.numel()
+
+
+def test_blocks_that_differ_join_only_what_they_touch():
+    """One client's K-FAC, and another's diagonal in another order."""
+    first = random_blocks(0)
+    second = random_diagonal(1, **dict(reversed(first.shapes.items())))
+    groups = [["conv.weight"], ["fc.weight", "fc.bias"], ["norm.weight"], ["norm.bias"]]
+    assert [list(block.shapes) for block in first.blocks()] == groups
+    for curvatures in ([first, second], [second, first]):
+        parts = shared_blocks(curvatures)
+        assert sorted(sorted(a.shapes) for a, _ in parts) == sorted(map(sorted, groups))
+        for at, F in enumerate(curvatures):
+            alike = BlockDiagonal([part[at] for part in parts])
+            total = WeightedSum([alike, F], [1, -1])
+            close(total.to_dense(), torch.zeros(F.numel(), F.numel()).double())
+    blocks = WeightedSum([first, second], [1, 3]).blocks()
+    assert [block.weights for block in blocks] == [(1.0, 3.0)] * 4
+    assert shared_blocks([]) == []
+
+
+# --- regularising ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shrink", "damping"), [(0.3, 0.0), (0.0, 0.3), (1.0, 0.4)])
+def test_shrinking_is_of_inputs_and_damping_of_outputs_group_by_group(shrink, damping):
+    for name in ("kronecker-bias", "kronecker-groups-bias"):
+        k = CURVATURES[name](1)
+        eye = torch.eye(k.G.shape[1]).double()
+        A = [(1 - shrink) * a + shrink * torch.diag(a.diag()) for a in k.A]
+        G = [(1 - damping) * g + damping * g.trace() / len(g) * eye for g in k.G]
+        want = Kronecker("w", k.weight_shape, torch.stack(A), torch.stack(G), "b")
+        got = k.regularised(shrink=shrink, damping=damping)
+        close(got.to_dense(), want.to_dense())
+
+
+@every_kind
+def test_regularising_keeps_the_trace_and_what_is_positive(kind):
+    F = CURVATURES[kind](1)
+    close(F.regularised().to_dense(), F.to_dense())
+    for shrink, damping in ((0.6, 0.0), (0.0, 0.4), (1.0, 1.0)):
+        other = F.regularised(shrink=shrink, damping=damping)
+        assert other.shapes == F.shapes
+        assert other.trace() == pytest.approx(F.trace(), rel=1e-12)
+        assert torch.linalg.eigvalsh(other.to_dense())[0] > -1e-10
+
+
+def test_compound_curvatures_regularise_each_part():
+    options = {"shrink": 0.4, "damping": 0.2}
+    blocks = random_blocks(1)
+    parts = [child.regularised(**options).to_dense() for child in blocks.children]
+    close(blocks.regularised(**options).to_dense(), torch.block_diag(*parts))
+    total = WeightedSum([random_blocks(1), random_blocks(2)], [0.3, 2])
+    want = sum(w * term.regularised(**options).to_dense() for w, term in total)
+    close(total.regularised(**options).to_dense(), want)
+
+
+# --- layers ---------------------------------------------------------------------------
+
+
+def test_a_kronecker_product_is_g_w_a_with_the_bias_as_last_column():
+    k = random_kronecker(3, bias="b")
+    v = random_like(k, 1)
+    matrix = torch.cat([v["w"], v["b"].unsqueeze(1)], dim=1)
+    want = k.G[0] @ matrix @ k.A[0]
+    got = k @ v
+    close(got["w"], want[:, :-1])
+    close(got["b"], want[:, -1])
+
+
+def test_a_kronecker_product_keeps_groups_apart():
+    k = random_kronecker(4, shape=(6, 2, 2), groups=3)
+    parts = [
+        Kronecker("w", torch.Size([2, 2, 2]), k.A[g : g + 1], k.G[g : g + 1])
+        for g in range(3)
+    ]
+    close(k.to_dense(), torch.block_diag(*(part.to_dense() for part in parts)))
+
+
+def test_factors_that_do_not_fit_the_weight_are_named():
+    shape = torch.Size([4, 3])
+    good_a, good_g = random_psd(3, 2, 0)[None], random_psd(4, 2, 1)[None]
+    for A, G, bias in (
+        (good_a, good_g, "b"),  # no row for the bias
+        (good_a, random_psd(3, 2, 0)[None], None),
+        (good_a[0], good_g[0], None),  # no dimension for groups
+        (good_a.expand(2, 3, 3), good_g.expand(2, 4, 4), None),
+    ):
+        with pytest.raises(StructureError, match=r"'fc.weight' of shape \(4, 3\)"):
+            Kronecker("fc.weight", shape, A, G, bias)
+    Kronecker("fc.weight", shape, good_a, good_g)
+
+
+ONE = random_diagonal(1, a=(2,), b=(2,))
+OTHER, LARGER = random_diagonal(1, a=(2,), c=(2,)), random_diagonal(1, a=(3,), b=(2,))
+
+
+@pytest.mark.parametrize(
+    ("make", "culprit"),
+    [
+        (lambda: Diagonal({"n": torch.ones(2).long()}), "'n' has dtype torch.int64"),
+        (lambda: BlockDiagonal([ONE, OTHER]), r"\['a'\] are in more than one block"),
+        (lambda: WeightedSum([ONE, OTHER], [1, 1]), r"curvature 1 .*\['b', 'c'\]"),
+        (lambda: WeightedSum([ONE, ONE, LARGER], [1, 1, 1]), "curvature 2 .*'a'"),
+        (lambda: WeightedSum([ONE], [1, 1]), "1 curvatures and 2"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(make, culprit):
+    with pytest.raises(StructureError, match=culprit):
+        make()

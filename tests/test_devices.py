@@ -11,7 +11,7 @@ import pytest
 import torch
 from devices import DEVICES, pretended
 from nets import IMAGES, SERIES, Attention
-from oracles import randn, relative, seeded
+from oracles import EXACT, randn, relative, seeded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -119,19 +119,14 @@ def layers(curvature):
     return {b.weight for b in curvature.blocks() if isinstance(b, Kronecker)}
 
 
-# Per-example gradients do not go through a recurrent layer, so there is no dense one.
-EVERY = [(n, s) for n in CASES for s in STRUCTURES if (n, s) != ("recurrent", "dense")]
-
-
-@pytest.mark.parametrize(("name", "structure"), EVERY)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_it_is_that_of_double_precision_on_the_cpu(name, structure, device):
     model, inputs = case(name)
-    exact = fisher(
-        copy.deepcopy(model).double(), [inputs.double()], structure=structure
-    )
+    exact = fisher(copy.deepcopy(model).double(), [inputs.double()], structure)
     model, inputs = model.to(device), inputs.to(device)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        found = fisher(model, inputs.split(3), structure=structure)
+        found = fisher(model, inputs.split(3), structure)
     assert next(iter(found.diagonal().values())).device.type == device
     assert found.shapes == exact.shapes
     assert relative(found.to("cpu").to_dense(), exact.to_dense()) < 1e-4
@@ -153,12 +148,12 @@ def test_tf32_costs_three_digits_and_no_structure(name, device):
 @pytest.mark.parametrize("name", ["convolutions", "attention"])
 def test_bfloat16_costs_two_digits_and_no_structure(name, how, device):
     model, inputs = case(name)
-    exact = fisher(copy.deepcopy(model).double(), [inputs.double()], tolerance=0)
+    exact = fisher(copy.deepcopy(model).double(), [inputs.double()], options=EXACT)
     model, inputs = model.to(device), inputs.to(device)
     if how == "parameters":
         model, inputs = model.bfloat16(), inputs.bfloat16()
     with torch.autocast(device, torch.bfloat16, enabled=how == "autocast"):
-        found = fisher(model, [inputs], tolerance=0)
+        found = fisher(model, [inputs], options=EXACT)
     assert layers(found) == layers(exact)
     assert relative(found.to("cpu").to_dense(), exact.to_dense()) < 0.05
 

@@ -163,8 +163,8 @@ def test_clients_hear_how_much_their_fishers_may_take():
         ({}, ("auto", 3, 32)),
         (none, (None, None, None)),
         ({"examples": 3, "max_passes": 2, "max_positions": 4}, (3, 2, 4)),
-        ({"expectation": "sampled"}, ("auto", None, 32)),
-        ({"structure": "diagonal"}, ("auto", 3, None)),
+        ({"expectation": "sampled"}, ("auto", 3, 32)),
+        ({"structure": "diagonal"}, ("auto", 3, 32)),
     ]
     for given, wanted in cases:
         strategy_of(**given).start(grid, tiny_arrays(), num_rounds=1)

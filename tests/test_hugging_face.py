@@ -15,7 +15,7 @@ from flwr_fisher.client import (
     make_client_app,
 )
 from flwr_fisher.client.training import score
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.errors import FlwrFisherError
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot
@@ -167,7 +167,8 @@ def test_the_empirical_fisher_is_that_of_each_example(name, lora):
     for batch in data:
         if "pixel_values" in batch:
             batch["pixel_values"] = batch["pixel_values"].double()
-    got = fisher(model, data, structure="diagonal", expectation="empirical")
+    empirical = FisherOptions.full(expectation="empirical")
+    got = fisher(model, data, "diagonal", options=empirical)
     assert got.diagonal().keys() == want.keys()
     for n, value in got.diagonal().items():
         wrong = (value - want[n]).norm()  # transformers' own loss is in float32

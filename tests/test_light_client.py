@@ -15,7 +15,6 @@ from flwr_fisher.errors import MissingExtraError, extra
 MAY = {"flwr", "torch", "numpy", "safetensors", "filelock", "cryptography"}
 BEYOND = {
     "report": {"matplotlib"},
-    "curvature": {"nngeometry"},  # one engine, asked for by name
     "server": {"opacus"},  # the accountant
 }
 

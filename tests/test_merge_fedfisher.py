@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracles import (
     CLIENT_CURVATURES,
+    Dense,
     as_float32,
     cut,
     flat,
@@ -16,13 +17,12 @@ from oracles import (
     random_blocks,
     random_dense,
     random_diagonal,
-    random_eigen,
     random_kronecker,
     random_psd,
     relative,
 )
 
-from flwr_fisher.curvature import Dense, Diagonal, Kronecker, WeightedSum
+from flwr_fisher.curvature import Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.errors import (
     ConfigurationError,
@@ -464,10 +464,9 @@ def test_clients_must_have_one_layout():
         (diagonals, lambda F: F.entries["w"]),
         (random_kronecker, lambda F: F.A[0]),
         (random_kronecker, lambda F: F.G[0]),
-        (random_eigen, lambda F: F.moments[0]),
         (KINDS["dense"], lambda F: F.matrix),
     ],
-    ids=["diagonal", "A", "G", "moments", "dense"],
+    ids=["diagonal", "A", "G", "dense"],
 )
 def test_a_curvature_that_is_none_is_refused(make, tensor, value):
     first, second, third = posteriors(make)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from devices import DEVICES
 from oracles import (
+    Dense,
     flat,
     posteriors,
     randn,
@@ -15,7 +16,7 @@ from oracles import (
     relative,
 )
 
-from flwr_fisher.curvature import BlockDiagonal, Dense, Kronecker, WeightedSum
+from flwr_fisher.curvature import BlockDiagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.factors import LowRankFactor
 from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.merge import fedavg, fedfisher

@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracles import (
     CURVATURES,
+    Dense,
     posteriors,
     random_diagonal,
     relative,
@@ -14,7 +15,6 @@ from oracles import (
 
 from flwr_fisher.curvature import (
     BlockDiagonal,
-    Dense,
     Diagonal,
     Kronecker,
     WeightedSum,

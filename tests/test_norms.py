@@ -636,11 +636,3 @@ def test_an_ordinary_client_is_not_touched(caplog, monkeypatch):
     assert own.keys() == other.keys()
     assert all(torch.equal(own[name], other[name]) for name in own)
     assert "lag" not in caplog.text
-
-
-def test_labels_of_another_loss_are_no_fault():
-    x, y = tiny_data(2).tensors
-    pairs = DataLoader(TensorDataset(x, torch.stack([y, y, y, y], 1)), batch_size=4)
-    client = lagging(train_fn=lambda *_: {"num-examples": 8})
-    client.problem.trainloader = pairs
-    ask(client, far_off(), FISHER)

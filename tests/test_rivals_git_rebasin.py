@@ -47,10 +47,8 @@ def drawn(layers, seed):
 
 def posterior_of(model, structure, n=10):
     torch.manual_seed(0)
-    loader = DataLoader(TensorDataset(images(1), torch.zeros(12)), batch_size=4)
-    return LocalPosterior(
-        shared_state(model), fisher(model, loader, structure=structure), n
-    )
+    loader = DataLoader(TensorDataset(images(1), torch.zeros(12).long()), batch_size=4)
+    return LocalPosterior(shared_state(model), fisher(model, loader, structure), n)
 
 
 def loaded(params, bias=True):

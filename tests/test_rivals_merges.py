@@ -17,7 +17,7 @@ from test_rivals_git_rebasin import drawn, plain, rival, same, small
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flwr_fisher.curvature import Kronecker, fisher
+from flwr_fisher.curvature import FisherOptions, Kronecker, fisher
 from flwr_fisher.merge import LocalPosterior, fedavg
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import random_stream
@@ -111,7 +111,8 @@ def clients(bias=True):
         ).double()
         x, y = randn(seed, 20, 1, 4, 4, dtype=torch.float64), torch.arange(20) % 3
         loader = DataLoader(TensorDataset(x, y), batch_size=5)
-        own = fisher(model, loader, structure="kfac", expectation="empirical")
+        options = FisherOptions.full(expectation="empirical")
+        own = fisher(model, loader, structure="kfac", options=options)
         found.append(LocalPosterior(shared_state(model), own, 10.0 * (seed + 1)))
     return found
 

@@ -8,7 +8,7 @@ from torch import nn
 from uploads import STRUCTURES as NAMES
 from uploads import upload_of
 
-from flwr_fisher.curvature import BlockDiagonal, Kronecker, fisher
+from flwr_fisher.curvature import BlockDiagonal, FisherOptions, Kronecker, fisher
 from flwr_fisher.curvature.structures import STRUCTURES, Form
 from flwr_fisher.curvature.structures.kfac import KFAC
 from flwr_fisher.errors import WireError
@@ -33,7 +33,7 @@ def net(seed: int = 0) -> nn.Module:
 def posterior(structure: str, seed: int) -> LocalPosterior:
     model = net(seed)
     x = torch.randn(7, 2, 3, 3)
-    curvature = fisher(model, [x], structure=structure, tolerance=0)
+    curvature = fisher(model, [x], structure, options=FisherOptions.full(tolerance=0))
     return LocalPosterior(shared_state(model), curvature, 3 + seed)
 
 

@@ -75,7 +75,7 @@ FAILURES = {
         StructureError, "2 classes", model=lambda: nn.Linear(3, 1), loader=None
     ),
     "two-outputs": fails(
-        StructureError, "model returns a tuple", model=lambda: TwoOutputs(3, 3)
+        StructureError, "it returned a tuple", model=lambda: TwoOutputs(3, 3)
     ),
     "no-pair": fails(DataError, "label", loader=[{"a": REAL, "b": REAL}]),
     "label-range": fails(
@@ -85,7 +85,7 @@ FAILURES = {
     ),
     "classes-second": fails(
         StructureError,
-        r"outputs of shape \(4, 3, 5\) and labels .*\(4, 5\).*movedim",
+        r"outputs, of shape \(4, 3, 5\), is the classes: .*movedim",
         model=lambda: nn.Conv1d(1, 3, 1),
         loader=[(torch.rand(4, 1, 5), torch.arange(20).view(4, 5) % 3)],
     ),
@@ -96,7 +96,7 @@ FAILURES = {
     ),
     "broadcast": fails(
         DataError,
-        r"outputs of shape \(4, 1\) and labels .* shape \(4,\) do not fit",
+        r"labels of shape \(4,\) do not fit outputs of shape \(4, 1\)",
         model=lambda: nn.Linear(3, 1),
         loader=with_inputs(lambda x: x, REAL),
         likelihood="gaussian",
@@ -296,7 +296,7 @@ def test_a_dry_run_finds_what_the_first_batch_does_not_show():
     batch_statistics = nn.Sequential(
         nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)
     )
-    with pytest.raises(FlwrFisherError, match="layer '1'"):
+    with pytest.raises(FlwrFisherError, match="a single one"):
         check_client(client_of(lambda: batch_statistics))
     with pytest.raises(FlwrFisherError, match="structure 'kfca'"):
         check_client(client_of(), structure="kfca")

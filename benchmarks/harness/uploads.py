@@ -18,7 +18,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from flwr_fisher.client.training import Loader, LocalSGD
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
-from flwr_fisher.curvature.batches import count_of
 from flwr_fisher.devices import default_device
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
@@ -156,7 +155,8 @@ def _train(setting: Setting, task: Task, client: int, path: Path) -> None:
     images = task.train_images(client)
     if setting.budget:
         loader = task.eval_loader(images, batch_size=64)
-        laid_out = curvature_to_tensors(fisher_within_budget(model, loader, client))
+        curvature = fisher_within_budget(model, loader, client, len(images))
+        laid_out = curvature_to_tensors(curvature)
         kfac = {f"kfac/{key}": value for key, value in laid_out.items()}
         return _keep(shared_state(model) | kfac, path, client)
     if setting.examples is not None:
@@ -177,18 +177,23 @@ def _keep(tensors: dict[str, Tensor], path: Path, client: int) -> None:
     print(f"{path.parent.name} client {client}", flush=True)
 
 
-def fisher_within_budget(model: nn.Module, loader: Loader, client: int) -> Curvature:
-    """Return a client's K-FAC as ``FedFisherOneShot`` asks for it by default."""
-    options = FisherOptions().for_client(count_of(loader))
-    return fisher(model, loader, seed=client, **options)
+def fisher_within_budget(
+    model: nn.Module, loader: Loader, client: int, examples: int
+) -> Curvature:
+    """Return a client's K-FAC as ``FedFisherOneShot`` asks for it by default.
+
+    `examples` is how many the client has.
+    """
+    options = FisherOptions()
+    return fisher(model, loader, options=options, num_examples=examples, seed=client)
 
 
 def _laid_out(model: nn.Module, loader: Loader) -> dict[str, Tensor]:
     """Return the parameters, and both Fishers under their names."""
     tensors = shared_state(model)
-    structures = ("kfac", "diagonal")
-    both = fisher(model, loader, structure=structures, tolerance=0)
-    for structure, curvature in zip(structures, both, strict=True):
+    options = FisherOptions.full(tolerance=0)
+    for structure in ("kfac", "diagonal"):
+        curvature = fisher(model, loader, structure, options=options)
         laid_out = curvature_to_tensors(curvature)
         tensors |= {f"{structure}/{k}": v for k, v in laid_out.items()}
     assert all(PREFIX in key for key in tensors if "/" in key)

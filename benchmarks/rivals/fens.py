@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.data import batches_of
 from flwr_fisher.errors import ConfigurationError, check_positive, check_whole
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import seeded

@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
-from flwr_fisher.curvature.operators.plain import Diagonal
+from flwr_fisher.curvature.operators.base import Diagonal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import Params, bias_of, layout_of, weighted_mean
@@ -135,7 +135,7 @@ def renumbered_posterior(
     Raises
     ------
     StructureError
-        If its curvature is neither diagonal nor one of layers (K-FAC, E-KFAC).
+        If its curvature is neither diagonal nor K-FAC.
     """
     places = {layer.weight: own for layer, *own in _places(layers, orders)}
     blocks = list[Curvature]()
@@ -192,7 +192,7 @@ def _places(
     return places
 
 
-RENUMBERED = ("kfac", "ekfac", "diagonal")  # structures that can be permuted
+RENUMBERED = ("kfac", "diagonal")  # structures that can be permuted
 _MOST = 100  # rounds over all layers, or all clients; five are usual
 
 

@@ -1,7 +1,4 @@
-"""A task: a data set, partitioned over clients, and a model to train on it.
-
-Long: a task, and its loader.
-"""
+"""A task: a data set, partitioned over clients, and a model to train on it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import ClientLimits, Reply, Request
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
-from flwr_fisher.curvature.batch import BatchFn
+from flwr_fisher.curvature.data import BatchFn
 from flwr_fisher.curvature.losses import Loss
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU, default_device, has_float64, usable_device

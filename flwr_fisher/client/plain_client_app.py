@@ -12,7 +12,7 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import ClientLimits, Request
 from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature import Likelihood
-from flwr_fisher.curvature.batch import BatchFn
+from flwr_fisher.curvature.data import BatchFn
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU
 from flwr_fisher.log_lines import log_once

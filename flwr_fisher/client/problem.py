@@ -26,8 +26,7 @@ from flwr_fisher.client.training import (
     check_trained,
 )
 from flwr_fisher.curvature import Likelihood
-from flwr_fisher.curvature.batch import Batch, BatchFn
-from flwr_fisher.curvature.batches import Pairs
+from flwr_fisher.curvature.data import Batch, BatchFn, MappedLoader, read
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.losses import LOSSES, Loss, cross_entropy
 from flwr_fisher.curvature.models import place_of
@@ -81,7 +80,7 @@ class CountedLoader:
     def __iter__(self) -> Iterator[Any]:
         count = 0
         for number, batch in enumerate(self.loader, 1):
-            if self.on_first_batch is not None and batch is not None:
+            if self.on_first_batch is not None:
                 check, self.on_first_batch = self.on_first_batch, None
                 check(batch)
             count += _num_examples(self.batch_fn(batch) if self.batch_fn else batch)
@@ -203,18 +202,23 @@ class LocalProblem:
         return self.trainloader
 
     @property
-    def train_batches(self) -> Pairs:
+    def train_batches(self) -> Loader:
         """The training data, read by `batch_fn`: what a job reads."""
-        return Pairs(self.counted, self.batch_fn)
+        return self.mapped(self.counted)
 
     @property
-    def val_batches(self) -> Pairs | None:
+    def val_batches(self) -> Loader | None:
         """The held-out data, or None."""
-        return None if self.valloader is None else Pairs(self.valloader, self.batch_fn)
+        return None if self.valloader is None else self.mapped(self.valloader)
+
+    def mapped(self, loader: Loader) -> Loader:
+        """Return batches of the client's, read by `batch_fn` if there is one."""
+        return MappedLoader(loader, self.batch_fn) if self.batch_fn else loader
 
     def read(self, batch: Any) -> Batch:
         """Return one of the loader's batches in the form that the model takes."""
-        return self.train_batches.read(batch, self.model)
+        (pair,) = self.mapped([batch])
+        return read(pair, self.model)
 
     @property
     def has_classes(self) -> bool:

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flwr_fisher.client.outbox import TrainingCheckpoint
-from flwr_fisher.curvature.batch import num_correct
-from flwr_fisher.curvature.batches import Pairs, batches_of
+from flwr_fisher.curvature.data import MappedLoader, batches_of, num_correct
 from flwr_fisher.curvature.losses import Loss, checked_loss, cross_entropy, loss_of
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import (
@@ -153,13 +152,12 @@ class LocalSGD(Options):
         first, step, mean = saved["epoch"] + 1, saved["step"], saved["mean"]
         progress = Progress("training")
         # A client's own loop passes on the loader that it got.
-        batches = Pairs(loader, getattr(loader, "batch_fn", None))
+        if batch_fn := getattr(loader, "batch_fn", None):
+            loader = MappedLoader(loader, batch_fn)
         model.train()
         for epoch in range(first, self.epochs + 1):
             total, count = torch.zeros((), device=device), 0
-            for batch in batches_of(
-                batches, model, device, labelled=True, report=False, keep=False
-            ):
+            for batch in batches_of(loader, model, device, labelled=True, report=False):
                 if not (labels := batch.num_labels):
                     continue  # their mean loss would be 0 / 0
                 optimizer.zero_grad()

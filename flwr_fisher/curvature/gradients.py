@@ -1,36 +1,27 @@
 """The exact gradient of a mean loss, summed over all examples of a loader."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import Batch, Inputs
-from flwr_fisher.curvature.batches import batches_of
-from flwr_fisher.curvature.losses import Loss, MeanLoss
-from flwr_fisher.curvature.model_checks import (
-    check_examples_are_independent,
-    check_examples_do_not_mix,
-    check_is_not_reentrant,
-    refusing_one_batch_size,
-)
+from flwr_fisher.curvature.data import Batch, batches_of
+from flwr_fisher.curvature.losses import Loss, check_is_mean, checked_loss, loss_of
 from flwr_fisher.curvature.models import (
+    check_outputs,
     device_of,
     evaluating,
-    into_train_mode,
-    refusing_batches_of_one,
+    training,
 )
-from flwr_fisher.curvature.sums import Sums, widened
-from flwr_fisher.errors import DataError, StructureError, check_whole
-from flwr_fisher.params import Params, trainable
+from flwr_fisher.errors import DataError
+from flwr_fisher.params import Sums, trainable, widened
 
-# A batch's mean loss, then one or more derivatives of it. Each has one tensor for each
-# parameter, or None if it is zero.
-Derivatives = tuple[Tensor, *tuple[Sequence[Tensor | None], ...]]
-
-_FEW = 3  # examples that show whether examples are independent
+# One or more derivatives of a loss. Each has one tensor for each parameter, or None if
+# it is zero.
+Derivatives = tuple[Sequence[Tensor | None], ...]
 
 
 def gradient(
@@ -38,8 +29,6 @@ def gradient(
     loader: Iterable[Any],
     *,
     loss_fn: Loss = F.cross_entropy,
-    device: torch.device | str | None = None,
-    max_batch_size: int | None = None,
     train_mode: bool = False,
 ) -> tuple[dict[str, Tensor], float]:
     r"""Compute the gradient of the mean loss over all labels of a loader.
@@ -49,8 +38,7 @@ def gradient(
     By default the model is evaluated in eval mode: without dropout, and with batch
     norm's running statistics. So the result is deterministic. Because the loss is then
     a sum over examples, the result does not depend on how they are batched. In any mode
-    the model is left as it was, also its ``.grad`` and the statistics, and so are the
-    generators of random numbers.
+    the model's parameters, buffers, modes and ``.grad`` are left as they were.
 
     Parameters
     ----------
@@ -60,13 +48,8 @@ def gradient(
         Batches ``(inputs, labels)`` of tensors, of any sizes.
     loss_fn : Callable[[Tensor, Tensor], Tensor], default ``F.cross_entropy``
         The *mean* loss of a batch's labels, a scalar, from outputs and labels; an
-        integer label of -100 does not count. Other reductions, such as weights of
-        classes, are refused, because their means would depend on how examples are
-        batched.
-    device : torch.device | str | None
-        The model's device; by default that of its first trainable parameter.
-    max_batch_size : int, optional
-        A larger batch is computed in parts of at most this many examples.
+        integer label of -100 does not count. The first batch shows whether it is one:
+        other reductions would depend on how examples are batched.
     train_mode : bool, default False
         Evaluate the model in train mode, as a training does: with dropout, whose masks
         are drawn from torch's generator, and each batch normalised by its own
@@ -85,11 +68,9 @@ def gradient(
     Raises
     ------
     ConfigurationError
-        If the model has no trainable parameter or is on another device,
-        `max_batch_size` is below 1, or `loss_fn` returns no scalar.
+        If the model has no trainable parameter, or `loss_fn` returns no scalar.
     DataError
-        If the loader yields no examples, something else than batches, or no labels; in
-        train mode also if a batch norm gets a batch of one example.
+        If the loader yields no examples, something else than batches, or no labels.
     StructureError
         If `loss_fn` is not a mean over labels, the model returns one number, the loss
         depends on no trainable parameter, or, in eval mode, an example's loss depends
@@ -104,69 +85,45 @@ def gradient(
     >>> gradient(model, batches, loss_fn=F.mse_loss)
     ({'weight': tensor([[4.]])}, 4.0)
     """
-    parameters = checked_parameters(model, device, max_batch_size, train_mode)
-    leaves, mean_loss = list(parameters.values()), MeanLoss(loss_fn)
+    parameters = trainable(model)
+    leaves = list(parameters.values())
 
-    def derivatives(x: Inputs, y: Any) -> Derivatives:
-        loss = mean_loss(x(model), y)
-        return loss, torch.autograd.grad(loss, leaves, allow_unused=True)
+    def derivatives(loss: Tensor) -> Derivatives:
+        return (torch.autograd.grad(loss, leaves, allow_unused=True),)
 
-    (mean,), loss = mean_derivatives(
-        model, parameters, loader, derivatives, max_batch_size, train_mode
-    )
-    mean_loss.check()
+    (mean,), loss = mean_derivatives(model, loader, derivatives, loss_fn, train_mode)
     return mean, loss
-
-
-def checked_parameters(
-    model: nn.Module,
-    device: torch.device | str | None,
-    max_batch_size: int | None,
-    train_mode: bool,
-) -> dict[str, nn.Parameter]:
-    """Check the arguments, and return the trainable parameters."""
-    device_of(model, device)
-    if max_batch_size is not None:
-        check_whole("max_batch_size", max_batch_size, 1)
-    if not train_mode:
-        check_examples_are_independent(model, "the mean loss is no sum over examples")
-    return trainable(model)
 
 
 def mean_derivatives(
     model: nn.Module,
-    parameters: Params,
     loader: Iterable[Any],
-    derivatives: Callable[[Inputs, Any], Derivatives],
-    max_batch_size: int | None,
+    derivatives: Callable[[Tensor], Derivatives],
+    loss_fn: Loss,
     train_mode: bool,
 ) -> tuple[list[dict[str, Tensor]], float]:
     """Return the means over all examples of a loss's derivatives and of the loss.
 
     Parameters
     ----------
-    model : nn.Module
-        The model; meanwhile it is in eval mode, or in train mode.
-    parameters : Mapping[str, Tensor]
-        From :func:`checked_parameters`.
-    loader, max_batch_size, train_mode
+    model, loader, loss_fn, train_mode
         As for :func:`gradient`.
-    derivatives : Callable[[Inputs, Any], Derivatives]
-        Called with the inputs and labels of a batch, or of a part of a batch.
+    derivatives : Callable[[Tensor], Derivatives]
+        Called with the mean loss of a batch, with its graph.
     """
-    device = next(iter(parameters.values())).device
+    device, parameters = device_of(model), trainable(model)
     sums: list[Sums] = []
     count, losses = 0, list[Tensor]()
-    with evaluating(model), refusing_batches_of_one("a batch of the loader has"):
-        if train_mode:
-            into_train_mode(model)
-        batches = batches_of(loader, model, device, labelled=True)
-        for batch in _parts(batches, max_batch_size):
+    mode = training(model) if train_mode else nullcontext()
+    with evaluating(model), mode:
+        for batch in batches_of(loader, model, device, labelled=True):
             if not (labels := batch.num_labels):
                 continue
+            outputs = batch.inputs(model)
             if not count:
-                _check_first(model, batch.inputs, may_mix=train_mode)
-            loss, *means = derivatives(batch.inputs, batch.labels)
+                _check_first(model, batch, outputs, loss_fn, may_mix=train_mode)
+            loss = checked_loss(loss_of(loss_fn, outputs, batch.labels))
+            means = derivatives(loss)
             sums = sums or [Sums(parameters) for _ in means]
             for each, mean in zip(sums, means, strict=True):
                 each.add(mean, labels)
@@ -179,31 +136,11 @@ def mean_derivatives(
     return [each.mean(count) for each in sums], float(torch.stack(losses).sum()) / count
 
 
-def _check_first(model: nn.Module, inputs: Inputs, *, may_mix: bool) -> None:
-    """Raise an error if a few examples have no rows, or mix where they must not."""
-    few = inputs[:_FEW]
-    with refusing_one_batch_size(model, inputs, few):
-        outputs = few(model)
-    if not outputs.dim():
-        raise StructureError(
-            f"the model returns one number for {len(few)} examples: return outputs "
-            "with a row for each, and compute the loss by loss_fn"
-        )
-    check_is_not_reentrant(outputs)
-    # A loss may take other rows, such as tokens.
-    if not may_mix and len(outputs) == len(few):
-        check_examples_do_not_mix(model, few, outputs)
-
-
-def _parts(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:
-    """Yield the batches, the larger ones in parts of at most `size` examples."""
-    for batch in batches:
-        labels = batch.labels
-        if not isinstance(labels, Tensor) or len(labels) != len(batch):
-            raise DataError(
-                "a loss needs a label for each example: batches must be (inputs, "
-                "labels), two tensors of one length"
-            )
-        most = size or len(batch)
-        for start in range(0, len(batch), most):
-            yield batch[start : start + most]
+def _check_first(
+    model: nn.Module, batch: Batch, outputs: Tensor, loss_fn: Loss, *, may_mix: bool
+) -> None:
+    """Raise an error if examples mix where they must not, or the loss is no mean."""
+    if not may_mix:
+        check_outputs(model, batch.inputs, outputs)
+    if isinstance(batch.labels, Tensor) and len(outputs) == len(batch):
+        check_is_mean(loss_fn, outputs.detach(), batch.labels)

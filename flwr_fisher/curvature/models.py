@@ -1,7 +1,7 @@
-"""Evaluating a model, which is left as it was, and where it is."""
+"""A model while it is evaluated: its modes, its device, and checks of its outputs."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -10,82 +10,51 @@ from torch.backends import cudnn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.kept_model import KeptModel, gradient_hooks
+from flwr_fisher.curvature.data import Inputs
 from flwr_fisher.devices import check_default_device
-from flwr_fisher.errors import ConfigurationError, DataError, StructureError
-from flwr_fisher.params import trainable
-from flwr_fisher.randomness import generator_states, set_generator_states
+from flwr_fisher.errors import ConfigurationError, StructureError
+from flwr_fisher.params import trainable, within
+
+TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one example
+_OWN = (
+    "use nothing in forward that is of the whole batch, such as x.mean(0), its fixed "
+    "size, or a batch norm with track_running_stats=False"
+)
+_ALONE = 0.05  # relative: far above the rounding of other kernels, TF32's too
 
 
-def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Return the device where the model is.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The model.
-    device : torch.device | str | None
-        Where the caller believes the model to be; None if the caller does not say.
-
-    Returns
-    -------
-    torch.device
-        The device of the first trainable parameter.
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's trainable parameters.
 
     Raises
     ------
     ConfigurationError
-        If the model has no trainable parameter, was made under inference mode, or is on
-        another type of device, or on the meta device.
+        If there are none, or they are on several devices.
     ParamsError
         If a layer is still lazy.
     StructureError
-        If it is or has a ``ScriptModule``, or a trainable complex parameter.
+        If one is complex.
     """
     check_default_device()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise StructureError(
-                f"{f'layer {name!r}' if name else 'the model'} is a ScriptModule, and "
-                "the inputs of its layers cannot be recorded: pass the nn.Module from "
-                "which it was made"
-            )
-    parameters = trainable(model)
-    if not parameters:
+    if not (parameters := trainable(model)):
         raise ConfigurationError(
             "the model has no trainable parameter: set requires_grad on the "
             "parameters to merge"
         )
     for name, parameter in parameters.items():
-        _check_has_gradients(name, parameter)
-    actual = next(iter(parameters.values())).device
-    if device is not None and torch.device(device).type != actual.type:
+        if parameter.is_complex():
+            raise StructureError(
+                f"'{name}' has dtype {parameter.dtype}, and this library's curvatures "
+                "are of real numbers: freeze it, or keep real parameters and make the "
+                "complex one of them by torch.view_as_complex"
+            )
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
         raise ConfigurationError(
-            f"device={device!s}, but the model is on {actual!s}: move the model first"
+            f"the model is on {sorted(map(str, devices))}: move it to one device, "
+            "model.to(device)"
         )
-    return actual
-
-
-def _check_has_gradients(name: str, parameter: nn.Parameter) -> None:
-    """Raise an error for a parameter without real values, or without gradients."""
-    if parameter.is_complex():
-        raise StructureError(
-            f"'{name}' has dtype {parameter.dtype}, and this library's curvatures are "
-            "of real numbers: freeze it, or keep real parameters and make the complex "
-            "one of them by torch.view_as_complex"
-        )
-    if parameter.is_inference():
-        raise ConfigurationError(
-            f"the model was made under torch.inference_mode, so '{name}' cannot have "
-            "gradients: make it outside of inference_mode"
-        )
-    if parameter.device.type == "meta":
-        raise ConfigurationError(
-            f"'{name}' is on the meta device, where parameters have no values: make "
-            "the model on the CPU, or load its values, load_state_dict(values, "
-            "assign=True)"
-        )
+    return devices.pop()
 
 
 def place_of(model: nn.Module) -> torch.device | None:
@@ -95,105 +64,64 @@ def place_of(model: nn.Module) -> torch.device | None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode, with gradients, in a ``with`` block; restore it.
+    """Put a model in eval mode, with gradients, in a ``with`` block.
 
-    What its ``forward`` changes, even in eval mode, is restored, too: buffers such as
-    counters, weights that it clips, attributes and the contents of their lists and
-    dicts, and the states of its own and of global generators. So are hooks that were
-    left on it. Hooks on gradients do not run:
-    they clip what a training uses, or expect train mode, as opacus's do. What is
-    compiled runs as it was written: it does not call hooks that are added later, and
-    would be compiled anew for each transformation, in minutes. Embeddings' gradients
-    are dense, and not scaled by frequency. Ranges for quantisation are not observed.
-
-    Raises
-    ------
-    StructureError
-        For an error of torch's that does not say what the model does.
+    The modules' modes are afterwards as before. Nothing else changes: gradients are
+    computed by ``torch.autograd.grad``, which leaves ``.grad`` alone, and no buffer
+    changes in eval mode. What is compiled runs as it was written, since it would be
+    compiled anew for each derivative.
     """
     modes = {module: module.training for module in model.modules()}
-    kept = KeptModel(model)
-    states = generator_states()
+    model.eval()
     try:
-        _into_eval_mode(model, kept)
-        for each in gradient_hooks(model):
-            each.clear()
-        recurrent = recurrent_backwards(model)
-        with torch.inference_mode(False), torch.enable_grad(), recurrent, _eager():
-            try:
-                yield
-            except RuntimeError as error:
-                for said, what in _EXPLAINED.items():
-                    if said in str(error):
-                        raise StructureError(f"the model {what}") from error
-                raise
-            finally:  # also if the block fails
-                kept.check_parameters()
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            _without_cudnn_for_recurrent(model),
+            _eager(),
+        ):
+            yield
     finally:
-        set_generator_states(states)
-        kept.restore()
         for module, training in modes.items():
             module.training = training
 
 
-REENTRANT = (
-    "calls torch.utils.checkpoint in its reentrant form, which has gradients by "
-    "backward() alone: pass use_reentrant=False to checkpoint"
-)
-_EXPLAINED = {  # what torch says, and what the model does
-    "use_reentrant=True": REENTRANT,
-    "backward through the graph a second time": (
-        "keeps a tensor with a gradient from call to call, such as a weight that it "
-        "computes once in eval mode: compute it in each call, or keep its detach()"
-    ),
-    "inside a function being vmapped": (
-        "keeps a tensor from call to call, such as a hidden state: begin each call of "
-        "forward from the same state"
-    ),
-    "inference tensor": (
-        "was made under torch.inference_mode: make it outside of inference_mode"
-    ),
-}
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Put a model in train mode, in a ``with`` block within :func:`evaluating`.
 
-
-TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one example
-
-
-def into_train_mode(model: nn.Module) -> None:
-    """Put a model in train mode, but for frozen norms; :func:`evaluating` restores it.
-
-    Their own statistics are a part of a pre-trained network.
+    Its batch norms normalise by each batch. Frozen norms stay in eval mode: their
+    running statistics are a part of a pre-trained network.
     """
     model.train()
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and is_frozen(module):
-            module.eval()
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    for norm in norms:
+        norm.training = not is_frozen(norm)
+    with by_batch_statistics([norm for norm in norms if norm.training]):
+        yield
 
 
 @contextmanager
-def refusing_batches_of_one(which: str) -> Iterator[None]:
-    """Raise :class:`DataError` where a batch norm in train mode gets one example.
+def by_batch_statistics(norms: Collection[_BatchNorm]) -> Iterator[None]:
+    """Let batch norms normalise by each batch, in a ``with`` block.
 
-    Parameters
-    ----------
-    which : str
-        How the error's sentence begins, such as "the last batch has".
+    Their running statistics stay as they are. For a block within :func:`evaluating`,
+    which restores the modes.
     """
+    tracking = {norm: norm.track_running_stats for norm in norms}
+    for norm in norms:
+        norm.training, norm.track_running_stats = True, False
     try:
         yield
-    except ValueError as error:
-        if TOO_FEW not in str(error):
-            raise
-        raise DataError(
-            f"{which} one example, on which batch norm cannot train: pass "
-            "DataLoader(..., drop_last=True), or another batch_size"
-        ) from error
+    finally:
+        for norm, tracks in tracking.items():
+            norm.track_running_stats = tracks
 
 
 def is_frozen(norm: _BatchNorm) -> bool:
     """Return whether a norm has parameters, none of which is trained."""
-    own = list(norm.parameters(recurse=False))
-    return bool(own) and not any(p.requires_grad for p in own)
+    parameters = list(norm.parameters(recurse=False))
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
 def _eager() -> AbstractContextManager[object]:
@@ -203,33 +131,16 @@ def _eager() -> AbstractContextManager[object]:
     return eager
 
 
-def _into_eval_mode(model: nn.Module, kept: KeptModel) -> None:
-    """Call the model's ``eval()``, and undo what it does to weights.
-
-    Some layers merge their low-rank factors into a frozen weight there (loralib's), and
-    then these have no gradient. ``train()`` takes them out again.
-    """
-    unmerged: KeptModel | None = None
+@contextmanager
+def _without_cudnn_for_recurrent(model: nn.Module) -> Iterator[None]:
+    """Turn cuDNN off: it cannot differentiate recurrent layers in eval mode."""
+    before = cudnn.enabled
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        cudnn.enabled = False
     try:
-        if kept.has_own_modes:
-            model.train()
-            unmerged = KeptModel(model)
-        model.eval()
-    except NotImplementedError as error:
-        raise StructureError(
-            f"the model, a {type(model).__name__}, has no eval mode (as what "
-            "torch.export makes): pass the nn.Module from which it was made"
-        ) from error
-    if unmerged is not None and unmerged.values_differ():
-        unmerged.restore()
-        for module in model.modules():
-            module.training = False
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            module.sparse = module.scale_grad_by_freq = False
-        observes = getattr(module, "observer_enabled", None)  # in eval mode, too
-        if isinstance(observes, Tensor):
-            observes.zero_()  # a range for quantisation, as a norm its statistics
+        yield
+    finally:
+        cudnn.enabled = before
 
 
 def outputs_with(
@@ -250,31 +161,64 @@ def outputs_with(
     inputs : Inputs
         The inputs of the call.
     """
-    if not state:
-        return inputs(model)
-    own = {id(p): n for n, p in [*model.named_parameters(), *model.named_buffers()]}
-    places = {}
+    names = {id(p): n for n, p in [*model.named_parameters(), *model.named_buffers()]}
+    replaced = {}
     for prefix, module in model.named_modules():
         # Not by methods, which a class may have of its own.
-        tensors = {**module._parameters, **module._buffers}
-        for name, tensor in tensors.items():
-            if own.get(id(tensor)) in state:
-                place = f"{prefix}.{name}" if prefix else name
-                places[place] = state[own[id(tensor)]]
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            if names.get(id(tensor)) in state:
+                key = f"{prefix}.{name}" if prefix else name
+                replaced[key] = state[names[id(tensor)]]
 
     def called(*args: object, **kwargs: object) -> object:
-        return functional_call(model, places, args, kwargs, tie_weights=False)
+        return functional_call(model, replaced, args, kwargs, tie_weights=False)
 
     return inputs(called)
 
 
-@contextmanager
-def recurrent_backwards(model: nn.Module) -> Iterator[None]:
-    """Turn cuDNN off: it cannot differentiate recurrent layers in eval mode."""
-    before = cudnn.enabled
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        cudnn.enabled = False
+def check_outputs(model: nn.Module, inputs: Inputs, outputs: Tensor) -> None:
+    """Raise unless each example has a row of outputs that is its own.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode. It is called again, on the first example.
+    inputs : Inputs
+        A few examples.
+    outputs : Tensor
+        What the model returned for them, with a gradient.
+
+    Raises
+    ------
+    StructureError
+        If outputs have another first dimension, depend on no trainable parameter, or
+        depend on the other examples of a batch or on former calls.
+    """
+    n = len(inputs)
+    if outputs.shape[:1] != (n,):
+        raise StructureError(
+            f"the model's outputs have shape {tuple(outputs.shape)} for {n} examples, "
+            "but must have a row for each: undo in the model what joins examples, for "
+            "example by outputs.unflatten(0, (n, -1)); inputs must have the examples "
+            "first, too"
+        )
+    if not (outputs.requires_grad and outputs.is_floating_point()):
+        raise StructureError(
+            "the model's outputs depend on no trainable parameter, or not by real "
+            "numbers, so they have no gradient: return logits, before any argmax() or "
+            "detach(), and without torch.no_grad"
+        )
     try:
-        yield
-    finally:
-        cudnn.enabled = before
+        alone = inputs[:1](model)
+    except (RuntimeError, ValueError) as error:
+        raise StructureError(
+            f"the model takes {n} examples, but fails on a single one ({error}): {_OWN}"
+        ) from error
+    together = outputs[:1]
+    same = alone.shape == together.shape and within(_ALONE, alone, together)
+    if not same and together.isfinite().all():  # NaN shows nothing
+        raise StructureError(
+            "the model's outputs of an example depend on the other examples of its "
+            "batch, or on former calls, in eval mode, too, so an example has no "
+            f"gradient of its own: {_OWN}, and begin each call from the same state"
+        )

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flwr_fisher.curvature.double_derivatives import DoubleDerivatives
-from flwr_fisher.curvature.gradients import checked_parameters, mean_derivatives
+from flwr_fisher.curvature.gradients import Derivatives, mean_derivatives
 from flwr_fisher.curvature.losses import Loss
+from flwr_fisher.curvature.models import device_of
 from flwr_fisher.errors import StructureError, UnknownNameError
-from flwr_fisher.params import Params, check_same_layout
+from flwr_fisher.params import Params, check_same_layout, trainable
 from flwr_fisher.randomness import random_stream
 
 
@@ -23,8 +23,6 @@ def gradient_and_hvp(
     probe: Params | int | str = "first",
     *,
     loss_fn: Loss = F.cross_entropy,
-    device: torch.device | str | None = None,
-    max_batch_size: int | None = None,
     train_mode: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
     r"""Compute the gradient of the mean loss and its Hessian's product with a probe.
@@ -37,7 +35,7 @@ def gradient_and_hvp(
 
     Parameters
     ----------
-    model, loader, loss_fn, device, max_batch_size, train_mode
+    model, loader, loss_fn, train_mode
         As for :func:`gradient`, and evaluated in the same way; in train mode, the
         gradient and the product have the same dropout. The model and the loss
         must be twice differentiable; a ReLU's Hessian is that of its linear pieces.
@@ -67,16 +65,8 @@ def gradient_and_hvp(
 
     Notes
     -----
-    A second backward pass differentiates the gradient. For models with convolutions,
-    whose double backward pass is expensive, forward-mode differentiation of the
-    gradient's own computation is used instead. Both are exact. The second backward pass
-    also replaces forward mode, for all further batches, where forward mode is not
-    implemented or would differ from autograd: for parts under ``torch.no_grad``, which
-    are constants here, for linear algebra, some of whose tangents torch computes
-    wrongly, and for parameters that the loss uses without the module.
-
-    Attention is computed by its plain formula, the only one that torch differentiates
-    twice.
+    A second backward pass differentiates the first one (Pearlmutter 1994). Attention is
+    computed by its plain formula, the only one that torch differentiates twice.
 
     Examples
     --------
@@ -89,16 +79,41 @@ def gradient_and_hvp(
     >>> row
     {'weight': tensor([[1., 3.]])}
     """
-    parameters = checked_parameters(model, device, max_batch_size, train_mode)
-    vectors = _vectors(parameters, probe)
-    derivatives = DoubleDerivatives(model, parameters, loss_fn, vectors)
+    device_of(model)
+    parameters = trainable(model)
+    leaves, vectors = list(parameters.values()), _vectors(parameters, probe)
+
+    def derivatives(loss: Tensor) -> Derivatives:
+        gradients = torch.autograd.grad(
+            loss, leaves, create_graph=True, allow_unused=True
+        )
+        # Only these depend on the parameters: those of linear ones are constants.
+        pairs = [
+            (gradient, vectors[name])
+            for name, gradient in zip(parameters, gradients, strict=True)
+            if name in vectors and gradient is not None and gradient.requires_grad
+        ]
+        if not pairs:
+            return gradients, [None] * len(leaves)
+        slopes, directions = zip(*pairs, strict=True)
+        return gradients, torch.autograd.grad(
+            slopes, leaves, directions, allow_unused=True
+        )
+
     # The fused kernels of attention can only be differentiated once.
     with sdpa_kernel(SDPBackend.MATH):
-        (gradient, product), loss = mean_derivatives(
-            model, parameters, loader, derivatives, max_batch_size, train_mode
-        )
-    derivatives.loss_fn.check()
-    return gradient, product, loss
+        try:
+            (mean, product), loss = mean_derivatives(
+                model, loader, derivatives, loss_fn, train_mode
+            )
+        except RuntimeError as error:
+            if "not implemented" not in str(error):
+                raise
+            raise StructureError(
+                "torch cannot differentiate this model or loss twice, so it has no "
+                f"Hessian product: {str(error).splitlines()[0]}"
+            ) from error
+    return mean, product, loss
 
 
 def hvp(

@@ -1,10 +1,9 @@
 """One-shot merging of the clients' posteriors into one model, without Flower."""
 
 from flwr_fisher.merge.batch_norms import refresh_norms
-from flwr_fisher.merge.fedfisher import fedfisher, fisher_merge
+from flwr_fisher.merge.fedfisher import MergeResult, fedfisher, fisher_merge
 from flwr_fisher.merge.options import SOLVERS, MergeOptions
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
-from flwr_fisher.merge.solve import MergeResult
 from flwr_fisher.merge.sums import (
     DiagonalSums,
     balanced,

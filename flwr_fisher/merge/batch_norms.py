@@ -7,16 +7,20 @@ mean is counted in deviations, and one of the variance in variances, so that all
 have one scale.
 """
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flwr_fisher.curvature.batches import batches_of
-from flwr_fisher.curvature.models import TOO_FEW, evaluating, is_frozen
+from flwr_fisher.curvature.data import batches_of
+from flwr_fisher.curvature.models import (
+    TOO_FEW,
+    by_batch_statistics,
+    evaluating,
+    is_frozen,
+)
 from flwr_fisher.devices import has_float64
 from flwr_fisher.errors import DataError, ParamsError
 from flwr_fisher.log_lines import watching
@@ -261,7 +265,8 @@ def _input_means(
         inputs.append((norm, *_sums(args[0], norm)))
 
     device = next(p.device for norm in norms for p in norm.buffers())
-    with watching("norm statistics"), norms_training(model, norms), torch.no_grad():
+    by_batch = by_batch_statistics(norms)
+    with watching("norm statistics"), evaluating(model), by_batch, torch.no_grad():
         hooks = [norm.register_forward_pre_hook(see) for norm in norms]
         try:
             for batch in batches_of(loader, model, device):
@@ -310,22 +315,6 @@ def _sums(x: Tensor, norm: _BatchNorm) -> tuple[Tensor, Tensor, int]:
     squares = (off - centre.reshape(shape)).square().sum(over, dtype=wide)
     centre = centre.to(wide)
     return first, squares + centre * (2 * first - count * centre), count
-
-
-@contextmanager
-def norms_training(model: nn.Module, norms: Collection[_BatchNorm]) -> Iterator[None]:
-    """Put norms in train mode and the rest in eval mode, in a ``with`` block.
-
-    The norms normalise by their batches, and their running statistics stay.
-    """
-    with evaluating(model):
-        for norm in norms:
-            norm.training, norm.track_running_stats = True, False
-        try:
-            yield
-        finally:
-            for norm in norms:
-                norm.track_running_stats = True
 
 
 def norms_by_prefix(model: nn.Module) -> dict[str, _BatchNorm]:

@@ -30,12 +30,11 @@ from flwr_fisher.curvature import (
     Kronecker,
     WeightedSum,
 )
-from flwr_fisher.curvature.operators.layer import LayerCurvature
 from flwr_fisher.errors import StructureError
+from flwr_fisher.merge.fedfisher import MergeResult, solve
 from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.options import MergeOptions, Report, Score, check_score
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
-from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.params import (
     Params,
     check_finite,
@@ -265,7 +264,7 @@ def partial_traces(curvature: Curvature) -> Curvature:
     """
     blocks: list[Curvature] = []
     for block in curvature.blocks():
-        if isinstance(block, LayerCurvature):
+        if isinstance(block, Kronecker):
             (A, of_A), (G, of_G) = block.partial_traces()
             factors = A.scaled(of_A).to_dense(), G.scaled(of_G).to_dense()
             blocks.append(

@@ -22,8 +22,8 @@ from torch import Tensor
 from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.solvers import Iterate, Matvec, divided
 from flwr_fisher.curvature.structures import preconditioner
+from flwr_fisher.merge.fedfisher import MergeResult, relative_norms
 from flwr_fisher.merge.options import MergeOptions
-from flwr_fisher.merge.solve import MergeResult, relative_norms
 from flwr_fisher.params import Params, add, dot, double, is_finite, scale, select
 
 # The fields of an `Iterate`: a tensor for each parameter, and for each layer.

@@ -9,8 +9,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import nn
 
 from flwr_fisher.client import cross_entropy, score
-from flwr_fisher.curvature.batch import num_correct
-from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.data import batches_of, num_correct
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import default_device
 from flwr_fisher.errors import DataError, ParamsError, check_whole
@@ -19,7 +18,7 @@ from flwr_fisher.server.driver import EvaluateFn
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.wire import arrays_to_tensors
 
-Loader = Iterable[Any]  # batches of any form, or `Pairs`
+Loader = Iterable[Any]  # batches of any form, or `MappedLoader`
 
 
 def accuracies(
@@ -37,7 +36,7 @@ def accuracies(
         Parameters by method. For names that are missing, the model's own are used.
     loader : Iterable
         Batches ``(inputs, labels)``, mappings with an entry ``label``, or a
-        :class:`~flwr_fisher.curvature.Pairs`.
+        :class:`~flwr_fisher.curvature.MappedLoader`.
 
     Raises
     ------

@@ -1,7 +1,4 @@
-"""The server's steps in each stage of a secure sum, and its state between them.
-
-Long: one step for each stage, and the state.
-"""
+"""The server's steps in each stage of a secure sum, and its state between them."""
 
 import math
 from collections.abc import Mapping, Sequence

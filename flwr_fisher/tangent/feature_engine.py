@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import Inputs, concatenated
-from flwr_fisher.curvature.estimate.forms import Forms
+from flwr_fisher.curvature.data import Inputs, concatenated
+from flwr_fisher.curvature.estimate.forms import Forms, tapped_once
 from flwr_fisher.curvature.estimate.jacobians import Jacobians
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer
-from flwr_fisher.curvature.estimate.taps import tapped_once
 from flwr_fisher.errors import StructureError
 
 _FEW = 16  # examples that show the outputs' shape

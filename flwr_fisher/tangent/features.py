@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import Inputs
+from flwr_fisher.curvature.data import Inputs
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import DataError, check_whole
 from flwr_fisher.randomness import random_stream
@@ -147,7 +146,6 @@ class TangentFeatures:
             raise DataError(
                 f"examples must be a tensor, or Inputs, got {type(x).__name__}"
             )
-        x = replace(x, output_fn=None)  # the new head's output takes its place
         with evaluating(self._network):
             x = x.mapped(lambda t: t.clone() if t.is_inference() else t.detach())
             shape = len(x), self.num_features

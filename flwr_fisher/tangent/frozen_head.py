@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.data import batches_of
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import DataError, check_range
 from flwr_fisher.tangent.head import check_called_once, linear_layer

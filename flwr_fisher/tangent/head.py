@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.model_checks import check_examples_are_independent
+from flwr_fisher.curvature.data import Inputs
 from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
 from flwr_fisher.randomness import random_stream
 
@@ -77,7 +76,6 @@ def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
     What the model does after its head, such as a log-softmax (which is zero for a
     single output), is left out. Frozen parameters stay frozen; the head is trained.
     """
-    check_examples_are_independent(model, "an example has no features of its own")
     network = copy.deepcopy(model)
     old = linear_layer(network, head)
     new = _fresh_head(old, seed)

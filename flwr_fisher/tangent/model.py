@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import Inputs
+from flwr_fisher.curvature.data import Inputs
 from flwr_fisher.errors import CheckpointError, FlwrFisherError, ParamsError
 from flwr_fisher.files import save_tensors
 from flwr_fisher.params import check_same_layout, shared_state

@@ -9,7 +9,7 @@ from oracles import randn, relative, seeded
 from test_devices import case
 from torch import nn
 
-from flwr_fisher.curvature import STRUCTURES, fisher, fisher_plan
+from flwr_fisher.curvature import STRUCTURES, FisherOptions, fisher
 
 DEVICE = pretended.NAME
 
@@ -58,8 +58,8 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("make", [RelativeBias, Positions])
 def test_a_table_that_is_indexed_is_not_read_out_of_range(make):
     model, x = seeded(make), randn(1, 7, 5, 4)
-    want = fisher(copy.deepcopy(model), [x], structure="diagonal")
-    got = fisher(model.to(DEVICE), [x], structure="diagonal").to("cpu")
+    want = fisher(copy.deepcopy(model), [x], "diagonal")
+    got = fisher(model.to(DEVICE), [x], "diagonal").to("cpu")
     for name, value in want.diagonal().items():
         assert relative(got.diagonal()[name], value) < 1e-4, name
 
@@ -89,17 +89,21 @@ def test_a_model_that_looks_nothing_up_is_not_copied_to_the_host():
     assert relative(got.to_dense(), want.to_dense()) < 1e-4
 
 
-def waits(model, batches, **options):
+def waits(model, batches, structure="kfac", **options):
     with pretended.watch() as seen:
-        fisher(model, batches, **options)
+        fisher(model, batches, structure, options=FisherOptions.full(**options))
     return seen
+
+
+def more_waits(model, batch, *args, **options):
+    """Return for what is waited four batches after the first, and how often."""
+    one, five = (waits(model, [batch] * n, *args, **options) for n in (1, 5))
+    return len(five.waits()) - len(one.waits()), five.where()
 
 
 PASSES = {
     "kfac": {},
-    "ekfac": {"structure": "ekfac"},
     "diagonal": {"structure": "diagonal"},
-    "dense": {"structure": "dense"},
     "every piece": {"tolerance": 0},
     "sampled": {"expectation": "sampled"},
     "few passes": {"max_passes": 2},
@@ -110,11 +114,8 @@ PASSES = {
 @pytest.mark.parametrize("name", ["convolutions", "attention"])
 def test_the_pass_waits_once_a_batch(name, options):
     model, inputs = case(name)
-    model = model.to(DEVICE)
-    one, five = (waits(model, [inputs] * n, **options) for n in (1, 5))
-    read = 2 if options.get("structure") == "ekfac" else 1
-    more = len(five.waits()) - len(one.waits())
-    assert more <= 4 * read, five.where()
+    more, where = more_waits(model.to(DEVICE), inputs, **options)
+    assert more <= 4, where
 
 
 @pytest.mark.parametrize("options", PASSES.values(), ids=PASSES)
@@ -123,9 +124,8 @@ def test_labels_that_are_none_cost_no_wait(options):
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(DEVICE)
     labels = torch.arange(42).reshape(7, 6) % 3
     labels[:, 1:3] = labels[2] = labels[5] = -100
-    batch, read = (randn(3, 7, 6, 4), labels), 2 if "ekfac" in options.values() else 1
-    one, five = (waits(model, [batch] * n, **options) for n in (1, 5))
-    assert len(five.waits()) - len(one.waits()) <= 4 * read, five.where()
+    more, where = more_waits(model, (randn(3, 7, 6, 4), labels), **options)
+    assert more <= 4, where
 
 
 # A batch's own gradient is divided by the number of its labels, which is read as well.
@@ -135,20 +135,30 @@ def test_labels_that_are_none_cost_no_wait(options):
 def test_given_labels_are_checked_in_one_wait_a_batch(expectation, most):
     model, inputs = case("convolutions")
     batch = inputs, torch.arange(len(inputs)) % 3
-    options = {"structure": "diagonal", "expectation": expectation}
-    one, five = (waits(model.to(DEVICE), [batch] * n, **options) for n in (1, 5))
-    assert len(five.waits()) - len(one.waits()) <= 4 * most, five.where()
+    more, where = more_waits(
+        model.to(DEVICE), batch, "diagonal", expectation=expectation
+    )
+    assert more <= 4 * most, where
+
+
+def test_examples_are_chosen_without_a_wait():
+    model, inputs = case("convolutions")
+    model, options = model.to(DEVICE), FisherOptions(examples=3)
+    seen = []
+    for batches in (2, 6):
+        with pretended.watch() as watched:
+            fisher(model, [inputs] * batches, options=options, num_examples=24)
+        seen.append(len(watched.waits()))
+    assert seen[1] <= seen[0] + 1
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_what_a_pass_waits_for_beside_its_batches_does_not_grow_with_layers(structure):
-    if structure == "ekfac":
-        pytest.skip("an eigenvector's computation is waited for, twice a layer")
     seen = {}
     for depth in (1, 4):
         layers = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(depth)]
         model = nn.Sequential(*layers, nn.Linear(4, 3)).to(DEVICE)
-        seen[depth] = waits(model, [randn(0, 6, 4)], structure=structure)
+        seen[depth] = waits(model, [randn(0, 6, 4)], structure)
     assert len(seen[4].waits()) <= len(seen[1].waits()), seen[4].where()
 
 
@@ -158,14 +168,17 @@ def test_what_was_held_is_given_back():
     own = [*model.parameters(), *model.buffers()]
     held = pretended.settled(sum(tensor.nbytes for tensor in own))
     for structure in STRUCTURES:
-        fisher(model, [inputs] * 2, structure=structure)
+        fisher(model, [inputs] * 2, structure)
         assert pretended.settled(held) <= held, structure
 
 
 def test_a_batch_is_not_split_where_each_part_costs_a_pass_of_launches():
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 2))
     model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), head)
-    x = torch.zeros(128, 3, 32, 32)
-    assert fisher_plan(model, x).examples_at_once < 128
-    there = fisher_plan(model.to(DEVICE), x.to(DEVICE))
-    assert there.examples_at_once == 128
+    x, seen = torch.zeros(128, 3, 32, 32), {}
+    model.register_forward_hook(lambda _, args, __: sizes.append(len(args[0])))
+    for device in ("cpu", DEVICE):
+        sizes = seen[device] = []
+        fisher(model.to(device), [x], options=FisherOptions.full(expectation="sampled"))
+    assert 1 < seen["cpu"][-1] < 128
+    assert seen[DEVICE][-1] == 128

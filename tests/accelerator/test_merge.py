@@ -19,7 +19,7 @@ def clients(structure, count=3):
     for seed in range(count):
         model, inputs = seeded(convolutions, seed), IMAGES + seed
         model(inputs)
-        curvature = fisher(model, [inputs], structure=structure)
+        curvature = fisher(model, [inputs], structure)
         found.append(LocalPosterior(shared_state(model), curvature, 10 + seed))
     return found
 
@@ -30,9 +30,8 @@ def waits(posteriors, **options):
     return seen, merged
 
 
-SOLVERS = [*((s, "pcg") for s in ("kfac", "ekfac", "diagonal", "block"))]
-SOLVERS += [("kfac", "cg"), ("kfac", "gd"), ("kfac", "adam")]
-SOLVERS += [("diagonal", "closed-form")]
+SOLVERS = [("kfac", solver) for solver in ("pcg", "cg", "gd", "adam")]
+SOLVERS += [("diagonal", "pcg"), ("diagonal", "closed-form")]
 
 
 # What clients weigh in a layer, its solution and whether that is one.

@@ -71,8 +71,8 @@ class Federation:
                 self.setting.model, shape=shape, num_classes=10, seed=seed
             )
             loader = self.task.eval_loader(self.task.train_images(client), 64)
-            curvature = fisher_within_budget(model, loader, client)
             count = self.task.num_examples(client)
+            curvature = fisher_within_budget(model, loader, client, count)
             found.append(LocalPosterior(shared_state(model), curvature, count))
         return found
 

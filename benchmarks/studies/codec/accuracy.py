@@ -1,7 +1,4 @@
-"""What packed uploads weigh, and the accuracy that they merge to.
-
-Long: how it is measured, the tables and the plot have one home.
-"""
+"""What packed uploads weigh, and the accuracy that they merge to."""
 
 import json
 import math

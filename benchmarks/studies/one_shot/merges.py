@@ -17,7 +17,7 @@ from tasks import Task
 from torch import nn
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, fisher_merge
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import accuracies, ensemble_accuracy
@@ -46,7 +46,8 @@ def merged(model: nn.Module, task: Task, kfac: Sequence[LocalPosterior]) -> Scor
     for client, upload in enumerate(kfac):
         model.load_state_dict(dict(upload.params))
         loader = task.eval_loader(task.train_images(client), batch_size=256)
-        own = fisher(model, loader, structure="diagonal", max_passes=3)
+        options = FisherOptions.full(max_passes=3)
+        own = fisher(model, loader, "diagonal", options=options)
         diagonal.append(LocalPosterior(upload.params, own, upload.num_examples))
     test, params = list(task.test_loader()), [upload.params for upload in kfac]
     candidates: dict[str, Mapping[str, torch.Tensor]] = {
@@ -91,10 +92,9 @@ def pretrained(name: str, seed: int, data_dir: Path) -> Scores:
         tune = LocalSGD(epochs=TUNING, lr=TUNING_LR, momentum=0.9)
         tune(model, task.train_loader(client, 64), CPU, {})
         loader = task.eval_loader(task.train_images(client), batch_size=64)
-        own = fisher_within_budget(model, loader, client)
-        uploads.append(
-            LocalPosterior(shared_state(model), own, task.num_examples(client))
-        )
+        count = task.num_examples(client)
+        own = fisher_within_budget(model, loader, client, count)
+        uploads.append(LocalPosterior(shared_state(model), own, count))
     return {"the start": 100 * first["start"]} | merged(start, task, uploads)
 
 

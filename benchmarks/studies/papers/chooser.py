@@ -1,7 +1,4 @@
-"""Which method for which situation, each with the figure that speaks for it.
-
-Long: it has thirteen rows, and each its own figure.
-"""
+"""Which method for which situation, each with the figure that speaks for it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

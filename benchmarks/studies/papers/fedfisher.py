@@ -1,7 +1,4 @@
-"""FedFisher's tables and figures (AISTATS 2024).
-
-Long: it has twelve rows, and each its own claim.
-"""
+"""FedFisher's tables and figures (AISTATS 2024)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -85,9 +82,9 @@ def client_time(numbers: Numbers) -> Found:
             f"{name}: +{share:.1f} % of 30 epochs" for name, share in shares.items()
         ),
         [share <= 10.5 for share in shares.values()],
-        "By default a client takes 1000 of its examples, 3 passes and 32 positions; a "
-        "Fisher of all examples and classes, up to the tolerance, costs the CNN five "
-        "epochs.",
+        "By default a client takes at most 1000 of its examples, 3 passes and 32 "
+        "positions; a Fisher of all examples and classes, up to the tolerance, costs "
+        "the CNN five epochs.",
         "python benchmarks/client.py",
         "client.md",
     )

@@ -1,7 +1,4 @@
-"""One federation of a network with batch norm: train, merge in every way, score.
-
-Long: all ways share the clients' trained models and their Fishers.
-"""
+"""One federation of a network with batch norm: train, merge in every way, score."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -209,12 +206,15 @@ class Cell:
         """Return an upload as a strategy asks for it by default, not packed."""
         self.model.load_state_dict(dict(params), strict=False)
         count = self.weights[client]
-        options = FisherOptions().for_structure(structure).for_client(count)
-        loader = list(Images(*self._own(client), self.side))
         curvature = fisher(
-            self.model, loader, structure=structure, seed=client, **options
+            self.model,
+            list(Images(*self._own(client), self.side)),
+            structure,
+            options=FisherOptions(),
+            num_examples=count,
+            seed=client,
         )
-        return LocalPosterior(params, curvature, self.weights[client])
+        return LocalPosterior(params, curvature, count)
 
     def _own(self, client: int) -> tuple[Tensor, Tensor]:
         return self.loaders[client].x, self.loaders[client].y

@@ -12,13 +12,14 @@ from rivals import fedbens, mats, task_arithmetic
 from rivals.fedbens import STARTS
 from tasks import Task
 
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params, shared_state
 from flwr_fisher.report import accuracies, ensemble_accuracy
 from studies.rivals.split import started
 
-EXAMPLES = 1000  # of a client, at most, for MaTS' factors: the released code's
+# MaTS' factors are of at most 1000 examples of a client, as in the released code.
+EMPIRICAL = FisherOptions.full(expectation="empirical", examples=1000)
 ITERATIONS = sized((10, 100), (1,))  # its README's, for adapters and for whole networks
 
 
@@ -45,7 +46,8 @@ def _empirical(setting: Setting, task: Task) -> list[LocalPosterior]:
         model = task.make_model()
         model.load_state_dict(dict(upload.params))
         loader = task.eval_loader(task.train_images(client), batch_size=256)
-        F = fisher(model, loader, expectation="empirical", examples=EXAMPLES)
+        count = int(upload.num_examples)
+        F = fisher(model, loader, options=EMPIRICAL, num_examples=count)
         found.append(replace(upload, curvature=F))
     return found
 

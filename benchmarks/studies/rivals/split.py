@@ -14,7 +14,7 @@ from harness.uploads import Setting, posteriors
 from tasks import Task
 from torch import Tensor, nn
 
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.report import accuracies
 
@@ -90,8 +90,10 @@ def given(setting: Setting, task: Task) -> dict[str, list[LocalPosterior]]:
         model = task.make_model()
         model.load_state_dict(dict(upload.params))
         loader = task.eval_loader(task.train_images(client), batch_size=256)
-        empirical = fisher(model, loader, structure="kfac", expectation="empirical")
-        diagonal = fisher(model, loader, structure="diagonal", max_passes=3)
+        labels = FisherOptions.full(expectation="empirical")
+        empirical = fisher(model, loader, "kfac", options=labels)
+        passes = FisherOptions.full(max_passes=3)
+        diagonal = fisher(model, loader, "diagonal", options=passes)
         for kind, curvature in (("diagonal", diagonal), ("empirical", empirical)):
             own = LocalPosterior(upload.params, curvature, upload.num_examples)
             more[kind].append(own)

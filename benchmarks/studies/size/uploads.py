@@ -12,7 +12,7 @@ from harness.timing import generated
 from tasks import make_model
 from torch import Tensor, nn
 
-from flwr_fisher.curvature import Curvature, fisher
+from flwr_fisher.curvature import Curvature, FisherOptions, fisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import Codec, FisherUpload, resolve
 from flwr_fisher.wire.budget import byte_limit
@@ -40,7 +40,8 @@ def trained(name: str, seed: int) -> tuple[dict[str, Tensor], Curvature]:
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
     sample = list(x[:EXAMPLES].split(BATCH))
-    curvature = fisher(model, sample, expectation="sampled", seed=seed)
+    options = FisherOptions.full(expectation="sampled")
+    curvature = fisher(model, sample, options=options, seed=seed)
     return shared_state(model), curvature
 
 

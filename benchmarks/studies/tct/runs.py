@@ -1,7 +1,4 @@
-"""The federations, and the choice of learning rates.
-
-Long: every part of the page, with its jobs.
-"""
+"""The federations, and the choice of learning rates."""
 
 import statistics
 import tempfile

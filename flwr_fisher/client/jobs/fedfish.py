@@ -12,9 +12,8 @@ from flwr_fisher.client.jobs.norm_statistics import catch_up_norms
 from flwr_fisher.client.jobs.train import TrainingJob, codec_of, training_job
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
-from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.merge import LocalPosterior
-from flwr_fisher.params import Params, select, subtract, sum_dtype, trainable
+from flwr_fisher.params import Params, Sums, select, subtract, sum_dtype, trainable
 from flwr_fisher.rounds import FishOptions
 from flwr_fisher.wire import Additive
 
@@ -54,7 +53,7 @@ class FedFishJob(TrainingJob):
         fish_options = FishOptions.from_options(request.options)
         if fish_options.fisher_source == "last-epoch":
             local_sgd(problem.train_fn, _SQUARES)
-        fisher_options = FisherOptions.from_options({"expectation": "empirical-batch"})
+        fisher_options = FisherOptions.full(expectation="empirical-batch")
         as_sums = request.options.get("upload") == "sums"
         codec = codec_of(request)
         return cls("diagonal", fisher_options, codec, fish_options, as_sums)
@@ -68,8 +67,7 @@ class FedFishJob(TrainingJob):
             metrics = self.run_loop(problem, request)
             catch_up_norms(problem)
             mean = self.curvature(problem, problem.train_batches)
-            counted = problem.counted
-            num_batches = counted.batches or sum(1 for _ in counted)
+            num_batches = problem.counted.batches
         else:
             epochs = local_sgd(problem.train_fn, _SQUARES).epochs
             squares = LastEpochSquares(problem.model, epochs)

@@ -2,15 +2,13 @@
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.training import score
-from flwr_fisher.curvature.batches import Pairs
-from flwr_fisher.curvature.models import is_frozen
+from flwr_fisher.curvature.models import by_batch_statistics, evaluating, is_frozen
 from flwr_fisher.errors import ClientError, FlwrFisherError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge.batch_norms import (
     norm_shifts,
     norms_by_prefix,
     norms_of,
-    norms_training,
     refresh_norms,
     zero_shifts,
 )
@@ -73,10 +71,10 @@ def catch_up_norms(problem: LocalProblem) -> None:
                 count += len(read)
             if count >= _EXAMPLES:
                 break
-        first = Pairs(few, problem.batch_fn), problem.device, problem.loss
+        first = problem.mapped(few), problem.device, problem.loss
         try:
             in_eval, *_ = score(model, *first, classes=False)
-            with norms_training(model, norms):
+            with evaluating(model), by_batch_statistics(norms):
                 in_train, *_ = score(model, *first, classes=False, as_it_is=True)
         except FlwrFisherError:  # the labels are for another loss, in the user's loop
             return

@@ -11,8 +11,7 @@ from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import LocalProblem
 from flwr_fisher.client.request import whole_number
 from flwr_fisher.client.training import Loader
-from flwr_fisher.curvature.batch import IGNORED, Batch, is_whole
-from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.data import IGNORED, Batch, batches_of, is_whole
 from flwr_fisher.devices import CPU
 from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.files import digest_of

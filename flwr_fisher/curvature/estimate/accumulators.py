@@ -1,7 +1,4 @@
-"""Sums over examples of second moments of one layer's inputs and gradients.
-
-Long: the accumulators of all structures, side by side.
-"""
+"""Sums over examples of second moments of one layer's inputs and gradients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,10 +7,8 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.estimate.layers import ConvolutionLayer, KroneckerLayer
-from flwr_fisher.curvature.operators.base import Curvature
-from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
-from flwr_fisher.curvature.operators.plain import Dense, Diagonal
-from flwr_fisher.params import flatten
+from flwr_fisher.curvature.operators.base import Curvature, Diagonal
+from flwr_fisher.curvature.operators.kronecker import Kronecker
 
 Columns = Sequence[Tensor]  # some examples' columns, one tensor a backward pass
 Share = Tensor | None  # [n], the share of positions that count; None: all count
@@ -77,16 +72,10 @@ class LayerAccumulator(ABC):
     # Whether it takes pairs of inputs and gradients, at all positions (`add_pairs`). If
     # not, gradients and `observe`'s columns may be those of a few positions.
     takes_inputs = True
-    forms_gradients = False  # whether it makes each example's gradient of the weight
     takes_calls = False  # whether `add_call` replaces the other methods
 
     def __init__(self, layer: KroneckerLayer) -> None:
         self.layer = layer
-
-    @property
-    @abstractmethod
-    def form(self) -> str:
-        """The form of the resulting curvature, in words."""
 
     @property
     def nbytes(self) -> int:
@@ -140,14 +129,6 @@ class KroneckerAccumulator(LayerAccumulator):
         self.A = SecondMoment(groups, inputs, like)
         self.G = SecondMoment(groups, outputs, like)
 
-    @property
-    def form(self) -> str:
-        """A Kronecker product, or one for each group."""
-        groups, n, _ = self.A.total.shape
-        each = f"{groups} x " if groups > 1 else ""
-        m = self.G.total.shape[-1]
-        return f"{each}Kronecker: A {n}x{n}, G {m}x{m}"
-
     def observe(self, columns: Tensor, weight: float, share: Share) -> None:
         """Add the inputs' second moment."""
         self.A.add(side_by_side(columns), weight)
@@ -194,11 +175,6 @@ class DiagonalAccumulator(LayerAccumulator):
     def __init__(self, layer: KroneckerLayer) -> None:
         super().__init__(layer)
         self.total = torch.zeros_like(layer.matrices(), dtype=layer.dtype)
-
-    @property
-    def form(self) -> str:
-        """An exact diagonal."""
-        return "diagonal"
 
     def add_pairs(self, inputs: Tensor, gradients: Columns) -> None:
         """Add the squares of the gradients ``sum_t g_t a_t^T``, example by example."""
@@ -259,65 +235,6 @@ def diagonal_of(layer: KroneckerLayer) -> DiagonalAccumulator:
     return DiagonalAccumulator(layer)
 
 
-class EigenAccumulator(DiagonalAccumulator):
-    """The diagonal in K-FAC's eigenbasis, for E-KFAC."""
-
-    def __init__(self, layer: KroneckerLayer, kfac: Kronecker) -> None:
-        super().__init__(layer)
-        self.basis_A = _eigenvectors(kfac.A, layer.dtype)
-        self.basis_G = _eigenvectors(kfac.G, layer.dtype)
-        self._last: tuple[Tensor, Tensor] | None = None
-
-    def add_pairs(self, inputs: Tensor, gradients: Columns) -> None:
-        """Add the squares of the gradients' coordinates in the eigenbasis."""
-        if self._last is None or self._last[0] is not inputs:  # the same every pass
-            self._last = inputs, self.basis_A.mT @ inputs
-        turned = [self.basis_G.mT @ g for g in gradients]
-        super().add_pairs(self._last[1], turned)
-
-    def mean(self, num_examples: int) -> EigenKronecker:
-        """Return the layer's curvature in the eigenbasis."""
-        return EigenKronecker(
-            self.layer.weight,
-            self.layer.kernel.shape,
-            self.rounded(self.basis_A),
-            self.rounded(self.basis_G),
-            self.rounded(self.total.div_(num_examples)),
-            self.layer.bias,
-        )
-
-
-class BlockAccumulator(LayerAccumulator):
-    """The dense block of a layer: the sum of per-example gradients' outer products."""
-
-    forms_gradients = True
-
-    def __init__(self, layer: KroneckerLayer) -> None:
-        super().__init__(layer)
-        size = layer.matrices().numel()
-        self.total = layer.kernel.new_zeros(size, size, dtype=layer.dtype)
-
-    @property
-    def form(self) -> str:
-        """A dense block."""
-        size = len(self.total)
-        return f"dense: {size}x{size}"
-
-    def add_pairs(self, inputs: Tensor, gradients: Columns) -> None:
-        """Add the outer products of the flattened gradients."""
-        for g in gradients:
-            rows = (g @ inputs.mT).flatten(1)
-            self.total.addmm_(rows.mT, rows)
-
-    def mean(self, num_examples: int) -> Dense:
-        """Return the block, its rows in the order of the weight and then the bias."""
-        matrices = self.layer.matrices()
-        index = torch.arange(matrices.numel(), device=matrices.device)
-        order = flatten(self.layer.as_params(index.reshape(matrices.shape)))
-        mean = self.rounded(self.total.div_(num_examples))
-        return Dense(self.layer.shapes(), mean[order][:, order])
-
-
 def _rows(share: Tensor, like: Tensor) -> Tensor:
     return share.to(like).view(-1, 1, 1, 1)
 
@@ -325,8 +242,3 @@ def _rows(share: Tensor, like: Tensor) -> Tensor:
 def side_by_side(columns: Tensor) -> Tensor:
     """Return columns as ``[groups, size, n T]``, as a view where that is possible."""
     return columns.permute(1, 2, 0, 3).flatten(2)
-
-
-def _eigenvectors(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    basis: Tensor = torch.linalg.eigh(factor.double()).eigenvectors
-    return basis.to(dtype)

@@ -3,9 +3,8 @@
 A Fisher is a sum of rank-one pieces (:mod:`~flwr_fisher.curvature.estimate.pieces`).
 :meth:`Engine.add` runs a batch forward, gets the pieces of its outputs, plans which of
 them count, and runs these backward. A backward pass goes only as far as the layers'
-outputs (:mod:`~flwr_fisher.curvature.estimate.taps`), where each layer's accumulators
-add up what they need. One pass serves all structures, and K-FAC's input factors are
-computed once for each example.
+outputs (:mod:`~flwr_fisher.curvature.estimate.forms`), where each layer's accumulator
+adds up what it needs. K-FAC's input factors are computed once for each example.
 
 Examples of a batch that need different numbers of passes wait for others like them,
 across batches. Parameters without a form
@@ -14,24 +13,28 @@ gradients.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import Batch, Inputs, concatenated
-from flwr_fisher.curvature.estimate.expectation import Expectation
+from flwr_fisher.curvature.data import Batch, Inputs, concatenated
+from flwr_fisher.curvature.estimate.forms import Tap, tapped_once
 from flwr_fisher.curvature.estimate.layers import Positions
-from flwr_fisher.curvature.estimate.model_sums import ModelSums
+from flwr_fisher.curvature.estimate.likelihood import Expectation
+from flwr_fisher.curvature.estimate.model_sums import (
+    ModelSums,
+    examples_at_once,
+    make_sums,
+)
 from flwr_fisher.curvature.estimate.pieces import Group, backward_plan
-from flwr_fisher.curvature.estimate.taps import Tap, tapped_once
 from flwr_fisher.curvature.models import device_of
 from flwr_fisher.curvature.operators.base import Curvature
-from flwr_fisher.curvature.sums import widened
+from flwr_fisher.params import widened
 
-_SLOW = 3  # a piece's cost in passes, if it takes each example's gradient
+_FEW = 16  # examples whose labels are checked
 _QUEUE = 64  # examples that a CPU runs together, where memory allows
 _MOST_BUNDLED = 16  # pieces of an example whose gradients are summed at once
 _MOST_ENTRIES = 2**20  # entries that the gradients of these pieces have
@@ -80,29 +83,46 @@ class Engine:
     ) -> None:
         self.model, self.sums, self.expectation = model, sums, expectation
         self.positions, self.chunk = positions, chunk
-        self.accumulators = {n: [*x.values()] for n, x in sums.accumulators.items()}
-        self.layers = {name: each[0].layer for name, each in self.accumulators.items()}
+        self.layers = {name: each.layer for name, each in sums.accumulators.items()}
         self._tapped = self.layers | {n: x.layer for n, x in sums.direct.items()}
-        device = device_of(model, None)
+        device = device_of(model)
         self._enough = min(chunk, _QUEUE) if device.type == "cpu" else chunk
         self._generator = torch.Generator(device)
         self._generator.manual_seed(expectation.seed)
-        self.count, self._passes = 0, 0
+        self.count = 0
         # By the number of pieces, and the form of the inputs.
         self._queues: dict[Any, list[_Waiting]] = {}
 
-    @property
-    def passes(self) -> int:
-        """How many forward and backward passes the examples took or will take."""
-        waiting = chain.from_iterable(self._queues.values())
-        return self._passes + sum(
-            (1 + self.cost * len(group.order)) * len(x) for x, group, _ in waiting
-        )
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        first: Batch,
+        structure: str,
+        expectation: Expectation,
+        max_batch_bytes: int | None,
+    ) -> "Engine":
+        """Return an engine for batches like the first, which is checked.
 
-    @property
-    def cost(self) -> int:
-        """How many passes a piece takes; more if it needs per-example gradients."""
-        return _SLOW if self.sums.jacobians else 1
+        The first batch shows which form each layer has, how many examples fit in
+        memory, and whether labels and outputs fit.
+        """
+        options = expectation.options
+        forms, sums = make_sums(
+            model, first.inputs, structure, options.weight_sharing, max_batch_bytes
+        )
+        reduces = options.weight_sharing == "reduce"
+        most = None if structure == "diagonal" or reduces else options.max_positions
+        positions = Positions(most, expectation.seed)
+        chunk = examples_at_once(
+            model, forms, sums, positions, len(first), max_batch_bytes
+        )
+        if isinstance(first.labels, Tensor):
+            few = first[:_FEW]
+            with torch.no_grad():
+                outputs = few.inputs(model)
+            expectation.likelihood.check_labels(outputs, few.labels)
+        return cls(model, sums, expectation, positions, chunk)
 
     def add(self, batch: Batch) -> None:
         """Run a batch forward, and back once for each of its pieces that count.
@@ -113,6 +133,7 @@ class Engine:
             On the model's device. Positions with the label -100 are left out. The
             values of the other labels matter only for the empirical Fisher.
         """
+        # In parts that fit in memory: the sums do not depend on how they are cut.
         label_mask = self.expectation.label_mask(batch)
         for start in range(0, len(batch), self.chunk):
             rows = slice(start, start + self.chunk)
@@ -120,11 +141,11 @@ class Engine:
             self._add_part(part, mask)
             self.count += len(part)
 
-    def results(self, structures: Sequence[str]) -> dict[str, Curvature]:
-        """Run what still waits; return each structure's mean over all examples."""
+    def result(self) -> Curvature:
+        """Run what still waits; return the mean over all examples."""
         for key in list(self._queues):
             self._run_queue(key)
-        return {name: self.sums.mean(name, self.count) for name in structures}
+        return self.sums.mean(self.count)
 
     def _add_part(self, batch: Batch, label_mask: Tensor | None) -> None:
         """Run examples forward, plan which pieces count, and run or queue these."""
@@ -141,7 +162,7 @@ class Engine:
         # K-FAC's `A` is of the inputs alone. It needs each example once, with or
         # without pieces.
         active = self._active_positions(run, label_mask)
-        self._observe(run, columns, active)
+        self._observe(run, active)
         shares = {name: _share(each) for name, each in active.items()}
         if whole:
             self._backward(run, columns, whole.all(), shares)
@@ -162,6 +183,7 @@ class Engine:
             self._run_queue(key)
 
     def _run_queue(self, key: Any) -> None:
+        """Run the waiting examples of several batches together, forward and back."""
         queue = self._queues.pop(key)
         passes = max(len(group.order) for _, group, _ in queue)
         inputs = concatenated([x for x, *_ in queue])
@@ -170,6 +192,8 @@ class Engine:
             for name in queue[0].shares
         }
 
+        # Groups of one queue need up to twice as many passes as each other; a group
+        # that has no more pieces gives zeros.
         def pieces_of(rows: slice) -> Iterator[Tensor]:
             for index in range(passes):
                 yield torch.cat([group.piece(index) for _, group, _ in queue])[rows]
@@ -181,7 +205,6 @@ class Engine:
             self._backward(run, self._columns(run), pieces_of(rows), of_rows)
 
     def _forward(self, inputs: Inputs) -> _Forward:
-        self._passes += len(inputs)
         return _Forward(inputs, *tapped_once(self.model, inputs, self._tapped))
 
     def _columns(self, run: _Forward) -> dict[str, Tensor]:
@@ -189,7 +212,7 @@ class Engine:
         return {
             name: layer.input_columns(run.taps[name].inputs)
             for name, layer in self.layers.items()
-            if any(a.takes_inputs for a in self.accumulators[name])
+            if self.sums.accumulators[name].takes_inputs
         }
 
     def _active_positions(
@@ -206,7 +229,7 @@ class Engine:
         layers = [
             name
             for name, layer in self.layers.items()
-            if any(a.observes for a in self.accumulators[name])
+            if self.sums.accumulators[name].observes
             and math.prod(layer.positions(taps[name].inputs.shape)) > 1
         ]
         if not layers or (label_mask is None and not inputs.is_padded):
@@ -225,35 +248,23 @@ class Engine:
             for name, gradient in zip(layers, gradients, strict=True)
         }
 
-    def _observe(
-        self,
-        run: _Forward,
-        columns: Mapping[str, Tensor],
-        active: Mapping[str, Tensor],
-    ) -> None:
-        """Give every example's input columns to the accumulators that need them.
-
-        `columns` are those of all positions, of layers where they are known.
-        """
+    def _observe(self, run: _Forward, active: Mapping[str, Tensor]) -> None:
+        """Give every example's input columns to the accumulators that need them."""
         for name, layer in self.layers.items():
-            observers = [a for a in self.accumulators[name] if a.observes]
-            if not observers:
+            accumulator = self.sums.accumulators[name]
+            if not accumulator.observes:
                 continue
             inputs = run.taps[name].inputs
             sizes = layer.positions(inputs.shape)
             grid, weight = self.positions.of_inputs(sizes)
-            if weight == 1 and name in columns:
-                observed = columns[name]
-            else:
-                observed = layer.input_columns(inputs, grid)
+            observed = layer.input_columns(inputs, grid)
             share = None
             if name in active:
                 on_grid = active[name].reshape(-1, *sizes)[:, *grid].flatten(1)
                 observed = observed * on_grid[:, None, None]
                 share = _share(active[name])
             with _full_precision(observed):
-                for accumulator in observers:
-                    accumulator.observe(observed, weight, share)
+                accumulator.observe(observed, weight, share)
 
     def _backward(
         self,
@@ -264,6 +275,8 @@ class Engine:
     ) -> None:
         """Run pieces backward to every layer's output, and add up there."""
         inputs, outputs, taps = run
+        # The pass ends at the layers' outputs: the gradients of weights, which
+        # autograd would sum over the batch, are never formed.
         edges = [tap.edge() for tap in taps.values()]
         sizes = {n: x.positions(taps[n].inputs.shape) for n, x in self.layers.items()}
         prepared = {
@@ -272,7 +285,6 @@ class Engine:
         }
         bundle_size = self._bundle_size(len(inputs), sizes)
         for bundle, is_last in _in_bundles(pieces, bundle_size):
-            self._passes += self.cost * len(bundle) * len(inputs)
             # Gradients of layers with one position are small. Those of several pieces
             # are added together, which takes fewer and larger operations.
             bundled: dict[str, list[Tensor]] = {}
@@ -287,23 +299,27 @@ class Engine:
                 for name, gradient in zip(taps, at_layers, strict=True):
                     if gradient is None:  # no example of this batch uses the layer
                         continue
+                    # What a layer's type needs decides its way: a norm or an embedding
+                    # squares each example's gradient; a grouped convolution takes
+                    # whole calls; all others take columns.
                     if name in prepared:
                         with _full_precision(gradient):
                             self.sums.direct[name].add(prepared[name], gradient)
                         continue
-                    for accumulator in self.accumulators[name]:
-                        if accumulator.takes_calls:
-                            with _full_precision(gradient):
-                                accumulator.add_call(taps[name].inputs, gradient)
-                    if math.prod(sizes[name]) == 1:
+                    accumulator = self.sums.accumulators[name]
+                    if accumulator.takes_calls:
+                        with _full_precision(gradient):
+                            accumulator.add_call(taps[name].inputs, gradient)
+                    elif math.prod(sizes[name]) == 1:
                         bundled.setdefault(name, []).append(gradient)
                     else:
                         share = shares.get(name)
                         self._add(name, columns, [gradient], sizes[name], share)
             for name, gradients in bundled.items():
                 self._add(name, columns, gradients, sizes[name])
-            for jacobian in self.sums.jacobians.values():
-                jacobian.add(inputs, torch.stack(bundle))
+            # What has no form takes each example's gradient, with passes of its own.
+            if self.sums.others is not None:
+                self.sums.others.add(inputs, torch.stack(bundle))
 
     def _bundle_size(self, count: int, sizes: Mapping[str, list[int]]) -> int:
         """Return for how many passes `count` examples' gradients fit in memory."""
@@ -319,23 +335,20 @@ class Engine:
         sizes: list[int],
         share: Tensor | None = None,
     ) -> None:
-        """Give a layer's gradients, one tensor a pass, to its accumulators.
+        """Give a layer's gradients, one tensor a pass, to its accumulator.
 
-        An accumulator that pairs gradients with inputs needs all positions. For the
-        others those of the grid are enough.
+        An accumulator that pairs gradients with inputs needs all positions. For another
+        one those of the grid are enough.
         """
-        layer, count = self.layers[name], math.prod(sizes)
+        layer, accumulator = self.layers[name], self.sums.accumulators[name]
         grid, weight = self.positions.of_gradients(sizes)
-        accumulators = [a for a in self.accumulators[name] if not a.takes_calls]
         with _full_precision(gradients[0]):
-            if paired := [a for a in accumulators if a.takes_inputs]:
+            if accumulator.takes_inputs:
                 g = [layer.output_columns(each) for each in gradients]
-                for accumulator in paired:
-                    accumulator.add_pairs(columns[name], g)
-            if unpaired := [a for a in accumulators if not a.takes_inputs]:
+                accumulator.add_pairs(columns[name], g)
+            else:
                 g = [layer.output_columns(each, grid) for each in gradients]
-                for accumulator in unpaired:
-                    accumulator.add_gradients(g, weight / count, share)
+                accumulator.add_gradients(g, weight / math.prod(sizes), share)
 
 
 def _share(active: Tensor) -> Tensor:

@@ -1,5 +1,10 @@
 r"""Which layers have a form, by their types and by a check on the first batch.
 
+A forward pass is recorded by taps. A tap holds what a layer was given, and the place in
+autograd's graph where its output is. With both, one backward pass that stops at these
+places is enough for every layer's per-example gradients: gradients of weights are never
+formed for a whole batch.
+
 The type of a layer says how its per-example gradients follow from the input and the
 output's gradient of its one call. It may be wrong about a model: a subclass computes
 something else, a weight is also used outside of its layer, time is folded into the
@@ -21,12 +26,14 @@ example i at a layer, for random gradients :math:`v_i` of the model's outputs.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from flwr_fisher.curvature.batch import Inputs, concatenated
+from flwr_fisher.curvature.data import Inputs, concatenated
 from flwr_fisher.curvature.estimate.layers import (
     DirectLayer,
     EmbeddingRows,
@@ -34,13 +41,89 @@ from flwr_fisher.curvature.estimate.layers import (
     Layer,
     layer_of,
 )
-from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
-from flwr_fisher.curvature.model_checks import (
-    check_examples_do_not_mix,
-    check_outputs_have_rows,
-)
-from flwr_fisher.curvature.sums import widened
-from flwr_fisher.params import trainable_names
+from flwr_fisher.curvature.models import check_outputs
+from flwr_fisher.errors import StructureError
+from flwr_fisher.params import trainable_names, widened
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One call of one layer: its input, and the shape and graph edge of its output."""
+
+    inputs: Tensor
+    shape: torch.Size
+    # An edge, not the tensor: it stays right when a later ReLU works in place. There is
+    # none without gradients.
+    output: GradientEdge | None
+
+    def edge(self) -> GradientEdge:
+        """Return the graph edge of the layer's output."""
+        assert self.output is not None
+        return self.output
+
+
+def tapped_forward(
+    model: nn.Module,
+    inputs: Inputs,
+    layers: Mapping[str, KroneckerLayer] | Mapping[str, Layer],
+) -> tuple[Tensor, dict[str, list[Tap]]]:
+    """Run the model once; return its outputs and every call of the given layers.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    inputs : Inputs
+        A batch.
+    layers : Mapping[str, Layer]
+        The layers to record, by names of any kind.
+    """
+    taps: dict[str, list[Tap]] = {name: [] for name in layers}
+
+    def on_call(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        # A call by keyword, or with another output than a tensor, is not one that a
+        # layer's form describes. Without a tap the layer has no form.
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            taps[name].append(Tap(args[0].detach(), output.shape, edge))
+
+    # These hooks are the last ones, so they see what the user's hooks return.
+    handles = [
+        layer.layer.register_forward_hook(partial(on_call, name))
+        for name, layer in layers.items()
+    ]
+    try:
+        return inputs(model), taps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tapped_once(
+    model: nn.Module,
+    inputs: Inputs,
+    layers: Mapping[str, KroneckerLayer] | Mapping[str, Layer],
+) -> tuple[Tensor, dict[str, Tap]]:
+    """Run the model; return its outputs, and the one call of each layer.
+
+    Raises
+    ------
+    StructureError
+        If a layer was called several times, or not with one row for each example, as it
+        was in the first batch.
+    """
+    outputs, taps = tapped_forward(model, inputs, layers)
+    for name, calls in taps.items():
+        rows = [len(call.inputs) for call in calls]
+        if rows != [len(inputs)]:
+            raise StructureError(
+                f"layer '{name}' was called once in the first batch, with a row for "
+                f"each example, and in another with {rows} rows for {len(inputs)} "
+                "examples, as in a mixture of experts: shuffle the loader, so that the "
+                "first batch shows it"
+            )
+    return outputs, {name: calls[0] for name, calls in taps.items()}
+
 
 _FEW = 5  # examples that show the sizes of activations
 # Relative: larger than rounding, also TF32's; a wrong formula is off by far more.
@@ -96,14 +179,13 @@ class Forms:
         # Twice the same example, where there is one: one alone mixes with no other.
         few = concatenated([inputs[:_FEW]] * 2)[:_FEW]
         outputs, taps = tapped_forward(model, few, layers)
-        check_outputs_have_rows(few, outputs)
         calls = {name: each[0] for name, each in taps.items() if each}
         size = len(inputs)
         if max_bytes is not None:
             activations = sum(call.inputs.numel() for call in calls.values())
             entries = 2 * activations + 4 * outputs.numel()
             size = max(1, max_bytes * len(few) // (entries * outputs.itemsize))
-        check_examples_do_not_mix(model, few, outputs.detach())
+        check_outputs(model, few, outputs)
         del outputs, taps
         for part in inputs.split(size):
             several = part if len(part) > 1 else concatenated([part, part])

@@ -9,13 +9,11 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flwr_fisher.curvature.batch import Inputs
+from flwr_fisher.curvature.data import Inputs
 from flwr_fisher.curvature.models import outputs_with
-from flwr_fisher.curvature.operators.plain import Dense, Diagonal
-from flwr_fisher.curvature.sums import Sums, widened
-from flwr_fisher.errors import StructureError
+from flwr_fisher.curvature.operators.base import Diagonal
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, Sums, widened
 
 _ENTRIES_AT_ONCE = 2**24  # 64 MiB in float32
 _SHARE = 0.05  # of a gradient's norm: far above the rounding of half precision
@@ -137,37 +135,3 @@ class DiagonalJacobian(Jacobians):
     def mean(self, num_examples: int) -> Diagonal:
         """Return the diagonal."""
         return Diagonal(self.sums.mean(num_examples))
-
-
-class DenseJacobian(Jacobians):
-    """The full matrix, for small models."""
-
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        super().__init__(model, names)
-        size = sum(p.numel() for p in self.params.values())
-        self.like = next(iter(self.params.values()))
-        for name, parameter in self.params.items():
-            if parameter.dtype != self.like.dtype:
-                raise StructureError(
-                    f"structure='dense' needs parameters of one dtype, but {names[0]!r}"
-                    f" is in {self.like.dtype} and {name!r} in {parameter.dtype}: "
-                    "convert the model, by model.float() for example, or use another "
-                    "structure"
-                )
-        self.total = widened(self.like.new_zeros(size, size))
-
-    def add(self, inputs: Inputs, pieces: Tensor) -> None:
-        """Add the gradients' outer products."""
-        for gradients in self.gradients(inputs, pieces):
-            # Not flatten(2), which a parameter that is a single number does not have.
-            flat = [g.reshape(*g.shape[:2], -1) for g in gradients.values()]
-            rows = torch.cat(flat, 2).flatten(0, 1)
-            self.total.addmm_(rows.mT, rows)
-
-    def mean(self, num_examples: int) -> Dense:
-        """Return the matrix."""
-        shapes = {name: p.shape for name, p in self.params.items()}
-        return Dense(shapes, (self.total / num_examples).to(self.like.dtype))
-
-
-JacobianAccumulator = DiagonalJacobian | DenseJacobian

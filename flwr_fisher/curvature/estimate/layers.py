@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import grad
 
-from flwr_fisher.curvature.operators.layer import from_matrices, to_matrices
-from flwr_fisher.curvature.sums import Sums
+from flwr_fisher.curvature.operators.kronecker import from_matrices, to_matrices
+from flwr_fisher.params import Sums
 from flwr_fisher.randomness import random_stream
 
 _FEW = 8  # channels of a group up to which a convolution is faster than columns

@@ -1,33 +1,38 @@
-r"""Likelihoods: how a model's outputs define a distribution over labels.
+r"""Likelihoods: how outputs define a distribution over labels, and its expectation.
 
 A likelihood splits the Fisher with respect to one example's outputs into rank-one
 pieces, :math:`\sum_k v_k v_k^\top`. Each piece costs one backward pass.
 Outputs are seen as ``[n, T, C]``: C numbers at each of T independent positions, with
 T = 1 for an ordinary classifier.
-
-Long: the base class for users' own likelihoods, beside the three built-in ones.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import (
+from flwr_fisher.curvature.data import (
     IGNORED,
+    Batch,
     are_probabilities,
-    check_all_classes,
-    check_from_0_to_1,
+    check_classes,
     count_labels,
+    is_whole,
 )
+from flwr_fisher.curvature.estimate.options import FisherOptions
 from flwr_fisher.curvature.estimate.pieces import (
     GivenVectors,
     OutputVectors,
     Pieces,
     SoftmaxVectors,
+    given_pieces,
 )
+from flwr_fisher.curvature.operators.base import Diagonal
 from flwr_fisher.errors import DataError, StructureError, check_known
+from flwr_fisher.params import Sums, trainable, widened
 
 
 class Likelihood(ABC):
@@ -53,8 +58,8 @@ class Likelihood(ABC):
     >>> model = torch.nn.Linear(1, 1, bias=False)
     >>> _ = torch.nn.init.zeros_(model.weight)  # so that every rate is 1
     >>> x = torch.tensor([[1.0], [3.0]])
-    >>> fisher(model, [x], structure="dense", likelihood=Poisson()).matrix
-    tensor([[5.]])
+    >>> fisher(model, [x], "diagonal", likelihood=Poisson()).diagonal()
+    {'weight': tensor([[5.]])}
     """
 
     labels_are_classes: ClassVar[bool] = False
@@ -117,8 +122,11 @@ class Likelihood(ABC):
         """Return a mask of entries that are no labels, or None if all are labels."""
         return None
 
-    def check_order(self, outputs: Tensor, labels: object) -> None:
-        """Raise an error if the labels show that the outputs have another meaning."""
+    def check_labels(self, outputs: Tensor, labels: Tensor) -> None:
+        """Raise an error if labels show that the outputs have another meaning.
+
+        It is called for the first batch.
+        """
         return
 
     def pieces(
@@ -198,7 +206,6 @@ class Categorical(Likelihood):
 
         Labels may be probabilities of the classes, in place of the one-hot ones.
         """
-        self.check_order(outputs, labels)
         p = _at_least_2d(outputs).softmax(-1)
         if labels.shape == p.shape and labels.is_floating_point():
             return labels.to(p.dtype) - p
@@ -209,7 +216,7 @@ class Categorical(Likelihood):
                 "indices"
             )
         labels = labels.long()
-        check_all_classes(labels, p.shape[-1])
+        check_classes(labels, p.shape[-1])
         scores = _from_probabilities(labels.clamp_min(0), p)
         return scores.masked_fill((labels == IGNORED).unsqueeze(-1), 0)
 
@@ -225,40 +232,32 @@ class Categorical(Likelihood):
             return None
         return labels == IGNORED
 
-    def check_order(self, outputs: Tensor, labels: object) -> None:
-        """Raise an error if labels show that the last dimension is not the classes.
+    def check_labels(self, outputs: Tensor, labels: Tensor) -> None:
+        """Raise an error for labels that are no classes of the outputs' last dimension.
 
-        They show it if they fit classes as the second dimension, PyTorch's order, if
-        there is one label for each output, or if they are numbers and no classes.
+        Raises
+        ------
+        DataError
+            If a label is no class.
+        StructureError
+            If labels show that classes are the second dimension, PyTorch's order, or
+            that outputs are no logits of classes.
         """
-        _at_least_2d(outputs)
-        if not isinstance(labels, Tensor):
-            return
-        shape, places = labels.shape[1:], outputs.shape[2:]
-        if shape == outputs.shape[1:] and shape:
-            if are_probabilities(labels):
-                return
-            raise StructureError(
-                f"labels have the outputs' shape, {tuple(outputs.shape)}, and are not "
-                "probabilities of classes: pass likelihood='bernoulli' for sigmoids, "
-                "or 'gaussian' for numbers. If the second dimension is the classes, "
-                "make it the last, by outputs.movedim(1, -1)"
-            )
-        if shape in (places, (1, *places)) and shape != outputs.shape[1:-1] and places:
+        shape = tuple(_at_least_2d(outputs).shape)
+        if labels.shape == shape[:-1] and is_whole(labels):
+            check_classes(labels, shape[-1])
+        elif len(shape) > 2 and labels.shape == (shape[0], *shape[2:]):
             raise StructureError(
                 "the labels show that the second dimension of the outputs, of shape "
-                f"{tuple(outputs.shape)}, is the classes: make it the last, by "
-                "outputs.movedim(1, -1)"
+                f"{shape}, is the classes: make it the last, by outputs.movedim(1, -1)"
             )
-        own = outputs.shape[1:-1]
-        if labels.is_floating_point() and shape in (own, (*own, 1)):
-            for label in labels[labels != labels.round()][:1]:
-                raise StructureError(
-                    f"a label is {float(label):g}, and the outputs, of shape "
-                    f"{tuple(outputs.shape)}, are taken for logits of classes: pass "
-                    "likelihood='gaussian' for numbers, or a Likelihood of your own; "
-                    "or, if outputs are such logits, their labels in batch_fn"
-                )
+        elif labels.shape != shape or not are_probabilities(labels):
+            raise StructureError(
+                f"labels of shape {tuple(labels.shape)} and dtype {labels.dtype} are "
+                f"neither classes nor probabilities of outputs of shape {shape}: pass "
+                "likelihood='gaussian' for numbers, 'bernoulli' for sigmoids, or a "
+                "Likelihood of your own"
+            )
 
 
 class Bernoulli(Likelihood):
@@ -277,9 +276,17 @@ class Bernoulli(Likelihood):
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return ``y - p``."""
+        return _minus_sigmoid(_same_shape(outputs, labels), outputs)
+
+    def check_labels(self, outputs: Tensor, labels: Tensor) -> None:
+        """Raise :class:`DataError` unless labels are from 0 to 1, one an output."""
         labels = _same_shape(outputs, labels)
-        check_from_0_to_1(labels)
-        return _minus_sigmoid(labels, outputs)
+        for wrong in labels[~((labels >= 0) & (labels <= 1))][:1]:
+            raise DataError(
+                f"label {float(wrong):g} is outside [0, 1], where labels of sigmoids "
+                "are: there is none for a missing label, and -1 and 1 are not 0 and 1. "
+                "Change them in the data, or by FisherClient(batch_fn=...)"
+            )
 
 
 class Gaussian(Likelihood):
@@ -295,14 +302,16 @@ class Gaussian(Likelihood):
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return ``y - output``."""
-        labels = _same_shape(outputs, labels)
-        if not labels.isfinite().all():
+        return _same_shape(outputs, labels) - outputs
+
+    def check_labels(self, outputs: Tensor, labels: Tensor) -> None:
+        """Raise :class:`DataError` unless there is a finite number for each output."""
+        if not _same_shape(outputs, labels).isfinite().all():
             raise DataError(
                 "a label is NaN or infinite, and likelihood='gaussian' has none for a "
                 "missing label: leave such examples out, or pass a Likelihood of your "
                 "own, whose score is 0 there"
             )
-        return labels - outputs
 
 
 LIKELIHOODS: dict[str, Likelihood] = {
@@ -358,3 +367,129 @@ def _from_probabilities(labels: Tensor, p: Tensor) -> Tensor:
     index = labels.unsqueeze(-1)
     others = p.neg().scatter_(-1, index, 0)
     return others.scatter_(-1, index, -others.sum(-1, keepdim=True))
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The expectation over labels, which decides the rank-one pieces of a batch.
+
+    Parameters
+    ----------
+    likelihood : Likelihood
+        What the model's outputs mean.
+    options : FisherOptions
+        Whether it is exact, and what it may cost.
+    seed : int
+        As for :func:`flwr_fisher.curvature.fisher`.
+    """
+
+    likelihood: Likelihood
+    options: FisherOptions
+    seed: int
+
+    @property
+    def tolerance(self) -> float:
+        """The share that may be left out; 0 if every piece counts."""
+        return self.options.tolerance if self.options.expectation == "exact" else 0.0
+
+    def with_labels(self, batch: Batch) -> Batch:
+        """Return a batch without the examples that have no label other than -100."""
+        label_mask = self.label_mask(batch)
+        if label_mask is None or len(label_mask) != len(batch):
+            return batch
+        return batch[label_mask.reshape(len(batch), -1).any(1)]
+
+    def label_mask(self, batch: Batch) -> Tensor | None:
+        """Return which labels are not -100, in their shape; None if none is -100."""
+        ignored = self.likelihood.ignored(batch.labels)
+        if ignored is None or batch.num_labels == ignored.numel():
+            return None
+        return ~ignored
+
+    def pieces(
+        self,
+        outputs: Tensor,
+        batch: Batch,
+        label_mask: Tensor | None,
+        generator: torch.Generator,
+    ) -> Pieces:
+        """Return the rank-one pieces of the Fisher with respect to a batch's outputs.
+
+        Parameters
+        ----------
+        outputs : Tensor
+            ``[n, ...]``.
+        batch : Batch
+            Has the labels.
+        label_mask : Tensor | None
+            From :meth:`label_mask`. Positions with the label -100 are left out.
+        generator : torch.Generator
+            Draws labels, and the random passes that replace those above `max_passes`.
+        """
+        kind = self.options.expectation
+        if kind == "empirical":
+            given = _score(self.likelihood, outputs, batch.tensor_labels())
+            return given_pieces(given.unsqueeze(0))
+        if label_mask is not None and label_mask.shape[1:] != outputs.shape[1:-1]:
+            label_mask = None
+        if kind == "exact":
+            most = self.options.max_passes
+            pieces = self.likelihood.pieces(outputs, most, generator)
+            if label_mask is None:
+                return pieces
+            return replace(pieces, mask=label_mask.flatten(1))
+        drawn = self.likelihood.sample_score(outputs, generator).unsqueeze(0)
+        if label_mask is not None:
+            drawn = drawn * label_mask.unsqueeze(-1)
+        return given_pieces(drawn)
+
+
+def _score(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return a likelihood's score, after a check of its shape."""
+    score = likelihood.score(outputs, labels)
+    if score.shape != outputs.shape:
+        raise StructureError(
+            f"{type(likelihood).__name__}.score returned shape {tuple(score.shape)} "
+            f"for outputs of shape {tuple(outputs.shape)} and labels of shape "
+            f"{tuple(labels.shape)}: return the outputs' shape; labels may be "
+            "broadcast, so give them that shape by batch_fn"
+        )
+    return score
+
+
+def squared_batch_gradients(
+    model: nn.Module, batches: Iterable[Batch], likelihood: Likelihood
+) -> Diagonal:
+    r"""Return :math:`\frac1B \sum_b (\nabla \bar\ell_b)^2`, elementwise.
+
+    :math:`\bar\ell_b` is a batch's mean negative log-likelihood of the given labels
+    (FedFish, Algorithm 2, which takes the sum over batches): as for
+    ``F.cross_entropy``, the mean is over the labels other than -100. An example has one
+    label for each position.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode.
+    batches : Iterable[Batch]
+        On the model's device.
+    likelihood : Likelihood
+        What the model's outputs mean.
+
+    Raises
+    ------
+    DataError
+        If there is no batch, or one without labels.
+    """
+    parameters = trainable(model)
+    leaves, sums, count = list(parameters.values()), Sums(parameters), 0
+    for batch in batches:
+        given = batch.tensor_labels()
+        outputs = batch.inputs(model)
+        score = _score(likelihood, widened(outputs), given)
+        mean = (score / likelihood.num_labels(given)).to(outputs.dtype)
+        sums.add_squares(torch.autograd.grad(outputs, leaves, mean, allow_unused=True))
+        count += 1
+    if not count:
+        raise DataError("the loader has no examples, so it has no Fisher")
+    return Diagonal(sums.mean(count))

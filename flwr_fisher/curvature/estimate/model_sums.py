@@ -1,69 +1,58 @@
-"""The sums over examples of a model's layers, and of its other parameters."""
+"""A model's sums over examples, and how many examples fit beside them in memory."""
 
-from collections.abc import Callable, Sequence
+import math
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.estimate.accumulators import (
-    BlockAccumulator,
-    EigenAccumulator,
-    LayerAccumulator,
-)
+from flwr_fisher.curvature.data import Inputs
+from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator, diagonal_of
 from flwr_fisher.curvature.estimate.forms import Forms
-from flwr_fisher.curvature.estimate.jacobians import (
-    DenseJacobian,
-    DiagonalJacobian,
-    JacobianAccumulator,
+from flwr_fisher.curvature.estimate.jacobians import DiagonalJacobian
+from flwr_fisher.curvature.estimate.layers import (
+    DirectLayer,
+    KroneckerLayer,
+    Positions,
+    SquaredGradients,
 )
-from flwr_fisher.curvature.estimate.layers import KroneckerLayer, SquaredGradients
 from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
-from flwr_fisher.curvature.model_checks import check_examples_are_independent
-from flwr_fisher.curvature.operators.base import Curvature
-from flwr_fisher.curvature.operators.kronecker import Kronecker
-from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal
-from flwr_fisher.curvature.structures import STRUCTURES, Form
-from flwr_fisher.errors import StructureError
-from flwr_fisher.params import trainable
-
-_LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
+from flwr_fisher.curvature.operators.base import BlockDiagonal, Curvature, Diagonal
+from flwr_fisher.curvature.structures import STRUCTURES
+from flwr_fisher.params import trainable, trainable_names
 
 
 @dataclass(frozen=True)
 class ModelSums:
-    """The sums of some structures.
+    """The sums from which a structure's curvature is made.
 
     Parameters
     ----------
     names : list[str]
         The trained parameters' names, in the model's order.
-    accumulators : dict[str, dict[str, LayerAccumulator]]
-        Of each layer with a Kronecker form, by structure.
+    accumulators : dict[str, LayerAccumulator]
+        Of each layer with a Kronecker form.
     direct : dict[str, SquaredGradients]
-        Of each norm, embedding and shared parameter.
-    jacobians : dict[str, JacobianAccumulator]
-        ``"others"``: of the diagonal of all other parameters; ``"dense"``.
+        Of each norm and embedding.
+    others : DiagonalJacobian | None
+        Of the diagonal of all other parameters, if there are any.
     """
 
     names: list[str]
-    accumulators: dict[str, dict[str, LayerAccumulator]]
+    accumulators: dict[str, LayerAccumulator]
     direct: dict[str, SquaredGradients]
-    jacobians: dict[str, JacobianAccumulator]
+    others: DiagonalJacobian | None
 
-    def mean(self, structure: str, count: int) -> Curvature:
-        """Return a structure's mean over so many examples; its sums are used up."""
-        if structure == "dense":
-            return self.jacobians["dense"].mean(count)
+    def mean(self, count: int) -> Curvature:
+        """Return the mean over so many examples; the sums are used up."""
         entries: dict[str, Tensor] = {}
         for squares in self.direct.values():
             entries |= squares.sums.mean(count)
-        if "others" in self.jacobians:
-            entries |= self.jacobians["others"].mean(count).diagonal()
+        if self.others is not None:
+            entries |= self.others.mean(count).diagonal()
         parts: list[Curvature] = []
         for each in self.accumulators.values():
-            part = each[structure].mean(count)
+            part = each.mean(count)
             if isinstance(part, Diagonal):
                 entries |= part.diagonal()
             else:
@@ -71,15 +60,15 @@ class ModelSums:
         if entries:
             ordered = {name: entries[name] for name in self.names if name in entries}
             parts.append(Diagonal(ordered))
-        return parts[0] if structure == "diagonal" else BlockDiagonal(parts)
+        only_diagonal = len(parts) == 1 and isinstance(parts[0], Diagonal)
+        return parts[0] if only_diagonal else BlockDiagonal(parts)
 
 
 def make_sums(
     model: nn.Module,
     inputs: Inputs,
-    structures: Sequence[str],
+    structure: str,
     weight_sharing: str = "expand",
-    kfac: Curvature | None = None,
     max_bytes: int | None = None,
 ) -> tuple[Forms, ModelSums]:
     """Return the form of each parameter, and empty sums for them.
@@ -90,68 +79,131 @@ def make_sums(
         In eval mode.
     inputs : Inputs
         The first batch, which decides how each layer is computed.
-    structures : Sequence[str]
-        Some of :data:`STRUCTURES`.
+    structure : str
+        One of :data:`STRUCTURES`. A layer that is too large for its matrices has its
+        diagonal.
     weight_sharing : str
         One of :data:`WEIGHT_SHARINGS`: what K-FAC does with several positions.
-    kfac : Curvature | None
-        The K-FAC of the same model; ``ekfac`` takes its eigenbasis. A layer that has
-        none has its diagonal.
     max_bytes : int, optional
         As for :meth:`Forms.of`.
 
     Raises
     ------
     StructureError
-        If a dense matrix would be too large, or an example's outputs are not its own.
+        If an example's outputs are not its own.
     """
-    check_examples_are_independent(model, "an example has no Fisher of its own")
-    by_layer = [s for s in structures if s != "dense"]
     forms = Forms.of(model, inputs, max_bytes)
-    if "block" in structures:
-        _check_size([layer.matrices().numel() for layer in forms.layers.values()])
-    blocks = kfac.blocks() if kfac is not None else []
-    bases = {k.weight: k for k in blocks if isinstance(k, Kronecker)}
-    kinds: dict[str, Callable[[KroneckerLayer], LayerAccumulator]] = {
-        name: partial(structure.accumulator, weight_sharing=weight_sharing)
-        for name, structure in STRUCTURES.items()
-    }
-    # Two more serve tests as oracles.
-    kinds["ekfac"] = lambda layer: EigenAccumulator(layer, bases[layer.weight])
-    kinds["block"] = BlockAccumulator
-    with_factors = {
-        "ekfac",
-        *(n for n, s in STRUCTURES.items() if Form.MATRIX in s.tensors.values()),
-    }
-
-    def kind(structure: str, layer: KroneckerLayer) -> str:
-        large = max(layer.matrices().shape[1:]) > LARGEST_FACTOR
-        no_basis = structure == "ekfac" and layer.weight not in bases
-        no_factors = large and structure in with_factors
-        return "diagonal" if no_basis or no_factors else structure
-
+    chosen = STRUCTURES[structure]
     accumulators = {
-        name: {s: kinds[kind(s, layer)](layer) for s in by_layer}
+        name: diagonal_of(layer)
+        if max(layer.matrices().shape[1:]) > LARGEST_FACTOR
+        else chosen.accumulator(layer, weight_sharing)
         for name, layer in forms.layers.items()
     }
     direct = {name: SquaredGradients(each) for name, each in forms.direct.items()}
-    if not by_layer:  # a dense matrix is of per-example gradients alone
-        accumulators, direct = {}, {}
-    jacobians: dict[str, JacobianAccumulator] = {}
-    if forms.others and by_layer:
-        jacobians["others"] = DiagonalJacobian(model, forms.others)
-    parameters = trainable(model)
-    if "dense" in structures:
-        _check_size([sum(p.numel() for p in parameters.values())])
-        jacobians["dense"] = DenseJacobian(model, list(parameters))
-    return forms, ModelSums(list(parameters), accumulators, direct, jacobians)
+    others = DiagonalJacobian(model, forms.others) if forms.others else None
+    return forms, ModelSums(trainable_names(model), accumulators, direct, others)
 
 
-def _check_size(sizes: list[int]) -> None:
-    needed = 4 * sum(size**2 for size in sizes)
-    if needed > _LARGEST:
-        raise StructureError(
-            f"dense matrices over up to {max(sizes)} parameters need "
-            f"{needed / 1e9:.1f} GB in all: use structure='kfac', 'ekfac' or "
-            "'diagonal'"
-        )
+_SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
+_LEAST = 2**26  # bytes that may be taken even if a step takes less
+# The same on other devices, beside the sums: there each part of a batch costs the
+# launches of a pass, however few its examples are.
+_LEAST_ELSEWHERE = 2**30
+_FEWEST = 8  # examples at once, unless the caller bounds the memory
+
+
+def examples_at_once(
+    model: nn.Module,
+    forms: Forms,
+    sums: ModelSums,
+    positions: Positions,
+    batch_size: int,
+    max_batch_bytes: int | None,
+) -> int:
+    """Return the largest number of examples to run at once.
+
+    By default they take about as much memory as a training step, which holds all of a
+    batch's examples and the gradients, or 64 MiB if that is more. Beside the examples
+    the sums are held. On a device other than the CPU the examples have 1 GiB at
+    least, and the sums are held beside these.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    forms, sums
+        From :func:`~flwr_fisher.curvature.estimate.model_sums.make_sums`.
+    positions : Positions
+        Which of a layer's positions count.
+    batch_size : int
+        The number of examples in a batch.
+    max_batch_bytes : int | None
+        How much memory may be taken in addition to the forward pass.
+    """
+    sizes = [
+        _bytes(forms.layers[name], forms.inputs[name], accumulator, positions)
+        for name, accumulator in sums.accumulators.items()
+    ]
+    sizes += [
+        _bytes_of_direct(forms.inputs[name], squares.layer)
+        for name, squares in sums.direct.items()
+    ]
+    passing = max((each.passing for each in sizes), default=0)
+    beyond = sum(each.kept for each in sizes) + passing
+    if max_batch_bytes is not None:
+        return max(1, max_batch_bytes // max(beyond, 1))
+    held = sum(each.nbytes for each in sums.accumulators.values())
+    parameters = [*trainable(model).values()]
+    on_cpu = all(p.device.type == "cpu" for p in parameters)
+    gradients = sum(p.nbytes for p in parameters)
+    forward = sum(each.forward for each in sizes)
+    step = max(_SHARE * (batch_size * forward + gradients), _LEAST)
+    room = step - held if on_cpu else max(step - held, _LEAST_ELSEWHERE)
+    return max(_FEWEST, int(room / max(forward + beyond, 1)))
+
+
+class _Bytes(NamedTuple):
+    """The bytes that an example takes at one layer, by how long they are held.
+
+    - `forward`: a training step's. It keeps each layer's input and output, and as much
+      again in what lies between layers.
+    - `kept`: held until the backward pass ends. These are the output's gradient, and
+      the input's columns that are paired with it.
+    - `passing`: held for one layer at a time: columns that are needed without
+      gradients.
+    """
+
+    forward: int
+    kept: int
+    passing: int
+
+
+def _bytes(
+    layer: KroneckerLayer,
+    inputs: Tensor,
+    accumulator: LayerAccumulator,
+    positions: Positions,
+) -> _Bytes:
+    """Return an example's bytes at a layer with a Kronecker form."""
+    sizes, weight = layer.positions(inputs.shape), layer.matrices()
+    paired = accumulator.takes_inputs
+    grid, _ = positions.of_inputs(sizes)
+    columns = 0
+    if paired or accumulator.observes:
+        columns = layer.input_columns(inputs[:1], None if paired else grid).numel()
+    outputs = weight.shape[0] * weight.shape[1] * math.prod(sizes)
+    kept, passing = outputs + paired * columns, (not paired) * columns
+    return _Bytes(
+        2 * (inputs[:1].numel() + outputs) * weight.element_size(),
+        kept * layer.dtype.itemsize,
+        passing * layer.dtype.itemsize,
+    )
+
+
+def _bytes_of_direct(inputs: Tensor, layer: DirectLayer) -> _Bytes:
+    """Return an example's bytes at a norm or an embedding."""
+    entries = layer.entries(inputs)
+    size = layer.parameters()[0].element_size()
+    wide = entries * layer.widened(inputs[:0]).element_size()
+    return _Bytes(4 * entries * size, 2 * wide, wide)

@@ -3,8 +3,6 @@ r"""The Fisher with respect to a model's outputs, in rank-one pieces.
 Outputs are seen as ``[n, T, C]``: C numbers at each of T positions that are independent
 given the outputs. At a position the Fisher is :math:`\sum_i v_i v_i^\top`. Each piece
 costs a backward pass; this file chooses the pieces that are worth it.
-
-Long: the kinds of vectors, the pieces made of them, and the choice of pieces.
 """
 
 import copy

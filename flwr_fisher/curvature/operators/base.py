@@ -1,4 +1,4 @@
-"""The base class of curvatures: operators on named tensors, and their algebra."""
+"""Curvatures as operators on named tensors: the base class, diagonals, and blocks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.solvers import conjugate_gradient
+from flwr_fisher.curvature.operators.solvers import conjugate_gradient, divided
 from flwr_fisher.errors import ConfigurationError, StructureError, check_range
 from flwr_fisher.params import Params, add, select
 
@@ -94,8 +94,8 @@ class Curvature(ABC):
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Curvature":
         """Return a copy with correlations shrunk, since they come from a sample.
 
-        :class:`Kronecker`, :class:`EigenKronecker` and :class:`Dense` say what they
-        do; a diagonal has no correlations and returns itself.
+        :class:`Kronecker` says what it does; a diagonal has no correlations and returns
+        itself.
 
         Parameters
         ----------
@@ -168,9 +168,7 @@ class Curvature(ABC):
         this is the pseudo-inverse: an eigenvalue counts as 0 if it is at most
         :math:`n \varepsilon` of the largest, for n rows and the dtype's
         :math:`\varepsilon`. A :class:`Kronecker` uses the eigenvalues of its two
-        factors. The moments of an :class:`EigenKronecker` are squares: for m outputs
-        and n inputs, one counts as 0 if it is at most :math:`m n \varepsilon^2` of the
-        largest. The entries of a :class:`Diagonal` are used as they are. The
+        factors. The entries of a :class:`Diagonal` are used as they are. The
         eigenvalues of a sum are not known, so conjugate gradients reduce the residual
         to 1e-10 of :math:`b`. With :math:`\lambda = 0`, :math:`b` must then be in the
         range of :math:`F`.
@@ -263,3 +261,130 @@ def _in_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
+
+
+class Diagonal(Curvature):
+    """A diagonal matrix, kept as tensors of the parameters' shapes.
+
+    Parameters
+    ----------
+    entries : Mapping[str, Tensor]
+        The diagonal, non-negative, one tensor a parameter.
+
+    Examples
+    --------
+    >>> fisher = Diagonal({"w": torch.tensor([1.0, 2.0])})
+    >>> fisher.matvec({"w": torch.tensor([3.0, 4.0])})
+    {'w': tensor([3., 8.])}
+    """
+
+    def __init__(self, entries: Params) -> None:
+        for name, tensor in entries.items():
+            if not tensor.is_floating_point():
+                raise StructureError(
+                    f"'{name}' has dtype {tensor.dtype}, but a diagonal needs floats"
+                )
+        self.entries = dict(entries)
+        self.shapes = {name: entry.shape for name, entry in entries.items()}
+
+    def matvec(self, vector: Params) -> dict[str, Tensor]:
+        """Return the elementwise product."""
+        self.check(vector)
+        return {name: entry * vector[name] for name, entry in self.entries.items()}
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """Return the entries (copies)."""
+        return {name: entry.clone() for name, entry in self.entries.items()}
+
+    def scaled(self, factor: float) -> "Diagonal":
+        """Return the diagonal times a factor."""
+        return Diagonal({name: entry * factor for name, entry in self.entries.items()})
+
+    def blocks(self) -> list["Diagonal"]:
+        """Return one block for each parameter."""
+        return [Diagonal({name: entry}) for name, entry in self.entries.items()]
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix with the entries on its diagonal."""
+        return torch.diag(torch.cat([e.reshape(-1) for e in self.entries.values()]))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the entries."""
+        return list(self.entries.values())
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Diagonal":
+        """Return the diagonal with a function applied to its entries."""
+        return Diagonal({name: function(entry) for name, entry in self.entries.items()})
+
+    def solver(self, damping: float) -> Solver:
+        """Return a solver, which divides."""
+        entries = {name: entry.double() for name, entry in self.entries.items()}
+        return lambda rhs: {k: divided(rhs[k], e, damping) for k, e in entries.items()}
+
+
+class BlockDiagonal(Curvature):
+    """A block-diagonal curvature: one child for each group of parameters.
+
+    This is what ``fisher(structure="kfac")`` returns: a :class:`Kronecker` for each
+    layer that has one, and a :class:`Diagonal` for the remaining parameters.
+
+    Parameters
+    ----------
+    children : Sequence[Curvature]
+        Curvatures over disjoint parameters.
+    """
+
+    def __init__(self, children: Sequence[Curvature]) -> None:
+        self.children = tuple(children)
+        names = [name for child in self.children for name in child.shapes]
+        if shared := sorted({name for name in names if names.count(name) > 1}):
+            raise StructureError(f"parameters {shared} are in more than one block")
+        self.shapes = {k: s for c in self.children for k, s in c.shapes.items()}
+
+    def matvec(self, vector: Params) -> dict[str, Tensor]:
+        """Return :math:`Fv`, child by child."""
+        self.check(vector)
+        parts = (c.matvec(select(vector, c.shapes)) for c in self.children)
+        return {k: v for part in parts for k, v in part.items()}
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """Return the children's diagonals."""
+        return {k: v for c in self.children for k, v in c.diagonal().items()}
+
+    def scaled(self, factor: float) -> "BlockDiagonal":
+        """Return the curvature with each child scaled."""
+        return BlockDiagonal([c.scaled(factor) for c in self.children])
+
+    def regularised(
+        self, *, shrink: float = 0.0, damping: float = 0.0
+    ) -> "BlockDiagonal":
+        """Return the curvature with each child regularised."""
+        return BlockDiagonal(
+            [c.regularised(shrink=shrink, damping=damping) for c in self.children]
+        )
+
+    def to_dense(self) -> Tensor:
+        """Return one matrix with the children's dense matrices on its diagonal."""
+        dense = [c.to_dense() for c in self.children]
+        matrix: Tensor = torch.block_diag(*dense)  # type: ignore[no-untyped-call]
+        return matrix
+
+    def tensors(self) -> list[Tensor]:
+        """Return the children's tensors."""
+        return [tensor for c in self.children for tensor in c.tensors()]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "BlockDiagonal":
+        """Return the curvature with a function applied to the children's tensors."""
+        return BlockDiagonal([child.mapped(function) for child in self.children])
+
+    def made(self) -> "BlockDiagonal":
+        """Return the curvature with its deferred children computed."""
+        return BlockDiagonal([child.made() for child in self.children])
+
+    def summary(self) -> str:
+        """Return the number of blocks, and of parameters."""
+        return f"{len(self.blocks())} blocks, {super().summary()}"
+
+    def blocks(self) -> list[Curvature]:
+        """Return the children's blocks."""
+        return [block for child in self.children for block in child.blocks()]

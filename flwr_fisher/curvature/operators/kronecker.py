@@ -1,4 +1,4 @@
-"""Kronecker-factored curvatures of one layer: K-FAC and E-KFAC."""
+"""K-FAC's curvature of one layer, seen as a matrix with the bias last."""
 
 from collections.abc import Callable
 
@@ -6,14 +6,39 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.base import Curvature, Solver
-from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
-from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
-from flwr_fisher.curvature.operators.lazy import WeightedSum
-from flwr_fisher.curvature.operators.solvers import eigen, known_moments
+from flwr_fisher.curvature.operators.factors import SymmetricFactor
+from flwr_fisher.curvature.operators.solvers import divided, eigen
 from flwr_fisher.errors import StructureError
+from flwr_fisher.params import Params, unflatten
 
 
-class Kronecker(LayerCurvature):
+def to_matrices(weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """Return ``[groups, out / groups, n]`` of a weight ``[out, in / groups, *kernel]``.
+
+    With a bias ``[out]``, it is the last of the n columns.
+    """
+    matrices = weight.reshape(groups, len(weight) // groups, -1)
+    if bias is None:
+        return matrices
+    return torch.cat([matrices, bias.reshape(*matrices.shape[:2], 1)], dim=-1)
+
+
+def from_matrices(
+    matrices: Tensor, weight: str, shape: torch.Size, bias: str | None
+) -> dict[str, Tensor]:
+    """Return the weight and bias of such matrices: the inverse of `to_matrices`."""
+    if bias is None:
+        return {weight: matrices.reshape(shape)}
+    return {
+        weight: matrices[..., :-1].reshape(shape),
+        bias: matrices[..., -1].reshape(-1),
+    }
+
+
+ScaledFactor = tuple[SymmetricFactor, Tensor]
+
+
+class Kronecker(Curvature):
     r"""One layer's Fisher as :math:`G \otimes A` (Martens & Grosse 2015).
 
     Let :math:`W` be the layer's weight as a matrix, outputs by inputs, with the bias,
@@ -55,7 +80,21 @@ class Kronecker(LayerCurvature):
         G: Tensor | SymmetricFactor,
         bias: str | None = None,
     ) -> None:
-        super().__init__(weight, weight_shape, bias, A.shape, G.shape)
+        self.weight, self.bias = weight, bias
+        self.weight_shape = torch.Size(weight_shape)
+        self.shapes = {weight: self.weight_shape}
+        if bias is not None:
+            self.shapes[bias] = self.weight_shape[:1]
+        self.groups = A.shape[0] if len(A.shape) == 3 else 0
+        inputs = self.weight_shape[1:].numel() + (bias is not None)
+        outputs = self.weight_shape[0] // max(self.groups, 1)
+        self.matrix_shape = torch.Size((self.groups, outputs, inputs))
+        fitting = (self.groups, inputs, inputs), (self.groups, outputs, outputs)
+        if not self.groups or (A.shape, G.shape) != fitting:
+            raise StructureError(
+                f"'{weight}' of shape {tuple(self.weight_shape)} does not fit factors "
+                f"of shapes {tuple(A.shape)} and {tuple(G.shape)}"
+            )
         self.A_factor, self.G_factor = SymmetricFactor.of(A), SymmetricFactor.of(G)
 
     @property
@@ -68,10 +107,24 @@ class Kronecker(LayerCurvature):
         """The factor of the output gradients as a dense tensor."""
         return self.G_factor.to_dense()
 
+    def matvec(self, vector: Params) -> dict[str, Tensor]:
+        """Return the product in the parameters' shapes."""
+        self.check(vector)
+        return self.as_params(self.product(self.as_matrices(vector)))
+
     def product(self, matrices: Tensor) -> Tensor:
-        r"""Return :math:`G W A`."""
+        r"""Return :math:`G W A`, of a vector laid out by :meth:`as_matrices`."""
         # `tensor @ factor` would first try to convert the factor, which is slow.
         return self.A_factor.__rmatmul__(self.G_factor @ matrices)
+
+    def as_matrices(self, vector: Params) -> Tensor:
+        """Return the layer as ``[groups, out / groups, n]``, the bias last."""
+        bias = None if self.bias is None else vector[self.bias]
+        return to_matrices(vector[self.weight], bias, self.groups)
+
+    def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
+        """Return ``[groups, out / groups, n]`` as the weight and the bias."""
+        return from_matrices(matrices, self.weight, self.weight_shape, self.bias)
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the outer products of the factors' diagonals."""
@@ -99,7 +152,12 @@ class Kronecker(LayerCurvature):
         )
 
     def partial_traces(self) -> tuple[ScaledFactor, ScaledFactor]:
-        """Return each factor times the other's trace."""
+        r"""Return the partial traces: over the outputs, and over the inputs.
+
+        They are :math:`\operatorname{tr}(G) A` and :math:`\operatorname{tr}(A) G`; both
+        have the trace of the whole. Each is a factor and its multiplier ``[groups]``,
+        so that no factor is copied.
+        """
         A, G = self.A_factor, self.G_factor
         return (A, G.trace()), (G, A.trace())
 
@@ -127,153 +185,29 @@ class Kronecker(LayerCurvature):
     def solver(self, damping: float) -> Solver:
         """Return a solver by the eigenvalues of both factors."""
         (a, U_A), (g, U_G) = (eigen(factor, damping) for factor in (self.A, self.G))
-        return self.solver_in(U_A, U_G, g.unsqueeze(-1) * a.unsqueeze(-2), damping)
+        values = g.unsqueeze(-1) * a.unsqueeze(-2)
+
+        def solve(rhs: Params) -> dict[str, Tensor]:
+            rotated = U_G.mT @ self.as_matrices(rhs) @ U_A
+            return self.as_params(U_G @ divided(rotated, values, damping) @ U_A.mT)
+
+        return solve
 
     def non_negative(self) -> list[Tensor]:
         """Return both factors' diagonals: in their products, two signs can cancel."""
         return [self.A_factor.diagonal(), self.G_factor.diagonal()]
 
+    def summary(self) -> str:
+        """Return the weight's name and its numbers of outputs and inputs."""
+        groups, outputs, inputs = self.matrix_shape
+        of_groups = f"{groups} groups of " if groups > 1 else ""
+        return f"'{self.weight}', {of_groups}{outputs} x {inputs}"
 
-_BENT = 1e-4  # how far a basis may be from orthonormal; rounding is far less
-
-
-class EigenKronecker(LayerCurvature):
-    r"""One layer's Fisher in K-FAC's eigenbasis: E-KFAC (George et al. 2018).
-
-    :math:`F \operatorname{vec} W = \operatorname{vec}\big(U_G\,(S \circ (U_G^\top W
-    U_A))\,U_A^\top\big)`, where :math:`S` has the gradients' exact second moments in
-    that basis. Of all curvatures that are diagonal in this basis, it is the nearest to
-    the Fisher.
-
-    Parameters
-    ----------
-    weight, weight_shape, bias
-        As for :class:`Kronecker`.
-    basis_A, basis_G : Tensor
-        ``[groups, n, n]`` and ``[groups, m, m]``: orthonormal columns.
-    moments : Tensor
-        :math:`S`, ``[groups, m, n]``, non-negative.
-    """
-
-    def __init__(
-        self,
-        weight: str,
-        weight_shape: torch.Size,
-        basis_A: Tensor,
-        basis_G: Tensor,
-        moments: Tensor,
-        bias: str | None = None,
-    ) -> None:
-        super().__init__(weight, weight_shape, bias, basis_A.shape, basis_G.shape)
-        if moments.shape != self.matrix_shape:
-            raise StructureError(
-                f"'{weight}' needs moments of shape {tuple(self.matrix_shape)}, got "
-                f"{tuple(moments.shape)}"
-            )
-        self.basis_A, self.basis_G, self.moments = basis_A, basis_G, moments
-
-    def product(self, matrices: Tensor) -> Tensor:
-        """Return the product, computed in the eigenbasis."""
-        rotated = self.basis_G.mT @ matrices @ self.basis_A
-        return self.basis_G @ (self.moments * rotated) @ self.basis_A.mT
-
-    def diagonal(self) -> dict[str, Tensor]:
-        """Return the diagonal: the moments times the squared bases."""
-        squares = self.basis_G.square() @ self.moments @ self.basis_A.square().mT
-        return self.as_params(squares)
-
-    def scaled(self, factor: float) -> "EigenKronecker":
-        """Return the curvature with its moments scaled."""
-        return self.with_factors(self.basis_A, self.basis_G, self.moments * factor)
-
-    def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> Curvature:
-        r"""Return the layer with its moments shrunk, as :meth:`Kronecker.regularised`.
-
-        `damping` draws the moments to their mean over outputs. `shrink` mixes in the
-        curvature without correlations between inputs, which has the moments
-        :math:`S\,(U_A \circ U_A)^\top` in the inputs' own basis. Traces stay as they
-        are. If a codec left out columns of a basis, damping also affects their
-        directions.
-        """
-        damped = self._damped(damping) if damping else self
-        if not shrink:
-            return damped
-        A = self.basis_A
-        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand_as(A)
-        moments = damped.moments @ self.basis_A.square().mT
-        apart = damped.with_factors(eye, damped.basis_G, moments)
-        return WeightedSum([damped, apart], [1 - shrink, shrink])
-
-    def partial_traces(self) -> tuple[ScaledFactor, ScaledFactor]:
-        """Return each basis with the moments summed over the other's columns."""
-        of_A, of_G = (b.square().sum(-2) for b in (self.basis_A, self.basis_G))
-        inputs = (self.moments * of_G.unsqueeze(-1)).sum(-2)
-        outputs = (self.moments * of_A.unsqueeze(-2)).sum(-1)
-        one = torch.ones_like(inputs[..., 0])
-        of_inputs = _in_basis(self.basis_A, inputs)
-        return (of_inputs, one), (_in_basis(self.basis_G, outputs), one)
-
-    def _damped(self, share: float) -> "EigenKronecker":
-        wide = torch.promote_types(self.basis_G.dtype, torch.float32)  # for QR
-        basis = torch.linalg.qr(self.basis_G.to(wide))[0].to(self.basis_G)
-        moments = self.moments * self.basis_G.square().sum(-2).unsqueeze(-1)
-        drawn = moments.lerp(moments.mean(1, keepdim=True), share)
-        return self.with_factors(self.basis_A, basis, drawn)
-
-    def with_factors(
-        self, basis_A: Tensor, basis_G: Tensor, moments: Tensor
-    ) -> "EigenKronecker":
-        """Return the layer with other bases and moments."""
-        A, G = basis_A, basis_G
-        return EigenKronecker(self.weight, self.weight_shape, A, G, moments, self.bias)
-
-    def dense_blocks(self) -> Tensor:
-        """Return each group's matrix."""
-        parts = zip(self.basis_A, self.basis_G, self.moments, strict=True)
-        # torch.kron fails on factors of different memory formats.
-        bases = [
-            (torch.kron(g.contiguous(), a.contiguous()), s.flatten())
-            for a, g, s in parts
-        ]
-        return torch.stack([u * s @ u.mT for u, s in bases])
-
-    def tensors(self) -> list[Tensor]:
-        """Return the bases and the moments."""
-        return [self.basis_A, self.basis_G, self.moments]
-
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> "EigenKronecker":
-        """Return the curvature with a function applied to the bases and moments."""
-        return self.with_factors(*(function(tensor) for tensor in self.tensors()))
-
-    def solver(self, damping: float) -> Solver:
-        """Return a solver: by the moments, or by conjugate gradients.
-
-        Without damping, moments that may be only rounding count as 0. Conjugate
-        gradients are needed if a codec has rounded the bases, so that they are no
-        longer orthonormal.
-        """
-        (U_A, R_A), (U_G, R_G) = map(_orthonormal, (self.basis_A, self.basis_G))
-        if R_A is None or R_G is None:
-            return super().solver(damping)
-        moments = known_moments(self.moments, damping)
-        values = R_G.unsqueeze(-1) * moments * R_A.unsqueeze(-2)
-        return self.solver_in(U_A, U_G, values, damping)
-
-    def non_negative(self) -> list[Tensor]:
-        """Return the moments, in any basis."""
-        return [self.moments]
-
-
-def _in_basis(basis: Tensor, values: Tensor) -> LowRankFactor:
-    return LowRankFactor(basis, values.sqrt(), torch.zeros_like(basis[..., 0]))
-
-
-def _orthonormal(basis: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a basis with its zero columns filled in, and a 1 for each other column.
-
-    None in their place if columns are not orthonormal.
-    """
-    Q, R = torch.linalg.qr(basis.double())
-    there = R.diagonal(dim1=-2, dim2=-1).abs().round()
-    bent = (R.abs() - torch.diag_embed(there)).abs().max() > _BENT
-    return Q, None if bent else there
+    def to_dense(self) -> Tensor:
+        """Return the matrix over the flattened weight followed by the bias."""
+        blocks = self.dense_blocks()
+        matrix = blocks.new_zeros(self.numel(), self.numel())
+        rows = unflatten(torch.arange(self.numel()).to(blocks.device), self.shapes)
+        for at, block in zip(self.as_matrices(rows).flatten(1), blocks, strict=True):
+            matrix[at.unsqueeze(1), at] = block
+        return matrix

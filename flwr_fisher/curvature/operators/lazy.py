@@ -7,9 +7,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import Curvature, Solver
-from flwr_fisher.curvature.operators.layer import LayerCurvature
-from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal
+from flwr_fisher.curvature.operators.base import (
+    BlockDiagonal,
+    Curvature,
+    Diagonal,
+    Solver,
+)
+from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, flatten, select, unflatten
 
@@ -168,9 +172,9 @@ class WeightedSum(Curvature):
         return first.as_params(self._sum(products)[""])
 
     @cached_property
-    def _layers(self) -> list[LayerCurvature]:
+    def _layers(self) -> list[Kronecker]:
         """The terms, if all are of one layer, and share one layout of vectors."""
-        layers = [term for term in self.terms if isinstance(term, LayerCurvature)]
+        layers = [term for term in self.terms if isinstance(term, Kronecker)]
         layouts = {(layer.weight, layer.bias, layer.groups) for layer in layers}
         return layers if len(layers) == len(self.terms) and len(layouts) == 1 else []
 

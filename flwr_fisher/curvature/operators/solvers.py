@@ -54,24 +54,6 @@ def eigen(matrices: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     return torch.where(values > rounding, values, 0), vectors
 
 
-def known_moments(moments: Tensor, damping: float) -> Tensor:
-    r"""Return second moments in float64, without those that may be only rounding.
-
-    Parameters
-    ----------
-    moments : Tensor
-        ``[groups, m, n]``, in K-FAC's eigenbasis.
-    damping : float
-        If it is 0, moments of at most :math:`mn\varepsilon^2` of the largest are set
-        to 0, for the dtype's :math:`\varepsilon`. They are squares, of a product: this
-        is the share that :func:`eigen` uses for `m` rows, times that for `n`.
-    """
-    rows, columns = moments.shape[-2:]
-    least = 0.0 if damping else rows * columns * torch.finfo(moments.dtype).eps ** 2
-    wide = moments.double()
-    return torch.where(wide > least * wide.amax((-2, -1), keepdim=True), wide, 0)
-
-
 Matvec = Callable[[Params], dict[str, Tensor]]
 
 _LOOK = 128  # more iterations than a merge's conjugate gradients have by default
