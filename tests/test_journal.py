@@ -296,19 +296,6 @@ def test_an_empty_array_is_kept(tmp_path):
     run.journal.release()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    where = tmp_path / "file" / "run"
-    with pytest.raises(CheckpointError, match=f"cannot write {where} "):
-        start(where)
-
-
-def test_a_folder_may_be_the_homes(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    start(Path("~/run"))
-    assert (tmp_path / "run" / "run.safetensors").exists()
-
-
 @pytest.mark.parametrize("name", ["医院" * 60, "a" * 300, "../../x", "a/b\\c"])
 def test_any_registered_name_is_a_files(tmp_path, name):
     run = Journal(tmp_path)

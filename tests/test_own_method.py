@@ -4,8 +4,6 @@ Bernstein et al., *signSGD with Majority Vote* (ICLR 2019): clients send the sig
 their gradients, the server steps against the sign of their sum.
 """
 
-from functools import partial, wraps
-
 import pytest
 import torch
 import tutorials
@@ -124,18 +122,6 @@ def named(name, file, module):
     space = {"__name__": module}
     exec(compile(f"def {name}(problem, request): ...", file, "exec"), space)
     return space[name]
-
-
-def test_a_job_of_the_same_function_name_in_another_file_is_no_other_reading_of_it():
-    for name, kind in (("scaffold", "train"), ("evaluate", "evaluate")):
-        built_in = get_job(name, kind)
-        mine = named(f"{name}_job", "my_jobs.py", "my_jobs")
-        for job in (mine, partial(mine), wraps(mine)(lambda *given: None)):
-            with pytest.raises(
-                ConfigurationError, match=f"there is already a job '{name}'"
-            ):
-                register_job(name, kind)(job)
-        assert get_job(name, kind) is built_in
 
 
 def test_a_job_that_is_read_again_takes_its_place(monkeypatch):

@@ -321,14 +321,6 @@ def test_a_round_that_cannot_be_opened_again_stays(tmp_path):
 # What is refused
 
 
-def test_a_round_is_not_opened_again_without_its_number(tmp_path):
-    whole = start(where=tmp_path, num_rounds=2)
-    options = {"where": tmp_path, "resume": True}
-    with pytest.raises(ConfigurationError, match=r"round 2, .* pass num_rounds=2"):
-        start(reopen=True, num_rounds=1, **options)
-    assert same_bits(start(num_rounds=2, **options).arrays, whole.arrays)
-
-
 @pytest.mark.parametrize(
     ("options", "change"),
     [

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
 
 from flwr_fisher.errors import (
@@ -28,7 +28,6 @@ from flwr_fisher.wire import (
     Payload,
     arrays_to_tensors,
     join_groups,
-    named_options,
     split_groups,
     tensors_to_arrays,
 )
@@ -384,10 +383,6 @@ class Exchange(Generic[P]):
         if not isinstance(self.clients, str):
             return self.clients(state)
         return previous.keys() if self.clients == "previous" else None
-
-    def configure(self, base: ConfigRecord) -> ConfigRecord:
-        """Return a new record with the caller's entries and the options."""
-        return ConfigRecord({**base, **named_options({"job": "train", **self.options})})
 
     def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
         """Return a function from a client's number to the record to send.

@@ -22,6 +22,7 @@ _UNSENT = (
 _SHORTEST = 1.0  # Flower refuses messages with a lifetime of 0
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 3.0  # seconds between pulls, as Flower's own
 QUERY_LIFETIME = 600.0  # seconds
+_FOR_GOOD = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.CLIENT_APP_CRASHED)
 # seconds without an answer until a query ends
 _SHORTEST_GAP, _LONGEST_GAP = 10.0, 60.0
 
@@ -36,29 +37,22 @@ class NodeReply:
         The node that was asked.
     message : Message
         The reply.
-    unsent : bool, default False
-        Whether the message was not sent, because the SuperLink takes none for the node.
     """
 
     node: int
     message: Message
-    unsent: bool = False
 
     @property
     def from_superlink(self) -> bool:
         """Whether the SuperLink answered in place of the node."""
         sender = self.message.metadata.src_node_id
         from_link = self.message.has_error() and sender == SUPERLINK_NODE_ID
-        return self.unsent or (from_link and sender != self.node)
+        return from_link and sender != self.node
 
     @property
     def nothing_will_come(self) -> bool:
         """Whether no reply will come: the node is gone, or its ClientApp was killed."""
-        if not self.message.has_error():
-            return False
-        code = self.message.error.code
-        gone = self.from_superlink and code == ErrorCode.NODE_UNAVAILABLE
-        return gone or code == ErrorCode.CLIENT_APP_CRASHED
+        return self.message.has_error() and self.message.error.code in _FOR_GOOD
 
 
 Receive = Callable[[NodeReply], object]
@@ -110,7 +104,7 @@ class Mailbox:
             else:
                 id_ = f"unsent-{next(self._num_unsent)}"
                 error = Error(ErrorCode.NODE_UNAVAILABLE, _UNSENT)
-                reply = NodeReply(node, Message(error, reply_to=message), unsent=True)
+                reply = NodeReply(node, Message(error, reply_to=message))
                 self._held.append((id_, reply))
             ids.add(id_)
         return ids

@@ -165,17 +165,17 @@ class ExchangeRun(Generic[P]):
         previous: Mapping[int, float],
     ) -> None:
         self.strategy, self.exchange, self.state = strategy, exchange, state
-        self.config = exchange.configure(config)
         self.grid, self.journal, self.cohort = grid, journal, strategy.cohort
         # An optional exchange takes what it can get, and waits for nobody.
         self.needed = 1 if exchange.optional else strategy.min_train_nodes
         self._numbers = exchange.numbers(state, previous)
         # A collection window asks whoever connects, so it has no sample.
         self._window = strategy.waiting.window if self._numbers is None else None
+        options = {"job": "train", **exchange.options}
         if self._window is not None and exchange.require_same_parameters:
             # Only the last upload shows what most clients train and freeze.
-            tell = named_options({"tell-frozen": True})
-            self.config = ConfigRecord({**self.config, **tell})
+            options["tell-frozen"] = True
+        self.config = ConfigRecord({**config, **named_options(options)})
         # Only trainings need have the strategy's own weight among their metrics.
         weighted_by = NUM_EXAMPLES if exchange.optional else strategy.weighted_by_key
         weights = previous if exchange.clients == "previous" else {}
