@@ -7,6 +7,7 @@ that code which catches ``ValueError`` keeps working.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import inf
 from numbers import Integral, Real
 from typing import Any
 
@@ -163,12 +164,8 @@ def check_whole(name: str, value: object, low: int | None = None) -> None:
         check_range(name, int(value), low)
 
 
-def check_positive(
-    name: str, value: float, *, or_zero: bool = False, most: float = float("inf")
-) -> None:
+def check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
     """Raise :class:`ConfigurationError` unless the value is positive and finite.
-
-    It must also be at most `most`.
 
     Examples
     --------
@@ -177,17 +174,17 @@ def check_positive(
     flwr_fisher.errors.ConfigurationError: lr must be > 0 and finite, got 0
     """
     check_number(name, value)
-    if not (0 < value < float("inf") or (or_zero and value == 0)) or value > most:
-        span = f"{'>= 0' if or_zero else '> 0'} and finite"
-        if most < float("inf"):
-            span = f"in (0, {most}]"
-        raise ConfigurationError(f"{name} must be {span}, got {value}")
+    if not (0 < value < inf or (or_zero and value == 0)):
+        span = ">= 0" if or_zero else "> 0"
+        raise ConfigurationError(f"{name} must be {span} and finite, got {value}")
 
 
 def check_range(
-    name: str, value: float, low: float, high: float = float("inf")
+    name: str, value: float, low: float, high: float = inf, above: float = -inf
 ) -> None:
-    """Raise :class:`ConfigurationError` unless ``low <= value <= high`` (NaN fails).
+    """Raise :class:`ConfigurationError` unless a number is in a range (NaN is not).
+
+    It must be at least `low`, at most `high`, and greater than `above`.
 
     Examples
     --------
@@ -196,9 +193,16 @@ def check_range(
     flwr_fisher.errors.ConfigurationError: shrink must be in [0, 1], got 1.5
     """
     check_number(name, value)
-    if not low <= value <= high:
-        span = f">= {low}" if high == float("inf") else f"in [{low}, {high}]"
+    if not low <= value <= high or value <= above:
+        span = range_text(low, high, above)
         raise ConfigurationError(f"{name} must be {span}, got {value}")
+
+
+def range_text(low: float, high: float, above: float) -> str:
+    """Return the range of :func:`check_range` as text, such as ``in [0, 1]``."""
+    if high == inf:
+        return f"> {above}" if above > low else f">= {low}"
+    return f"in ({above}, {high}]" if above > low else f"in [{low}, {high}]"
 
 
 def plain(value: Any) -> Any:

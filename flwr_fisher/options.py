@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from difflib import get_close_matches
 from inspect import cleandoc
+from math import inf
 from textwrap import fill
 from types import UnionType
 from typing import Any, Self, dataclass_transform, get_args, get_type_hints
@@ -18,20 +19,23 @@ from flwr_fisher.errors import (
     ConfigurationError,
     check_known,
     check_number,
+    check_range,
     check_whole,
     plain,
+    range_text,
 )
 
 _PLAIN = (bool, int, float, str, type(None))
+_ANY = (-inf, inf, -inf)  # the range of an option without limits
 
 
 def option(
     default: Any,
     says: str = "",
     *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
+    low: float = -inf,
+    high: float = inf,
+    above: float = -inf,
     choices: Collection[str] = (),
     sent: bool = True,
     kw_only: bool = True,
@@ -45,9 +49,9 @@ def option(
         stands for a value that the class fills in later.
     says : str
         What the option does: the sentences of the class's docstring.
-    low, high : float, optional
+    low, high : float
         The least and the greatest number that is allowed.
-    above : float, optional
+    above : float
         The number must be greater than this.
     choices : Collection[str], default ()
         The texts that are allowed; with none, any text.
@@ -56,7 +60,7 @@ def option(
     kw_only : bool, default True
         Whether the option must be given by its name.
     """
-    facts: dict[str, Any] = {"says": says, "low": low, "high": high, "above": above}
+    facts: dict[str, Any] = {"says": says, "range": (low, high, above)}
     facts |= {"choices": tuple(choices), "sent": sent}
     return field(default=default, kw_only=kw_only, metadata=facts)
 
@@ -225,24 +229,7 @@ def _check(declared: "Field[Any]", value: Any, kinds: tuple[Any, ...]) -> None:
     if kinds[0] is bool:
         raise ConfigurationError(f"{name} must be True or False, got {value!r:.80}")
     (check_number if float in kinds else check_whole)(name, value)
-    low, high, above = (facts.get(key) for key in ("low", "high", "above"))
-    if (
-        value != value  # NaN
-        or (low is not None and value < low)
-        or (high is not None and value > high)
-        or (above is not None and value <= above)
-    ):
-        raise ConfigurationError(f"{name} must be {_span(declared)}, got {value}")
-
-
-def _span(declared: "Field[Any]") -> str:
-    """Return the range of an option as text, such as ``in [0, 1]``."""
-    low, high, above = (declared.metadata.get(key) for key in ("low", "high", "above"))
-    if high is None:
-        return f"> {above}" if low is None else f">= {low}"
-    if low is None and above is None:
-        return f"<= {high}"
-    return f"in ({above}, {high}]" if low is None else f"in [{low}, {high}]"
+    check_range(name, value, *facts.get("range", _ANY))
 
 
 def _with_parameters(cls: type) -> str:
@@ -255,9 +242,8 @@ def _with_parameters(cls: type) -> str:
     for each in fields(cls):
         default = "" if each.default is MISSING else f", default {each.default!r}"
         says = each.metadata.get("says", "")
-        spans = {"low", "high", "above"}
-        if any(each.metadata.get(key) is not None for key in spans):
-            says = f"{says} It must be {_span(each)}."
+        if (span := each.metadata.get("range", _ANY)) != _ANY:
+            says = f"{says} It must be {range_text(*span)}."
         elif each.metadata.get("choices"):
             says = f"{says} One of: {', '.join(each.metadata['choices'])}."
         kind = getattr(each.type, "__name__", each.type)

@@ -487,18 +487,6 @@ def test_a_negative_pair_of_factors_does_not_hide_its_signs():
         fedfisher([first, replace(second, curvature=both)])
 
 
-@all_kinds
-def test_dtypes_must_be_the_same(make):
-    clients = posteriors(make)
-    low = [as_float32(c) for c in clients]
-    mixed = replace(clients[2], curvature=low[2].curvature)
-    for merge in (fedfisher, fedavg):
-        with pytest.raises(ParamsError, match=r"posterior 1: '.*' is .*float64.*32"):
-            merge([low[0], clients[1], low[2]])
-        with pytest.raises(ParamsError, match=r"posterior 2: the curv.*float32.*64"):
-            merge([*clients[:2], mixed])
-
-
 def test_clients_with_other_structures_still_merge():
     """One client's K-FAC and another's diagonal of the same layer."""
     shapes = {"w": (4, 3), "b": (4,)}

@@ -256,7 +256,7 @@ def _input_means(
     The model runs over the loader with the norms in train mode. A norm that is not used
     has no entry.
     """
-    batches, usable = 0, 0
+    usable = False
     totals: dict[_BatchNorm, tuple[Any, Any, int]] = {}
     inputs: list[tuple[_BatchNorm, Tensor, Tensor, int]] = []  # of the current batch
 
@@ -270,7 +270,6 @@ def _input_means(
         hooks = [norm.register_forward_pre_hook(see) for norm in norms]
         try:
             for batch in batches_of(loader, model, device):
-                batches += 1
                 inputs.clear()
                 try:
                     batch.inputs(model)
@@ -278,19 +277,17 @@ def _input_means(
                     if TOO_FEW not in str(error):
                         raise
                     continue  # also without what the norms before have seen
-                usable += 1
+                usable = True
                 for norm, *new, count in inputs:
                     first, second, before = totals.get(norm, (0.0, 0.0, 0))
                     totals[norm] = first + new[0], second + new[1], before + count
         finally:
             for hook in hooks:
                 hook.remove()
-    if not batches:
-        raise DataError("the loader has no examples, so norms have no statistics")
     if not usable:
         raise DataError(
-            f"batch norm can use none of the loader's {batches} batches in train mode: "
-            "it needs batches of two examples or more"
+            "the loader has no batch that batch norms can use in train mode: it takes "
+            "two examples or more"
         )
     return {
         norm: torch.stack([first, second]).cpu().double() / count

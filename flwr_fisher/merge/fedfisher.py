@@ -185,7 +185,7 @@ def fedfisher(
         If a number is out of range, the solver does not use `score`, `lr`, `tolerance`
         or `iterations`, which is given, or the device has no float64.
     ParamsError
-        If there is no posterior, their layouts or dtypes differ, a client's parameters
+        If there is no posterior, their layouts differ, a client's parameters
         or curvature are not finite, or its curvature is negative.
     StructureError
         If curvatures cover different parameters, or a structure has no closed form but
@@ -285,10 +285,11 @@ def solve(
     else:
         moves, curves, traces = Moves(), [], []
         for index, make in enumerate(systems, start=1):
-            move, norms, held = _solved(mean, make().normalised(), options)
+            system = make().normalised()
+            move, norms = _solved(mean, system, options)
             moves |= move
             curves.append(norms)
-            traces.append(held)
+            traces.append(system.client_traces)
             if progress is not None:
                 progress(f"solver: {next(iter(move))}, {index} of {len(systems)}")
     unsolved = [name for name, move in moves.items() if move is None]
@@ -305,11 +306,8 @@ def solve(
 
 def _solved(
     mean: Params, system: LinearSystem, options: MergeOptions
-) -> tuple[Moves, list[float], list[float]]:
-    """Return a layer's move, its residual norms and its clients' traces.
-
-    There is no move if it is not solved.
-    """
+) -> tuple[Moves, list[float]]:
+    """Return a layer's move, or None if it is not solved, and its residual norms."""
     # No curvature, or one that is not finite, is an error on the CPU.
     with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         end = _iterate(system, options)
@@ -317,18 +315,17 @@ def _solved(
         rise = -dot(end.solution, add(system.rhs, end.residual))
         solution, norms = end.read()
         solution = {name: value.cpu() for name, value in solution.items()}
-        if _improves(solution, norms, float(rise)):
-            move: Moves = {**system.move(solution)}
-            if is_finite(moved(select(mean, move), move)):
-                return move, [n * system.scale for n in norms], system.client_traces
+        move: Moves = {**system.move(solution)}
+        if _improves(norms, float(rise)) and is_finite(moved(select(mean, move), move)):
+            return move, [n * system.scale for n in norms]
     start = float(norm(system.rhs)) * system.scale  # what is left at the mean
     unsolved: Moves = dict.fromkeys(system.rhs)
-    return unsolved, [start if math.isfinite(start) else 0.0], system.client_traces
+    return unsolved, [start if math.isfinite(start) else 0.0]
 
 
-def _improves(solution: Params, residuals: list[float], rise: float) -> bool:
+def _improves(residuals: list[float], rise: float) -> bool:
     """Return whether the solver took a step, and improved on the mean."""
-    if not all(map(math.isfinite, residuals)) or not is_finite(solution):
+    if not all(map(math.isfinite, residuals)):
         return False
     if len(residuals) == 1:  # there was nothing to solve, or no step could be taken
         return residuals[0] == 0

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
@@ -73,8 +72,8 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
     Raises
     ------
     ParamsError
-        If there is none, a number is not finite, a diagonal is negative, or layouts or
-        dtypes differ. It tells which posterior.
+        If there is none, a number is not finite, a diagonal is negative, or layouts
+        differ. It tells which posterior.
     """
     if not posteriors:
         raise ParamsError("there is no posterior to merge: pass at least one")
@@ -84,28 +83,16 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
         if layout is posterior.params:
             check_finite(posterior.params, what)
         check_same_layout(first, layout, what)
-        for name, value in layout.items():
-            _check_dtype(f"{what}: '{name}'", value.dtype, first[name].dtype)
         for block in posterior.curvature.blocks():
-            _check_block(f"{what}: the curvature of {list(block.shapes)}", block, first)
-
-
-def _check_block(what: str, block: Curvature, params: Params) -> None:
-    numbers = block.non_negative()
-    # Directions may still be the integers of the wire; their matrices are floats.
-    floats = [t for t in block.tensors() if t.is_floating_point()] + list(numbers)
-    for tensor in floats:
-        for name in block.shapes:
-            _check_dtype(what, tensor.dtype, params[name].dtype)
-    if not all(map(all_finite, floats)):
-        raise ParamsError(f"{what} holds NaN or infinity")
-    if any((number < 0).any() for number in numbers):
-        raise ParamsError(f"{what} is negative on a diagonal")
-
-
-def _check_dtype(what: str, dtype: torch.dtype, expected: torch.dtype) -> None:
-    if dtype != expected:
-        raise ParamsError(f"{what} is {dtype}, expected {expected}")
+            name, numbers = list(block.shapes), block.non_negative()
+            if not all(map(all_finite, [*block.tensors(), *numbers])):
+                raise ParamsError(
+                    f"{what}: the curvature of {name} holds NaN or infinity"
+                )
+            if any((number < 0).any() for number in numbers):
+                raise ParamsError(
+                    f"{what}: the curvature of {name} is negative on a diagonal"
+                )
 
 
 def fedavg(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:

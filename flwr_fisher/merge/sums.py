@@ -90,9 +90,8 @@ class DiagonalSums:
         Raises
         ------
         ParamsError
-            If there is no posterior, layouts differ, or a posterior is not finite, has
-            several dtypes, or has a negative curvature; or if a sum is too large for
-            its dtype.
+            If there is no posterior, layouts differ, or a posterior is not finite or
+            has a negative curvature; or if a sum is too large for its dtype.
         StructureError
             If a curvature is not diagonal.
 

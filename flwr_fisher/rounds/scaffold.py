@@ -78,7 +78,7 @@ def scaffold_step(
     >>> scaffold_step(one, zero, [one], [one], [1], participation=0.5)
     ({'w': tensor([0.])}, {'w': tensor([0.5000])})
     """
-    check_positive("participation", participation, most=1)
+    check_range("participation", participation, 0, 1, above=0)
     check_range("lr", lr, 0)
     step, shift = weighted_mean(deltas, weights), weighted_mean(control_deltas, weights)
     check_same_layout(control, step, "deltas")

@@ -6,7 +6,7 @@ from operator import mul
 
 from torch import Tensor
 
-from flwr_fisher.errors import check_positive, check_whole
+from flwr_fisher.errors import check_positive, check_range, check_whole
 from flwr_fisher.params import (
     add,
     check_finite,
@@ -135,7 +135,7 @@ def tct_average(
     >>> tct_average(zero, zero, [one, two], [3, 1], lr=0.5, local_steps=2)
     (tensor([[1.2500]]), tensor([[-1.2500]]))
     """
-    check_positive("participation", participation, most=1)
+    check_range("participation", participation, 0, 1, above=0)
     wide = [{"weight": local.double()} for local in locals]
     mean, c = weighted_mean(wide, weights), {"weight": control.double()}
     # All is linear in Theta_i, so one client at the mean stands for the cohort.
