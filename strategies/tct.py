@@ -185,9 +185,9 @@ class TCT(CurvatureStrategy):
     def check(self, state: ServerState) -> None:
         """Raise an error for another run's learning rate, or a TCT model as start."""
         if (agreed := rate_of(state)) is None:
-            if odd := sorted(k for k in state.params if k.startswith(KEYS)):
+            if tangent := sorted(k for k in state.params if k.startswith(KEYS)):
                 raise ConfigurationError(
-                    f"the initial arrays have {odd} of a TCT model: start from the "
+                    f"the initial arrays have {tangent} of a TCT model: start from the "
                     "network alone, shared_state(model)"
                 )
         elif self.lr not in (None, agreed):

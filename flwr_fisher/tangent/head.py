@@ -43,10 +43,12 @@ def find_head(model: nn.Module, head: str | None) -> str:
 
 
 def _check_not_shared(modules: dict[str, nn.Module], head: str) -> None:
-    own = {id(p) for p in modules[head].parameters()}
+    parameters = {id(p) for p in modules[head].parameters()}
     for name, module in modules.items():
         inside = not head or name == head or name.startswith(f"{head}.")
-        if inside or own.isdisjoint(id(p) for p in module.parameters(recurse=False)):
+        if inside or parameters.isdisjoint(
+            id(p) for p in module.parameters(recurse=False)
+        ):
             continue
         raise StructureError(
             f"head '{head}' shares its parameters with layer '{name}', so it cannot be "

@@ -90,8 +90,8 @@ class Additive(Payload):
         """All tensors, by their keys in the record."""
         return {
             _key(part, name): value
-            for part, own in self.parts.items()
-            for name, value in own.items()
+            for part, tensors in self.parts.items()
+            for name, value in tensors.items()
         }
 
     def part(self, name: str) -> Params:
@@ -114,13 +114,13 @@ class Additive(Payload):
 
     def curvature_norms(self) -> dict[str, float]:
         """Return each layer's Fisher trace, and the norm of all products."""
-        own = {
+        norms = {
             f"{FISHER}/{name}": float(value.double().sum())
             for name, value in self.part(FISHER).items()
         }
         if product := self.part(PRODUCT):  # with Fishers, which have no usual size
-            own[PRODUCT] = norm64(product.values())
-        return own
+            norms[PRODUCT] = norm64(product.values())
+        return norms
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> "Additive":
         """Return it with a smaller step, shorter vectors, and scaled Fishers.
@@ -131,14 +131,14 @@ class Additive(Payload):
         parts: dict[str, Params] = {}
         of_product = (factors.get(name, 1.0) for name in (PRODUCT, PRODUCT_STEP))
         factors = {**factors, PRODUCT: min(of_product)}
-        for part, own in self.parts.items():
+        for part, tensors in self.parts.items():
             if part in (PARAMS, BUFFERS):
-                parts[part] = dict(drawn_back(own, like, factors))
+                parts[part] = dict(drawn_back(tensors, like, factors))
                 continue
             of_each = f"{FISHER}/" if part in (FISHER, POINT) else None
             parts[part] = {
                 k: v * factors.get(part if of_each is None else of_each + k, 1.0)
-                for k, v in own.items()
+                for k, v in tensors.items()
             }
         if POINT in parts:
             parts[POINT] = products(parts[FISHER], parts[PARAMS])
@@ -235,8 +235,8 @@ def _split(
     if over and not trained:
         raise WireError(f"no {over[0]} arrived", field=f"{over[0]}/")
     rest = {PARAMS: like.keys(), BUFFERS: like.keys() - trained}
-    for part, own in split.items():
-        check_same_keys(own.keys(), rest.get(part, trained), _key(part, ""))
+    for part, names in split.items():
+        check_same_keys(names, rest.get(part, trained), _key(part, ""))
     return split
 
 
@@ -260,17 +260,19 @@ class LayerTraces(Additive):
     @classmethod
     def of(cls, product: Params, traces: Curvature) -> "LayerTraces":
         """Return the upload of a product and traces over the same parameters."""
-        own = curvature_to_tensors(traces)
-        named = {key.removeprefix(PREFIX): value for key, value in own.items()}
+        factors = curvature_to_tensors(traces)
+        named = {key.removeprefix(PREFIX): value for key, value in factors.items()}
         return cls({PRODUCT: product, PREFIX.removesuffix("/"): named}, traces)
 
     def curvature_norms(self) -> dict[str, float]:
         """Return each layer's trace, and the product's norm."""
-        own = super().curvature_norms()
+        norms = super().curvature_norms()
         for block in self.traces.blocks():
             size = block.trace()  # of a layer: both of its factors have the same trace
-            own[trace_name(block)] = size**0.5 if isinstance(block, Kronecker) else size
-        return own
+            norms[trace_name(block)] = (
+                size**0.5 if isinstance(block, Kronecker) else size
+            )
+        return norms
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> "LayerTraces":
         """Return it with scaled layers, and a shorter product."""
@@ -292,8 +294,8 @@ class LayerTraces(Additive):
         layouts = _layouts([PRODUCT], like) | curvature_layouts(record, like)
         tensors = read_arrays(record, layouts)
         product = _split(tensors, [PRODUCT], like)[PRODUCT]
-        own = {key: v for key, v in tensors.items() if key.startswith(PREFIX)}
-        traces = tensors_to_curvature(own, like)
+        factors = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
+        traces = tensors_to_curvature(factors, like)
         check_same_keys(product.keys(), traces.shapes.keys(), f"{PRODUCT}/")
         return cls.of(product, traces)
 

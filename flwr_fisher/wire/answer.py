@@ -104,8 +104,8 @@ def frozen_name(described: str) -> str:
 
 def with_frozen(record: ArrayRecord, digest: str) -> ArrayRecord:
     """Return an upload's arrays, with a digest of the frozen parameters not sent."""
-    own = tensors_to_arrays({_FROZEN: bytes_of(digest[:_DIGITS])})
-    return ArrayRecord({**record, **own})
+    frozen = tensors_to_arrays({_FROZEN: bytes_of(digest[:_DIGITS])})
+    return ArrayRecord({**record, **frozen})
 
 
 def split_frozen(record: ArrayRecord) -> tuple[ArrayRecord, str]:

@@ -108,9 +108,9 @@ def _smallest_budget(layout: Layout) -> float:
     # Nothing is computed here: tensors on the device "meta" have shapes and no values.
     params = without_values(layout)
     every = (container_bytes(_least_sizes(params, s)) for s in STRUCTURES.values())
-    size, plain = max(every), fedavg_bytes(params)
-    metrics = _METRICS if size < plain else 0
-    return math.ceil(1e3 * (size + metrics) / (plain + metrics)) / 1e3
+    size, fedavg = max(every), fedavg_bytes(params)
+    metrics = _METRICS if size < fedavg else 0
+    return math.ceil(1e3 * (size + metrics) / (fedavg + metrics)) / 1e3
 
 
 def _least_sizes(params: Params, structure: Structure) -> dict[str, int]:

@@ -233,18 +233,18 @@ def keys_by_block(keys: Iterable[str], params: Params) -> list[list[str]]:
     WireError
         If a block's tensor is missing.
     """
-    places = {name: place for place, name in enumerate(params)}
+    positions = {name: position for position, name in enumerate(params)}
     parsed = [Key.parse(key, params) for key in keys]
     blocks: dict[tuple[bool, int, str], list[str]] = {}
     for key in sorted(parsed, key=str):
-        place = (key.is_diagonal, places[key.name], key.structure.name)
-        blocks.setdefault(place, []).append(str(key))
-    for place in blocks:
-        structure, name = STRUCTURES[place[2]], list(params)[place[1]]
+        block = (key.is_diagonal, positions[key.name], key.structure.name)
+        blocks.setdefault(block, []).append(str(key))
+    for block in blocks:
+        structure, name = STRUCTURES[block[2]], list(params)[block[1]]
         for letter in structure.tensors:
-            if (wanted := str(Key(structure, name, letter))) not in blocks[place]:
+            if (wanted := str(Key(structure, name, letter))) not in blocks[block]:
                 raise WireError("missing", field=wanted)
-    return [blocks[place] for place in sorted(blocks)]
+    return [blocks[block] for block in sorted(blocks)]
 
 
 def block_of(parts: Parts, params: Params) -> Curvature:

@@ -146,9 +146,9 @@ class EigenvalueCounts(TangentUpload):
     @classmethod
     def of(cls, about: dict[str, Any], value: float) -> Self:
         """Return the upload of one client, with a one in the eigenvalue's bin."""
-        place = math.ceil(_PER_OCTAVE * math.log2(value)) if value > 0 else -BINS
+        above_1 = math.ceil(_PER_OCTAVE * math.log2(value)) if value > 0 else -BINS
         counts = torch.zeros(BINS, dtype=torch.int64)
-        counts[min(max(place - _LOWEST * _PER_OCTAVE, 0), BINS - 1)] = 1
+        counts[min(max(above_1 - _LOWEST * _PER_OCTAVE, 0), BINS - 1)] = 1
         return cls(about, counts)
 
     @property
@@ -160,8 +160,8 @@ class EigenvalueCounts(TangentUpload):
         >>> EigenvalueCounts.of({}, 3.0).eigenvalues
         [3.08...]
         """
-        places = torch.arange(BINS).repeat_interleave(self.counts).tolist()
-        return [2.0 ** (place / _PER_OCTAVE + _LOWEST) for place in places]
+        bins = torch.arange(BINS).repeat_interleave(self.counts).tolist()
+        return [2.0 ** (number / _PER_OCTAVE + _LOWEST) for number in bins]
 
     def check(self, like: Params) -> None:
         """Raise :class:`WireError` for more clients than a sum can have, or none."""

@@ -127,9 +127,9 @@ def agree_on_rate(
         If the given rate is too large for half of the clients. It names them.
     """
     eigenvalues = {
-        f"one of {u.client} ({place})" if u.members else u.client: value
+        f"one of {u.client} ({number})" if u.members else u.client: value
         for u in uploads
-        for place, value in enumerate(u.payload.eigenvalues)
+        for number, value in enumerate(u.payload.eigenvalues)
     }
     largest = max(eigenvalues.values())
     weight = state.params[f"{KEYS}weight"]

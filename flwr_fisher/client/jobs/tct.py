@@ -120,37 +120,31 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
     shape = mine.tangent.num_features, mine.tangent.num_classes
     weight, lr = request.fact("weight", shape), float(request.fact("lr"))
     steps = problem.limits.steps(request.options, "local-steps", _STEPS)
-    control, state = None, None
+    state, lost = None, False
+    control = control_i = torch.zeros_like(weight)
     if "control" in sent:
         control = request.fact("control", shape)
         state = ClientState.of(problem, request, _CONTROL, {_CONTROL: weight})
+        kept, lost = state.load()
+        control_i = kept[_CONTROL]
+    h = None if state is None else control_i - control
     regression = mine.regression(*_statistics(mine, request))
-    spectrum = regression.spectrum
+    Z, spectrum = regression.features, regression.spectrum
     most = problem.limits.max_steps // (steps if spectrum is None else 1)
     times = _times_shorter(lr, regression.largest, most)
-    targets = regression.targets(weight.shape[1])
-    residual = tct_residual(regression.features, targets, weight)
-    loss = float(residual.square().sum()) / (2 * len(residual))
-
     rates: dict[str, Any] = {"lr": lr / times, "local_steps": steps * times}
-    Z = regression.features
-
-    def step(h: Tensor | None) -> Tensor:
-        if spectrum is None:
-            return tct_steps(Z, targets, weight, h, **rates)
-        return tct_update(Z, targets, weight, h, spectrum, residual=residual, **rates)
-
-    lost = False
-    if control is None or state is None:
-        new_weight = step(None)
+    Y = regression.targets(weight.shape[1])
+    residual = tct_residual(Z, Y, weight)
+    if spectrum is None:
+        moved = tct_steps(Z, Y, weight, h, **rates)
     else:
-        kept, lost = state.load()
-        own = kept[_CONTROL]
-        new_weight = step(own - control)
-        new = tct_control(own, control, weight, new_weight, lr=lr, local_steps=steps)
+        moved = tct_update(Z, Y, weight, h, spectrum, residual=residual, **rates)
+    if state is not None:
+        new = tct_control(control_i, control, weight, moved, lr=lr, local_steps=steps)
         state.save({_CONTROL: new})
+    loss = float(residual.square().sum()) / (2 * len(residual))
     metrics = {"train_loss": loss, "state-lost": int(lost)}
-    return Reply(metrics, WeightUpload(_about(mine), new_weight).to_arrays())
+    return Reply(metrics, WeightUpload(_about(mine), moved).to_arrays())
 
 
 def _times_shorter(lr: float, largest: float, most: int) -> int:
@@ -182,8 +176,8 @@ def _features(problem: LocalProblem, request: Request) -> ClientFeatures:
     run = request.count("run")
     mine = ClientFeatures(problem, request.client, run, request.options)
     tangent = mine.tangent
-    own = bytes_of(tangent.digest)
-    if "digest" in sent and not torch.equal(sent["digest"].cpu(), own):
+    digest = bytes_of(tangent.digest)
+    if "digest" in sent and not torch.equal(sent["digest"].cpu(), digest):
         raise ClientError(
             f"this client has {tangent.num_features} features for seed {tangent.seed} "
             f"and head '{tangent.head}', but the server's digest is of other features: "
