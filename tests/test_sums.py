@@ -10,7 +10,6 @@ import torch
 from flwr.app import ArrayRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from oracles import posteriors, random_blocks
-from test_strategy_checkpoint import start
 from test_strategy_contract import left_out, run
 from torch import nn
 from torch.utils.data import DataLoader
@@ -36,7 +35,6 @@ from virtual import (
 
 from flwr_fisher.curvature import Diagonal, WeightedSum, fisher
 from flwr_fisher.errors import (
-    CheckpointError,
     ClientError,
     ConfigurationError,
     ParamsError,
@@ -209,14 +207,6 @@ def test_the_mean_of_the_sums_is_fedavgs(case):
     clients = CASES[case]()
     mean = DiagonalSums.of(clients).mean(clients[0].params)
     assert_within(mean, fedavg(clients), 1e-6)
-
-
-def test_cg_does_not_depend_on_its_iterations_where_it_divides():
-    sums = DiagonalSums.of(drawn())
-    few, many = (fedfisher_from_sums(sums, iterations=i) for i in (1, 500))
-    assert all(torch.equal(few.params[k], v) for k, v in many.params.items())
-    assert few.iterations == 1
-    assert few.residuals[-1] < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -469,13 +459,6 @@ def test_what_sums_cannot_do_is_refused_at_construction(options, text):
 
 
 # Runs that stop
-
-
-def test_a_run_with_parts_is_not_continued_with_sums(tmp_path):
-    start(where=tmp_path, num_rounds=1, **PARTS)
-    with pytest.raises(CheckpointError) as caught:
-        start(where=tmp_path, resume=True, **SUMS)
-    assert "options: aggregate: 'parts' -> 'sums'" in str(caught.value)
 
 
 # The report

@@ -205,12 +205,6 @@ def test_beginning_with_one_example():
         assert relative(features(x), by_hand(features, seeded(make), x)) < 1e-5
 
 
-def test_no_examples_have_no_features():
-    features = TangentFeatures(nn.Linear(3, 2), 3)
-    assert features(VECTORS[:0]).shape == (0, 3)
-    assert features(VECTORS).shape == (5, 3)
-
-
 def test_without_gradients_and_in_inference_mode():
     want = TangentFeatures(seeded(dropout), 20)(VECTORS)
     with torch.no_grad():
