@@ -56,6 +56,10 @@ from flwr_fisher.wire.quantise import (
 
 _JITTER = 1e-6  # added to a unit diagonal: a tenth of a step at 16 bits
 _MOST_JITTER = 1e-4
+_PACKINGS = {
+    Form.VECTOR: (Packing.FLOAT,),
+    Form.MATRIX: (Packing.WHOLE, Packing.COLUMNS),
+}
 _SMALL = 1024  # rows up to which a matrix is computed once, not kept as codes
 WHOLE = 512  # rows up to which a matrix is decomposed whole
 
@@ -251,57 +255,45 @@ def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
     key = Key.parse(field, params)
     like = params[key.name]
     packing, bits, sizes, body = read_head(entry, field)
-    if (packing == Packing.FLOAT) != (key.form == Form.VECTOR) or packing in (
-        Packing.RAW,
-        Packing.ROWS,
-    ):
+    if packing not in _PACKINGS[key.form]:
         raise WireError(f"form {packing.name} for this part", field=field)
     if key.form == Form.VECTOR:
         read = partial(decode_diagonal, body, like.numel(), like.dtype, field=field)
         trace = float(read().sum(dtype=torch.float64))
         shape = tuple(like.shape)
         return CheckedPart(shape, like.dtype, lambda: read().view(shape), [trace])
+    # The sizes decide how much is allocated, so they come first.
     groups, n, rank = sizes
-    # The sizes decide how much is allocated.
     check_shape(field, (groups, n, n), params)
-    if packing != Packing.WHOLE and rank > n:
+    whole = packing == Packing.WHOLE
+    if not whole and rank > n:
         raise WireError(f"rank {rank} of a matrix with {n} rows", field=field)
     if len(body) != (expected := size_of_matrices(packing, sizes, bits)):
         raise WireError(f"{len(body)} bytes, expected {expected}", field=field)
-    make, traces = _matrices(packing, body, sizes, bits, like.dtype, field)
-    return CheckedPart((groups, n, n), like.dtype, make, traces)
-
-
-def _matrices(
-    packing: Packing,
-    body: Tensor,
-    sizes: Sizes,
-    bits: int,
-    dtype: torch.dtype,
-    field: str,
-) -> tuple[Callable[[], SymmetricFactor], list[float]]:
-    """Check norms; return a function that computes matrices, and their traces."""
-    groups, n, rank = sizes
-    count = n if packing == Packing.WHOLE else rank + 1
-    end = SCALE * groups * count
-    norms = as_scales(body[:end], field).view(groups, count)
+    # Any codes stand for directions, so only the norms can be wrong. There is one for
+    # each row, or one for the mean eigenvalue of the rest and one for each column.
+    end = SCALE * groups * (n if whole else rank + 1)
+    norms = as_scales(body[:end], field).view(groups, -1)
     squares = norms.double().square()
-    if packing == Packing.COLUMNS:
+    if not whole:
         squares[:, 0] *= n
     traces: list[float] = squares.sum(-1).tolist()
-    read = _whole if packing == Packing.WHOLE else _columns
-    make = partial(read, norms, body[end:], sizes, bits)
-    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    decode = partial(_whole if whole else _columns, norms, body[end:], sizes, bits)
+
+    def make() -> SymmetricFactor:
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(like.dtype) if tensor.is_floating_point() else tensor
+
+        factor = decode()
+        return factor if like.dtype == torch.float32 else factor.mapped(cast)
+
     # The diagonal bounds the other entries, and the trace the diagonal.
+    limit = min(torch.finfo(like.dtype).max, torch.finfo(torch.float32).max)
     if 1.001 * max(traces, default=0.0) > limit:
-        top = squares if packing == Packing.WHOLE else make().diagonal()
+        top = squares if whole else decode().diagonal()
         if not bool((1.001 * top <= limit).all()):  # false for NaN
-            raise WireError(f"its norms overflow {dtype}", field=field)
-    if dtype == torch.float32:
-        return make, traces
-    return lambda: make().mapped(
-        lambda t: t.to(dtype) if t.is_floating_point() else t
-    ), traces
+            raise WireError(f"its norms overflow {like.dtype}", field=field)
+    return CheckedPart((groups, n, n), like.dtype, make, traces)
 
 
 def _whole(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFactor:
