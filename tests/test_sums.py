@@ -35,7 +35,6 @@ from virtual import (
 
 from flwr_fisher.curvature import Diagonal, WeightedSum, fisher
 from flwr_fisher.errors import (
-    ClientError,
     ConfigurationError,
     ParamsError,
     StructureError,
@@ -302,31 +301,6 @@ def test_a_client_uploads_its_contribution():
         f = parts[f"curvature/diagonal/{name}"]
         assert torch.equal(own[f"fisher/{name}"], f)
         torch.testing.assert_close(own[f"fisher-params/{name}"], f * parts[name])
-
-
-@pytest.mark.parametrize(
-    ("config", "error", "text"),
-    [
-        ({"structure": "kfac"}, ClientError, "structure='diagonal' and .* not 'kf"),
-        ({}, ClientError, "not None"),
-        (
-            {"structure": "diagonal", "codec": "fedavg", "codec-version": 2},
-            ClientError,
-            "and 'fedavg'",
-        ),
-        (
-            {"structure": "diagonal", "codec": "lossless", "codec-version": 99},
-            ConfigurationError,
-            "version 99 of the upload format",
-        ),
-    ],
-)
-def test_a_client_refuses_before_training_what_it_cannot_upload(config, error, text):
-    def train_fn(*_):
-        raise AssertionError("it trained")
-
-    with pytest.raises(error, match=text):
-        ask(tiny_client(train_fn=train_fn), config={"job": "diagonal-sums"} | config)
 
 
 def with_entry(value):
