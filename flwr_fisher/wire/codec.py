@@ -22,8 +22,9 @@ from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import (
     FORMAT_VERSION,
-    arrays_to_tensors,
     check_count,
+    check_size,
+    read_arrays,
     read_description,
 )
 from flwr_fisher.wire.layout import FORMAT
@@ -173,10 +174,8 @@ def from_container(record: ArrayRecord, *, limit: int, count: int) -> dict[str, 
         if PACKED not in record:
             reason += ": the server wants a packed Fisher, as fisher_arrays(...) makes"
         raise WireError(reason, field=PACKED)
-    data = arrays_to_tensors(record, limit=limit)[PACKED]
-    if data.dtype != torch.uint8 or data.dim() != 1:
-        reason = f"{data.dtype} of shape {tuple(data.shape)}, expected bytes"
-        raise WireError(reason, field=PACKED)
+    check_size(record, limit)
+    data = read_arrays(record, {PACKED: (torch.uint8, (None,))})[PACKED]
     # A parsed header takes far more memory than its bytes.
     length = int.from_bytes(data[:_LENGTH].numpy().tobytes(), "little")
     if length > _HEADER * (count + 1):
