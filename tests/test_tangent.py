@@ -15,7 +15,6 @@ from nets import (
     TiedLinear,
     Unused,
     freeze,
-    mlp,
     with_statistics,
 )
 from oracles import randn, relative, seeded, small_net
@@ -349,11 +348,6 @@ REFUSED = [
         for n in (0, -1, float("nan"))
     ),
     # Examples that are not independent, outputs that are not one an example
-    (
-        on(VECTORS, lambda: mlp(nn.BatchNorm1d(3, track_running_stats=False))),
-        StructureError,
-        "layer '0'",
-    ),
     (on(VECTORS, lambda: Centred()), StructureError, "other examples"),
     (on(VECTORS[:1], lambda: Centred()), StructureError, "other examples"),
     (on(SERIES, lambda: OverTimeHead()), StructureError, r"\(4, 5, 1\) for 4"),
