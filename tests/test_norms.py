@@ -33,7 +33,6 @@ from virtual import (
 from flwr_fisher.client import FisherClient, LocalSGD, identify, make_client_app
 from flwr_fisher.client.jobs import train as train_job
 from flwr_fisher.errors import (
-    ClientError,
     ConfigurationError,
     DataError,
     ParamsError,
@@ -475,7 +474,7 @@ def test_nothing_more_is_asked_without_batch_norm_or_by_other_strategies():
 def test_noise_of_clients_is_not_gone_round():
     privacy = Privacy(clipping_norm=1.0, noise_multiplier=1.0)
     with pytest.raises(ConfigurationError, match="without noise"):
-        FedAvg(privacy=privacy, **REFRESH)
+        FedAvg(privacy=privacy, secure=SecureSums(), **REFRESH)
 
 
 # Who is there
@@ -576,17 +575,6 @@ def test_a_huge_shift_counts_as_much_as_is_usual(caplog):
     assert (b[f"1.{VARIANCE}"] / a[f"1.{VARIANCE}"] < 10).all()
     assert (b[f"1.{VARIANCE}"] / a[f"1.{VARIANCE}"] > 0.1).all()
     assert re.search("limited partition-3: .*norms x ", caplog.text)
-
-
-def test_a_client_refuses_norms_of_which_nothing_was_sent():
-    config = {"job": "norm-statistics", "norms": ["1.", "7."]}
-    with pytest.raises(
-        ClientError, match=r"statistics of \['7.'\], but did not send these"
-    ):
-        ask(tiny_client(), config=config)
-    kept = {k: v for k, v in tiny_arrays().items() if VARIANCE not in k}
-    with pytest.raises(ClientError, match=r"statistics of \['1.'\]"):
-        ask(tiny_client(), ArrayRecord(kept), config={**config, "norms": ["1."]})
 
 
 # Before a client's Fisher

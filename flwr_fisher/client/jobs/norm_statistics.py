@@ -3,12 +3,11 @@
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.training import score
 from flwr_fisher.curvature.models import by_batch_statistics, evaluating, is_frozen
-from flwr_fisher.errors import ClientError, FlwrFisherError
+from flwr_fisher.errors import FlwrFisherError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge.batch_norms import (
     norm_shifts,
     norms_by_prefix,
-    norms_of,
     refresh_norms,
     zero_shifts,
 )
@@ -30,18 +29,11 @@ def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
 
     Raises
     ------
-    ClientError
-        If the server names norms but did not send their statistics.
     DataError
         If there is no batch of two examples.
     """
     named = request.options.get("norms")
     prefixes = list(map(str, named)) if isinstance(named, list) else []
-    if unknown := sorted({*prefixes} - {*norms_of(request.params)}):
-        raise ClientError(
-            f"the server requests statistics of {unknown}, but did not send these: "
-            "install the same flwr-fisher on both sides"
-        )
     measured = prefixes
     if request.options.get("frozen") is False:
         norms = norms_by_prefix(problem.model)
