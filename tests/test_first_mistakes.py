@@ -273,11 +273,6 @@ MISTAKES = {
         ConfigurationError,
         r"secure must be SecureSums\(\), got <class",
     ),
-    "a number for a score": (
-        lambda: FedFisherOneShot(solver="adam", score=0.5),
-        ConfigurationError,
-        "score must be a function, got 0.5",
-    ),
     "a score that returns nothing": (
         lambda: FedFisherOneShot(solver="adam", score=lambda params: None).start(
             LocalGrid(tiny_app(), 3), tiny_arrays()

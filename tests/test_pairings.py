@@ -186,7 +186,7 @@ def test_what_would_fail_after_a_training_by_hand_fails_before():
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     masks = [(x, torch.zeros(len(x), 3)) for x, _ in loader]
-    with pytest.raises(StructureError, match="labels have the outputs' shape"):
+    with pytest.raises(StructureError, match="are neither classes nor probabilities"):
         check_fisher(*asked(structure="kfac"), model, masks)
 
 
