@@ -104,3 +104,33 @@ def test_a_policy_limits_the_parts_that_say_so():
     sent.check_weight(5)
     with pytest.raises(WireError, match="'x/count': 5 examples, but the metrics say 4"):
         sent.check_weight(4)
+
+
+@dataclass(frozen=True)
+class Trained(Payload):
+    """A model's weight, and a sum over the examples."""
+
+    weight: Tensor = part("fc.weight", limit="model")
+    total: Tensor = part("total", WIDE, ("p",), limit="step", summed=True)
+    count: Tensor = part("count", WIDE, above=0, counts=True, summed=True)
+
+
+def test_a_models_part_has_its_layout_and_is_measured_from_it():
+    like = {"fc.weight": torch.zeros(2, 3)}
+    total, count = torch.full((4,), 6.0, dtype=WIDE), torch.tensor(3.0, dtype=WIDE)
+    sent = Trained(torch.ones(2, 3), total, count)
+    read = Trained.read(sent.to_arrays(), like, p=4)
+    assert read.step_norms(like) == {
+        "total": pytest.approx(4.0),  # per example
+        "parameters": pytest.approx(6**0.5),
+    }
+    half = read.scaled({"parameters": 0.5}, like)
+    assert torch.equal(half.weight, torch.full((2, 3), 0.5))
+    assert torch.equal(half.total, total)
+    double = read.reweighted(2.0)
+    assert torch.equal(double.total, 2 * total)
+    assert double.count == 6
+    assert torch.equal(double.weight, sent.weight)
+    for wrong in (torch.ones(3, 2), torch.ones(2, 3, dtype=WIDE)):
+        with pytest.raises(WireError, match=r"'fc.weight': (shape|dtype)"):
+            Trained.read(Trained(wrong, total, count).to_arrays(), like, p=4)
