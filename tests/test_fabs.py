@@ -1,7 +1,6 @@
 """The apps as bundles, as Flower Hub takes them; what a release says of itself."""
 
 import re
-import shutil
 import tomllib
 import zipfile
 from importlib.metadata import version
@@ -10,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import click
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -59,20 +57,6 @@ def test_flower_takes_an_app_in_format_1(
     parts |= {f"{app}/__init__.py", f"{app}/task.py", "README.md", "LICENSE"}
     assert names == parts | {"pyproject.toml", ".info/CONTENT"}
     assert content["tool"]["flwr"]["app"]["fab-format-version"] == 1
-
-
-def test_what_the_hub_refuses_is_refused_by_name(
-    hub: ModuleType, tmp_path: Path
-) -> None:
-    app = tmp_path / "fagh"
-    shutil.copytree(APPS / "fagh", app)
-    (app / "big.py").write_text("#" * (2**20 + 1))
-    with pytest.raises(click.ClickException, match=r"big\.py' is 1,048,577 bytes"):
-        hub.build(app, tmp_path)
-    path = app / "pyproject.toml"
-    path.write_text(path.read_text().replace('    "flwr[', '    "not-flwr['))
-    with pytest.raises(ValueError, match='Missing "flwr" dependency'):
-        hub.build(app, tmp_path)
 
 
 @pytest.mark.parametrize("app", NAMES)

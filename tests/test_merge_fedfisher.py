@@ -33,7 +33,6 @@ from flwr_fisher.errors import (
 from flwr_fisher.merge import (
     SOLVERS,
     LocalPosterior,
-    MergeOptions,
     MergeResult,
     fedavg,
     fedfisher,
@@ -160,17 +159,6 @@ def test_float32_is_enough_for_the_defaults():
         assert {v.dtype for v in got.params.values()} == {torch.float32}
         assert apart(got, want) <= 1e-4
         assert got.iterations < 100
-
-
-def test_the_paper_solvers_use_no_regularisation_unless_told():
-    for solver in SOLVERS:
-        options = MergeOptions(solver=solver).filled()
-        regularised = {k: getattr(options, k) for k in PLAIN}
-        assert (regularised == PLAIN) is (solver not in ("pcg", "cg"))
-        most = {"pcg": 4, "cg": 100, "closed-form": None}
-        assert options.iterations == most.get(solver, 2000)
-    explicit = MergeOptions(**CG).filled()
-    assert {k: getattr(explicit, k) for k in PLAIN} == PLAIN
 
 
 # --- exact cases ----------------------------------------------------------------------

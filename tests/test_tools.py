@@ -2,14 +2,11 @@
 
 import secrets
 from functools import partial
-from pathlib import Path
 
 import pytest
 from same_bits import federation
 
 from flwr_fisher.strategies import FedFish
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
