@@ -285,11 +285,10 @@ def solve(
     else:
         moves, curves, traces = Moves(), [], []
         for index, make in enumerate(systems, start=1):
-            system = make().normalised()
-            move, norms = _solved(mean, system, options)
+            move, norms, held = _solved(mean, make().normalised(), options)
             moves |= move
             curves.append(norms)
-            traces.append(system.client_traces)
+            traces.append(held)
             if progress is not None:
                 progress(f"solver: {next(iter(move))}, {index} of {len(systems)}")
     unsolved = [name for name, move in moves.items() if move is None]
@@ -306,8 +305,12 @@ def solve(
 
 def _solved(
     mean: Params, system: LinearSystem, options: MergeOptions
-) -> tuple[Moves, list[float]]:
-    """Return a layer's move, or None if it is not solved, and its residual norms."""
+) -> tuple[Moves, list[float], list[float]]:
+    """Return a layer's move, its residual norms and its clients' traces.
+
+    There is no move if it is not solved. Nothing else of the system is kept, so that
+    one layer's system is in memory at a time.
+    """
     # No curvature, or one that is not finite, is an error on the CPU.
     with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         end = _iterate(system, options)
@@ -317,10 +320,10 @@ def _solved(
         solution = {name: value.cpu() for name, value in solution.items()}
         move: Moves = {**system.move(solution)}
         if _improves(norms, float(rise)) and is_finite(moved(select(mean, move), move)):
-            return move, [n * system.scale for n in norms]
+            return move, [n * system.scale for n in norms], system.client_traces
     start = float(norm(system.rhs)) * system.scale  # what is left at the mean
     unsolved: Moves = dict.fromkeys(system.rhs)
-    return unsolved, [start if math.isfinite(start) else 0.0]
+    return unsolved, [start if math.isfinite(start) else 0.0], system.client_traces
 
 
 def _improves(residuals: list[float], rise: float) -> bool:
