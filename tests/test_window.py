@@ -254,9 +254,12 @@ def test_a_run_kept_nowhere_cannot_be_opened_again(tmp_path):
     with pytest.raises(ConfigurationError, match="reopen=True needs resume=True"):
         start(grid, reopen=True)
     start(grid, checkpoint_dir=tmp_path)
+    again = {"checkpoint_dir": tmp_path, "resume": True, "reopen": True}
+    with pytest.raises(ConfigurationError, match="repeats round 1, but num_rounds=0"):
+        start(grid, **again, num_rounds=0)
     shutil.rmtree(tmp_path / "uploads-0001")
     with pytest.raises(CheckpointError, match="cannot be opened again"):
-        start(grid, checkpoint_dir=tmp_path, resume=True, reopen=True)
+        start(grid, **again)
 
 
 def test_a_round_that_others_follow_is_not_opened_again(tmp_path):
