@@ -291,8 +291,11 @@ def printable(value: object, most: int = _MOST) -> str:
     >>> printable("it's")
     "it's"
     """
-    # Cut before and after: escaping makes up to ten characters of one.
-    text = str(value)[: most + 1]
+    try:
+        # Cut before and after: escaping makes up to ten characters of one.
+        text = str(value)[: most + 1]
+    except ValueError:  # an integer with more digits than Python prints
+        return "…"
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 

@@ -5,11 +5,11 @@ from flwr_fisher.merge import MergeOptions
 from flwr_fisher.params import shared_state
 from flwr_fisher.server.cohort import wait_for_nodes
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Upload
+from flwr_fisher.server.mailbox import Waiting
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.server.run import CurvatureResult
-from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines import AFL, FedAvg, Scaffold, head_exchange
 from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges

@@ -29,10 +29,10 @@ from flwr_fisher.server.exchange import (
     Secure,
     check_groups,
 )
+from flwr_fisher.server.mailbox import Waiting
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.round import Strategy
 from flwr_fisher.server.run import CurvatureResult, Run
-from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import NUM_EXAMPLES
 
 _FRACTIONS = ("fraction_train", "fraction_evaluate")

@@ -30,7 +30,7 @@ from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import FedFish, FedFisherOneShot, Waiting
 from flwr_fisher.strategies.baselines import AFL
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire.answer import split_frozen
+from flwr_fisher.wire.options import split_frozen
 
 
 def model(frozen=()):

@@ -130,6 +130,7 @@ def test_many_squared_gradients_in_half_precision(dtype):
 @every_structure
 def test_autocast_is_accepted_and_sums_in_the_parameters_dtype(structure, options):
     model, batches = net(), [(IMAGES, LABELS)]
+    model[-1].weight.data.div_(200)  # the rounding of large logits is no small change
     want = fisher(model, batches, structure, options=options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = fisher(model, batches, structure, options=options)

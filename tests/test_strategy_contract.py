@@ -225,7 +225,12 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture
 def row(request, monkeypatch):
     """A row, whose clients train as it needs from now on."""
-    found = STRATEGIES[request.param]
+    return of_name(request.param, monkeypatch)
+
+
+def of_name(name, monkeypatch):
+    """Return a row, whose clients train as it needs from now on."""
+    found = STRATEGIES[name]
     if found.plain_sgd:
         monkeypatch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
     return found

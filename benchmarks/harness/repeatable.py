@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import Strategy
 from flwr_fisher.errors import ConfigurationError, check_whole
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.waiting import Waiting
+from flwr_fisher.server.mailbox import Waiting
 from flwr_fisher.wire import named_options
 
 _TIMEOUT = 3600.0

@@ -23,6 +23,7 @@ from flwr_fisher.files import to_bytes
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params
 from flwr_fisher.wire import curvature_to_tensors
+from flwr_fisher.wire.arrays import fedavg_bytes
 from flwr_fisher.wire.codec import container_bytes, from_container, to_container
 from flwr_fisher.wire.layout import (
     Key,
@@ -31,7 +32,6 @@ from flwr_fisher.wire.layout import (
     keys_by_block,
 )
 from flwr_fisher.wire.quantise import levels, pack, packed_size, unpack
-from flwr_fisher.wire.size import fedavg_bytes
 
 _HEAD = struct.Struct("<III")  # groups, n, rank
 _PARAMS, _FACTORS = 16, 8  # bits

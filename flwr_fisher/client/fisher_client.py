@@ -34,7 +34,7 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import log_once, watching
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES
-from flwr_fisher.wire.answer import ANY_JOB, with_frozen
+from flwr_fisher.wire.options import ANY_JOB, with_frozen
 
 
 class FisherClient:

@@ -18,7 +18,7 @@ from flwr_fisher.devices import CPU
 from flwr_fisher.log_lines import log_once
 from flwr_fisher.params import shared_state, trainable_names
 from flwr_fisher.randomness import seeded
-from flwr_fisher.wire.answer import adapter_warning, with_frozen
+from flwr_fisher.wire.options import adapter_warning, with_frozen
 
 
 def fisher_arrays(

@@ -40,8 +40,7 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, select, trainable, trainable_names
-from flwr_fisher.wire.answer import client_name, some
-from flwr_fisher.wire.options import NUM_EXAMPLES
+from flwr_fisher.wire.options import NUM_EXAMPLES, client_name, some
 
 _ENDLESS = 10**7  # examples of a loader that is read to be counted
 

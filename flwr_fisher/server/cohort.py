@@ -26,10 +26,15 @@ from flwr_fisher.errors import (
 from flwr_fisher.flower_internals import nodes_of
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.server.mailbox import QUERY_LIFETIME, Mailbox, NodeReply, query
-from flwr_fisher.server.waiting import Waiting
+from flwr_fisher.server.mailbox import (
+    QUERY_LIFETIME,
+    Mailbox,
+    NodeReply,
+    Waiting,
+    query,
+)
 from flwr_fisher.wire import named_options
-from flwr_fisher.wire.answer import Answer, adapter_warning, frozen_name, some
+from flwr_fisher.wire.options import Answer, adapter_warning, frozen_name, some
 
 Order = tuple[int, int, str]
 Key = TypeVar("Key")

@@ -34,8 +34,12 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes, remembered
 from flwr_fisher.wire import NUM_EXAMPLES, arrays_bytes
-from flwr_fisher.wire.answer import split_frozen
-from flwr_fisher.wire.options import LONGEST_NAME, MOST_METRICS, MOST_NUMBERS
+from flwr_fisher.wire.options import (
+    LONGEST_NAME,
+    MOST_METRICS,
+    MOST_NUMBERS,
+    split_frozen,
+)
 
 Key = TypeVar("Key", bound=Hashable)
 Record = TypeVar("Record")

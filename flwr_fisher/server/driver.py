@@ -24,10 +24,9 @@ from flwr_fisher.server.door import (
     weight_of,
 )
 from flwr_fisher.server.exchange import Exchange, metrics_from, sessions
-from flwr_fisher.server.mailbox import NodeReply, collect
+from flwr_fisher.server.mailbox import NodeReply, Waiting, collect
 from flwr_fisher.server.round import ExchangeRun, Strategy, requests
 from flwr_fisher.server.run import Run
-from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]  # the server's scores

@@ -46,9 +46,8 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.server.journal import ExchangeJournal, ExchangeRecord
-from flwr_fisher.server.mailbox import Receive, collect
+from flwr_fisher.server.mailbox import Receive, Waiting, collect
 from flwr_fisher.server.policy import Policy
-from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
 _POLICY = "policy"  # the policy's group of the state's tensors

@@ -1,7 +1,13 @@
 """The payloads between clients and server, and every check of what arrives."""
 
 from flwr_fisher.wire.additive import Additive, exact_mean
-from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.arrays import (
+    arrays_bytes,
+    arrays_to_tensors,
+    fedavg_bytes,
+    serialized_bytes,
+    tensors_to_arrays,
+)
 from flwr_fisher.wire.budget import resolve
 from flwr_fisher.wire.codec import LOSSLESS, Codec
 from flwr_fisher.wire.fisher_upload import FisherUpload
@@ -23,7 +29,6 @@ from flwr_fisher.wire.options import (
     split_groups,
 )
 from flwr_fisher.wire.schema import Part, Payload, description, part
-from flwr_fisher.wire.size import arrays_bytes, fedavg_bytes, serialized_bytes
 
 __all__ = [
     "LIBRARY",

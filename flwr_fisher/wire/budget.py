@@ -26,16 +26,16 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import advance
 from flwr_fisher.params import Params
 from flwr_fisher.wire import matrices, quantise
-from flwr_fisher.wire.codec import LOSSLESS, Codec, container_bytes
-from flwr_fisher.wire.layout import Key, diagonal_key
-from flwr_fisher.wire.quantise import HEAD, SCALE, Packing
-from flwr_fisher.wire.size import (
-    Layout,
+from flwr_fisher.wire.arrays import (
+    LayoutKey,
     chunk_bytes,
     fedavg_bytes,
     layout_key,
     without_values,
 )
+from flwr_fisher.wire.codec import LOSSLESS, Codec, container_bytes
+from flwr_fisher.wire.layout import Key, diagonal_key
+from flwr_fisher.wire.quantise import HEAD, SCALE, Packing
 
 _METRICS = 512  # bytes of a reply that are not arrays
 # In a budget of 1, parameters of 16 bits take one half, and the curvature the other.
@@ -100,7 +100,7 @@ def _too_small(needed: float, codec: Codec) -> ConfigurationError:
 
 
 @lru_cache
-def _smallest_budget(layout: Layout) -> float:
+def _smallest_budget(layout: LayoutKey) -> float:
     """Return the smallest budget for any structure's curvature, to three decimals.
 
     It holds parameters and diagonals at the fewest bits, and of each matrix its trace.

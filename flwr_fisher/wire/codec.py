@@ -22,13 +22,13 @@ from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import (
     FORMAT_VERSION,
+    bytes_in_one_array,
     check_count,
     check_size,
     read_arrays,
     read_description,
 )
 from flwr_fisher.wire.layout import FORMAT
-from flwr_fisher.wire.size import bytes_in_one_array
 
 _NAMES = ("auto", "fedavg", "lossless")
 PACKED = "packed"

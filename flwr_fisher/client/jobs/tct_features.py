@@ -19,7 +19,7 @@ from flwr_fisher.log_lines import logger, watching
 from flwr_fisher.randomness import derive_seed, seeded
 from flwr_fisher.tangent import Spectrum, TangentFeatures, gram_spectrum
 from flwr_fisher.tangent.spectrum import MOST_EXAMPLES, largest_gram_eigenvalue
-from flwr_fisher.wire.answer import client_name
+from flwr_fisher.wire.options import client_name
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _SOLVERS = ("closed-form", "steps")

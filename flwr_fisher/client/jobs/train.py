@@ -44,7 +44,7 @@ from flwr_fisher.wire import (
     resolve,
     tensors_to_arrays,
 )
-from flwr_fisher.wire.answer import client_name
+from flwr_fisher.wire.options import client_name
 
 _FEW = 4  # examples of the first batch that are checked
 _COLUMNS, _NAMED = 100, 6  # characters of a line; layers up to which all are named
