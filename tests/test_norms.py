@@ -184,7 +184,7 @@ def test_a_batch_of_one_example_is_left_out():
 def test_batches_of_one_example_are_refused_and_change_nothing():
     model, batches = net("1d")
     before = all_of(model)
-    with pytest.raises(DataError, match="no batch that.*two examples or more"):
+    with pytest.raises(DataError, match=r"no batch that.*two examples or more"):
         refresh_norms(model, torch.cat(batches).split(1))
     assert_stays(model, before)
 
