@@ -413,7 +413,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def within(tolerance: float, computed: Tensor, expected: Tensor) -> Tensor:
-    """Return, as a tensor, whether two differ by this share of the expected norm."""
+    """Return, as a tensor, whether the distance is at most this share of the norm."""
     a, b = widened(computed), widened(expected)
     return torch.dist(a, b).le(tolerance * torch.linalg.vector_norm(b))
 
@@ -421,8 +421,8 @@ def within(tolerance: float, computed: Tensor, expected: Tensor) -> Tensor:
 class Sums:
     """Sums of tensors that have the shapes of parameters.
 
-    In half precision a sum would stop growing when it is some hundred times as large as
-    its terms.
+    They are in float32 or wider: in half precision a sum would stop growing when it is
+    some hundred times as large as its terms.
 
     Parameters
     ----------

@@ -134,6 +134,6 @@ def quick_seeds() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_is_logged_or_tried() -> None:
     """Let each test be a process's first."""
-    for module, name in (("client.jobs.train", "_tried"), ("log_lines", "_logged")):
+    for module, name in (("client.trial", "_tried"), ("log_lines", "_logged")):
         if known := sys.modules.get(f"flwr_fisher.{module}"):
             getattr(known, name).clear()

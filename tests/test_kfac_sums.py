@@ -9,8 +9,8 @@ import torch
 from oracles import randn, random_kronecker, relative
 
 from flwr_fisher.curvature import BlockDiagonal, Diagonal, Kronecker, WeightedSum
+from flwr_fisher.curvature.operators.base import Iterate
 from flwr_fisher.curvature.operators.factors import DenseFactor
-from flwr_fisher.curvature.operators.solvers import Iterate
 from flwr_fisher.merge import (
     LocalPosterior,
     MergeOptions,

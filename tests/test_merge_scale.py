@@ -19,8 +19,8 @@ from flwr_fisher.curvature import (
     Kronecker,
     WeightedSum,
 )
+from flwr_fisher.curvature.operators.base import conjugate_gradient
 from flwr_fisher.curvature.operators.factors import LowRankFactor
-from flwr_fisher.curvature.operators.solvers import conjugate_gradient
 from flwr_fisher.errors import ParamsError, StructureError
 from flwr_fisher.merge import (
     DiagonalSums,

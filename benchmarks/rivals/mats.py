@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, WeightedSum
+from flwr_fisher.curvature.operators.base import conjugate_gradient
 from flwr_fisher.curvature.operators.lazy import shared_blocks
-from flwr_fisher.curvature.operators.solvers import conjugate_gradient
 from flwr_fisher.errors import check_whole
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import (

@@ -308,7 +308,10 @@ class LocalProblem:
         return metrics
 
     def _bound(self, weight: Any) -> int | None:
-        """Return where a loader without a length ends, if its loop did not read it."""
+        """Return after how many examples to stop reading; None for no limit.
+
+        There is one for a loader that has no length, and that the loop did not read.
+        """
         try:
             len(self.counted)
         except TypeError:

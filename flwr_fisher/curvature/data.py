@@ -535,7 +535,8 @@ def some_of(
     waiting: dict[tuple[Any, ...], list[Batch]] = {}
     for batch in batches:
         size, seen = size or len(batch), seen + len(batch)
-        # So that it is `share` of the batch in the mean, and exactly of all batches.
+        # The running total is rounded, so that all batches together give the share
+        # exactly.
         count = min(floor(share * seen + offset) - taken, len(batch))
         taken += count
         rows = stream.choice(len(batch), count, replace=False, shuffle=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.solvers import (
+from flwr_fisher.curvature.operators.base import (
     Iterate,
     conjugate_gradient,
     divided,

@@ -52,8 +52,8 @@ def moved(mean: Params, moves: Moves) -> dict[str, Tensor]:
 class LinearSystem:
     """One layer's independent system, ``(curvature + ridge I) delta = rhs``.
 
-    Curvature, ridge and right-hand side are divided by `scale`, so delta is not. A move
-    is delta, shortened to `radius` if it is longer. `client_traces` has the trace of
+    All three are divided by `scale`, which leaves delta unchanged. A move is delta,
+    shortened to `radius` if it is longer. `client_traces` has the trace of
     each client's term before that division; if only sums are known, it is empty.
     """
 
@@ -169,8 +169,9 @@ def _layer_system(
         product = layer.curvatures[index].matvec(layer.moves(index))
         rhs = add(rhs, product, weight)
 
-    # A move is trusted as far as all clients' moves together, if they are unlike each
-    # other: the root mean square of their lengths, times the root of M - 1.
+    # The radius is about the length of the sum of all clients' moves, if these point in
+    # unrelated directions: the root mean square of their lengths, times the root of
+    # M - 1.
     variance = sum(_products(shares_of(examples), layer.squared_lengths))
     return replace(
         LinearSystem.anchored(total, rhs, options.anchor),
@@ -211,7 +212,8 @@ def layer_weights(
     doubts = [
         1 + options.robust * q / usual if usual else 1.0 for q in squared_distances
     ]
-    # Divided by the power: how sure a client is. By the doubt: how far out it is.
+    # The power makes up for a confident client's small Fisher. The doubt lowers the
+    # weight of a client that is far from the mean.
     weights = zip(examples, powers, doubts, strict=True)
     shares = shares_of([n / (power * doubt) for n, power, doubt in weights])
     if len(shares) < _MAJORITY:

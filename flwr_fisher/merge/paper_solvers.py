@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.solvers import Iterate, Matvec
+from flwr_fisher.curvature.operators.base import Iterate, Matvec
 from flwr_fisher.merge.linear_system import LinearSystem, Moves, moved
 from flwr_fisher.merge.options import MergeOptions, Report, Score
 from flwr_fisher.params import Params, add, is_finite, norm, select
@@ -145,7 +145,7 @@ def gradient_descent(
     r"""Solve with FedFisher's gradient descent (Algorithm 1, Lemma 1).
 
     The step is the lemma's bound :math:`1 / \lambda_{\max}`. Arguments and results are
-    those of :func:`~flwr_fisher.curvature.operators.solvers.conjugate_gradient`.
+    those of :func:`~flwr_fisher.curvature.operators.base.conjugate_gradient`.
     """
     largest = largest_eigenvalue(matvec, rhs)
     state = Iterate.start(rhs).only_if(largest > 0)

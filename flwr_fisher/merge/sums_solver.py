@@ -2,7 +2,7 @@
 
 :func:`~flwr_fisher.merge.fedfisher` iterates without a break. Here, the server asks its
 clients for a product in each iteration. Between two iterations, the state of every
-layer is an :class:`~flwr_fisher.curvature.operators.solvers.Iterate` in float64, which
+layer is an :class:`~flwr_fisher.curvature.operators.base.Iterate` in float64, which
 the server keeps as tensors::
 
     layers = begin(traces, pull, anchor)
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
-from flwr_fisher.curvature.operators.solvers import Iterate, Matvec, divided
+from flwr_fisher.curvature.operators.base import Iterate, Matvec, divided
 from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.merge.fedfisher import MergeResult, relative_norms
 from flwr_fisher.merge.options import MergeOptions

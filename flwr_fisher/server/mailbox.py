@@ -256,8 +256,8 @@ def collect(
     enough : Callable[[], bool]
         Returns whether to end before all have replied.
     newcomers : Callable[[], Iterable[Message] | None]
-        Returns messages to nodes that have connected since. It returns None if no other
-        node is expected; then all have replied when these nodes have.
+        Returns messages to nodes that have connected since, or None if nobody else is
+        expected; then the wait ends when all who were asked have replied.
     lifetime : float, optional
         Seconds after which messages expire; by default `timeout`.
     """

@@ -28,13 +28,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flwr_fisher.curvature.operators.base import eigh
 from flwr_fisher.curvature.operators.factors import (
     DenseFactor,
     LowRankFactor,
     SymmetricFactor,
     gram,
 )
-from flwr_fisher.curvature.operators.solvers import eigh
 from flwr_fisher.curvature.structures import Form
 from flwr_fisher.errors import WireError
 from flwr_fisher.files import to_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flwr_fisher.curvature import Curvature
-from flwr_fisher.curvature.operators.solvers import Iterate
+from flwr_fisher.curvature.operators.base import Iterate
 from flwr_fisher.errors import WireError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import MergeOptions, MergeResult

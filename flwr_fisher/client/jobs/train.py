@@ -3,15 +3,13 @@
 The first batch of a process's first training is checked before the model is trained.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from textwrap import wrap
 from typing import Any, TypeVar
 
 import torch
 from flwr.app import ArrayRecord
-from torch import Tensor, nn
 
 from flwr_fisher.client.jobs import (
     LocalProblem,
@@ -21,14 +19,13 @@ from flwr_fisher.client.jobs import (
     register_job,
 )
 from flwr_fisher.client.jobs.norm_statistics import catch_up_norms
+from flwr_fisher.client.trial import try_upload, upload_summary
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
 from flwr_fisher.curvature.data import check_can_be_read_again
-from flwr_fisher.curvature.estimate.likelihood import likelihood_of
-from flwr_fisher.curvature.models import device_of, evaluating, place_of
+from flwr_fisher.curvature.models import device_of
 from flwr_fisher.errors import (
     ClientError,
     DataError,
-    FlwrFisherError,
     check_number,
 )
 from flwr_fisher.log_lines import log_once, logger, watching
@@ -45,126 +42,6 @@ from flwr_fisher.wire import (
     tensors_to_arrays,
 )
 from flwr_fisher.wire.options import client_name
-
-_FEW = 4  # examples of the first batch that are checked
-_COLUMNS, _NAMED = 100, 6  # characters of a line; layers up to which all are named
-_KINDS = {"Kronecker": "K-FAC", "Diagonal": "diagonal"}
-_tried: set[Hashable] = set()  # what this process has tried
-
-
-def try_upload(
-    problem: LocalProblem, request: Request, job: Hashable, batch: Any
-) -> None:
-    """Check the first batch of a process's first training, by one forward pass.
-
-    A few examples show, before hours of training, whether the Fisher can be computed
-    after it: whether the model takes the batch, and its outputs are one finite tensor
-    that fits the labels and the likelihood.
-
-    Parameters
-    ----------
-    problem, request
-        The job's.
-    job : Hashable
-        The job with its options: another one is checked, too.
-    batch : Any
-        The first batch that the training reads, as its loader yields it.
-
-    Raises
-    ------
-    DataError, ClientError
-        If the model fails on the inputs; if the outputs are not finite; or if labels
-        name classes that the outputs do not have.
-    StructureError
-        If the outputs are no tensor, or their classes are not the last dimension.
-    """
-    read = problem.read(batch)[:_FEW]
-    forms = [(t.dtype, t.shape[1:]) for t in read.inputs.tensors]
-    key = (request.client, str(problem.likelihood), job, repr(problem.model), *forms)
-    if key in _tried:
-        return
-    model = problem.model
-    # Where the model is: a loop of the user may have moved it.
-    inputs = read.inputs.to(place_of(model) or problem.device)
-    with evaluating(model), torch.no_grad():
-        try:
-            outputs = inputs(model)
-        except (FlwrFisherError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            sizes = [f"{tuple(t.shape)} of {t.dtype}" for t in inputs.tensors]
-            raise DataError(
-                f"the model fails on the loader's first examples, {', '.join(sizes)}: "
-                f"{type(error).__name__}: {error}. Change the data set, or pass "
-                "batch_fn=... if your own loop converts its batches"
-            ) from error
-    if not outputs.isfinite().all():
-        raise ClientError(
-            "the model's outputs of the first training examples hold NaN or infinity: "
-            "check the inputs, their scale, and the server's parameters"
-        )
-    likelihood, outputs = likelihood_of(problem.likelihood), outputs.cpu()
-    likelihood.sample_score(outputs, torch.Generator().manual_seed(0))
-    if isinstance(labels := read.labels, Tensor):
-        likelihood.check_labels(outputs, labels.cpu())
-    total = outputs.sum(-1)
-    are_shares = bool((outputs >= 0).all()) and torch.allclose(
-        total, total.new_ones(())
-    )
-    if problem.has_classes and are_shares:
-        log_once(
-            "The model returns probabilities, but the Fisher is that of logits: leave "
-            "out the softmax, unless your loss is F.cross_entropy"
-        )
-    _tried.add(key)
-
-
-def upload_summary(
-    model: nn.Module, curvature: Curvature, size: int, fedavg: int
-) -> str:
-    r"""Return what an upload is made of, and its size, for the log.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The model. The lines also name its frozen parameters.
-    curvature : Curvature
-        The curvature.
-    size, fedavg : int
-        The upload's bytes, and those of FedAvg's upload.
-
-    Examples
-    --------
-    >>> from flwr_fisher.curvature import fisher
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 2))
-    >>> upload_summary(model, fisher(model, [torch.randn(4, 2)]), 1000, 500)
-    "curvature: K-FAC of 0, 2; diagonal of 1; upload 1.0 kB, 2.00 of FedAvg's"
-    """
-    groups: dict[str, list[str]] = {}
-    for block in curvature.blocks():
-        groups.setdefault(_KINDS.get(block.kind, block.kind), []).extend(block.shapes)
-    if frozen := [n for n, p in model.named_parameters() if not p.requires_grad]:
-        groups["frozen parameters"] = frozen
-    parts = [f"{kind} of {_layers(names)}" for kind, names in groups.items()]
-    kb = size / 1e3
-    amount = f"{kb / 1e3:.2f} MB" if kb >= 100 else f"{kb:.1f} kB"
-    parts.append(f"upload {amount}, {size / fedavg:.2f} of FedAvg's")
-    lines = wrap(
-        f"curvature: {'; '.join(parts)}",
-        _COLUMNS,
-        subsequent_indent="  ",
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines)
-
-
-def _layers(parameters: Iterable[str]) -> str:
-    """Return the names of the parameters' layers, or the first and last of many."""
-    names = list(dict.fromkeys(n.rpartition(".")[0] or n for n in parameters))
-    if len(names) <= _NAMED:
-        return ", ".join(names)
-    return f"{len(names)} layers, {names[0]} … {names[-1]}"
-
 
 J = TypeVar("J", bound="type[TrainingJob]")
 

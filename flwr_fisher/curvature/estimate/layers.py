@@ -31,7 +31,8 @@ from flwr_fisher.params import Sums
 from flwr_fisher.randomness import random_stream
 
 _FEW = 8  # channels of a group up to which a convolution is faster than columns
-_FEW_POSITIONS, _FEW_OFFSETS = 64, 9  # so few positions, or so many offsets: slow
+# With so few positions, and more offsets in the kernel, it is faster offset by offset.
+_FEW_POSITIONS, _MANY_OFFSETS = 64, 9
 _GRADIENT_OF_WEIGHT: list[Callable[..., Tensor]] = [
     grad.conv1d_weight,
     grad.conv2d_weight,
@@ -254,7 +255,7 @@ class ConvolutionLayer(KroneckerLayer):
         inputs, output = self._padded(inputs.to(self.dtype)), output.to(self.dtype)
         positions, offsets = output[0, 0].numel(), self.kernel[0, 0].numel()
         depthwise = len(self.kernel) == self.groups == inputs.shape[1]
-        small = positions <= _FEW_POSITIONS and offsets > _FEW_OFFSETS
+        small = positions <= _FEW_POSITIONS and offsets > _MANY_OFFSETS
         compute = self._by_offset if depthwise and small else self._by_convolution
         shape = len(inputs), self.groups, len(self.kernel) // self.groups, -1
         rows = compute(inputs, output).reshape(shape)

@@ -185,10 +185,10 @@ class Categorical(Likelihood):
     def vectors(
         self, outputs: Tensor, most: int | None, generator: torch.Generator | None
     ) -> OutputVectors:
-        """Return the same lazily, or the most likely class's piece and a drawn one.
+        """Return these vectors, each computed when it is needed.
 
-        They are at most `most`; the last is then a label that is drawn from all other
-        labels.
+        If there are more than `most`, they are those of the ``most - 1`` likeliest
+        classes, and one label that is drawn from the others.
         """
         logits = _at_least_2d(outputs)
         seen = logits.reshape(len(logits), -1, logits.shape[-1])

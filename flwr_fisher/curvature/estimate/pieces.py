@@ -274,7 +274,8 @@ class Group:
     Parameters
     ----------
     size : int
-        The power of two with which the range of their numbers of pieces begins.
+        The examples have at least so many pieces, and fewer than twice as many, unless
+        all are in one group.
     rows : Tensor
         The numbers of these examples in the batch.
     pieces : Pieces
@@ -306,9 +307,8 @@ class Group:
 def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
     """Group a batch's examples by their number of pieces, without those that have none.
 
-    They are one group if that takes no more passes. Separate groups need a forward pass
-    each; one group of the whole batch needs no forward pass in addition to that of
-    `pieces`.
+    They are one group if that costs no more passes: it reuses the forward pass that
+    gave `pieces`. Each separate group needs another one.
 
     Parameters
     ----------

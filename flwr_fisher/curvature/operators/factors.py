@@ -15,7 +15,7 @@ class SymmetricFactor(ABC):
     """Symmetric positive semi-definite matrices, one for each group of a layer.
 
     It multiplies tensors ``[groups, ...]`` from either side, with ``@``. It is a
-    :class:`DenseFactor`, or, if it was uploaded, a :class:`LowRankFactor`.
+    :class:`DenseFactor`, or, as a large one is uploaded, a :class:`LowRankFactor`.
     """
 
     @staticmethod

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import Curvature, Solver
+from flwr_fisher.curvature.operators.base import Curvature, Solver, divided, eigen
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
-from flwr_fisher.curvature.operators.solvers import divided, eigen
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, unflatten
 

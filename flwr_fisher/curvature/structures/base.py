@@ -16,10 +16,9 @@ from torch import Tensor
 
 from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer
-from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.base import Curvature, Matvec
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.curvature.operators.lazy import WeightedSum
-from flwr_fisher.curvature.operators.solvers import Matvec
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 

@@ -11,10 +11,9 @@ from flwr_fisher.curvature.estimate.accumulators import (
     ReducedKroneckerAccumulator,
 )
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer
-from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.base import Curvature, Matvec
 from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
 from flwr_fisher.curvature.operators.kronecker import Kronecker
-from flwr_fisher.curvature.operators.solvers import Matvec
 from flwr_fisher.curvature.structures.base import (
     Form,
     Parts,
@@ -75,7 +74,7 @@ class KFAC(Structure):
         same shape. With the ridge :math:`\lambda` shared between the two, as in Martens
         & Grosse (2015, section 6.3), its inverse is that of
         :math:`(\bar G + \sqrt\lambda I) \otimes (\bar A + \sqrt\lambda I)`, where both
-        are scaled to one mean eigenvalue.
+        are scaled to the same mean eigenvalue.
         """
         layers = [(w, term) for w, term in terms if isinstance(term, Kronecker)]
         # Only a convolution's factors show how many groups it has.
