@@ -17,7 +17,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: demo federation test oldest fuzz smoke results docs dist release gpu develop install clean
+.PHONY: demo federation test types units oldest fuzz smoke results docs dist release gpu develop install clean
 
 # Ports of its own, so that no SuperLink of another environment answers.
 FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
@@ -48,18 +48,24 @@ federation: install .venv-node/dependencies
 	.venv-node/bin/pip install -q .
 	@touch $@
 
+# Types are checked beside the tests, which leave a core idle now and then.
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	# A checkout has the package in two places.
+	$(MAKE) -j 2 types units
+
+# A checkout has the package in two places.
+APPS = $(notdir $(wildcard apps/*))
+types:
 	@rm -rf build/types/flwr_fisher && mkdir -p build/types
 	@cp -R flwr_fisher build/types && cp -R strategies build/types/flwr_fisher
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p flwr_fisher
-	for app in $(notdir $(wildcard apps/*)); do (cd build/types && \
-		MYPYPATH=.:../../apps/$$app ../../$(BIN)/mypy --config-file ../../pyproject.toml \
-		-p $$app) || exit 1; done
-	# Tensors are small: threads would only wait, and files are shared among processes,
-	# in their order: those of the fewest tests are the longest.
+	cd build/types && MYPYPATH=.$(foreach app,$(APPS),:../../apps/$(app)) \
+		../../$(BIN)/mypy --config-file ../../pyproject.toml \
+		$(foreach package,flwr_fisher $(APPS),-p $(package))
+
+# Tensors are small: threads would only wait, and files are shared among processes, in
+# their order: those of the fewest tests are the longest.
+units:
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The wheel again, in an environment of its own.

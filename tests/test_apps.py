@@ -83,14 +83,14 @@ def test_all_of_fedfish_can_be_chosen(tmp_path):
     metrics, _ = run(
         "fedfish",
         tmp_path,
-        8,
+        3,
         server_optimizer="adam",
         server_lr=0.01,
         fisher_source="last-epoch",
         fraction_train=1.0,
         **QUICK,
     )
-    assert metrics["rounds"]["1"]["train"]["num-replies"] == 8
+    assert metrics["rounds"]["1"]["train"]["num-replies"] == 3
     assert set(metrics["rounds"]["1"]["server"]) == {"accuracy", "loss"}
     assert metrics["config"]["server-optimizer"] == "adam"
 
@@ -101,7 +101,7 @@ def test_faghs_rivals_begin_at_the_same_model(tmp_path):
     options = {"lr": 0.2, "server_lr": 0.1, **QUICK}
     first, last = set(), {}
     for method in methods:
-        rounds = run("fagh", tmp_path, 10, method=method, **options)[0]["rounds"]
+        rounds = run("fagh", tmp_path, 4, method=method, **options)[0]["rounds"]
         first.add(rounds["0"]["server"]["loss"])
         last[method] = rounds["1"]["server"]["loss"]
     assert len(first) == 1
