@@ -55,13 +55,12 @@ test: install
 	$(MAKE) -j 2 types units
 
 # A checkout has the package in two places.
-APPS = $(notdir $(wildcard apps/*))
 types:
 	@rm -rf build/types/flwr_fisher && mkdir -p build/types
 	@cp -R flwr_fisher build/types && cp -R strategies build/types/flwr_fisher
-	cd build/types && MYPYPATH=.$(foreach app,$(APPS),:../../apps/$(app)) \
+	cd build/types && MYPYPATH=.$$(printf ':%s' ../../apps/*) \
 		../../$(BIN)/mypy --config-file ../../pyproject.toml \
-		$(foreach package,flwr_fisher $(APPS),-p $(package))
+		$(foreach package,flwr_fisher $(notdir $(wildcard apps/*)),-p $(package))
 
 # Tensors are small: threads would only wait, and files are shared among processes, in
 # their order: those of the fewest tests are the longest.
