@@ -100,10 +100,13 @@ class SoftmaxVectors(OutputVectors):
         generator: torch.Generator | None = None,
     ) -> None:
         rank = logits.shape[-1] - 1
+        # One vector of `most` is kept for the drawn label, if there are more columns.
         columns = rank if most is None or most >= rank else most - 1
         vectors = columns + (columns < rank)
         super().__init__(vectors, logits.shape[1], logits.device)
         self.p = logits.detach().softmax(-1)
+        # Only the likeliest classes are sorted: with a vocabulary, sorting all would
+        # cost more than the passes.
         likeliest, self.top = self.p.topk(columns, dim=-1)
         rest = self.p.scatter(-1, self.top, 0)
         tiny = torch.finfo(self.p.dtype).tiny
@@ -111,6 +114,7 @@ class SoftmaxVectors(OutputVectors):
         tails = _tails(torch.cat([likeliest, rest.sum(-1, keepdim=True)], -1))
         before, after = tails[..., :-1].clamp_min(tiny), tails[..., 1:]
         pivots = (likeliest * (after / before)).sqrt()
+        # For the vectors' norms: a column has -p_j / q_k in all classes below its own.
         others = rest.square().sum(-1, keepdim=True)
         spread = _tails(torch.cat([likeliest.square(), others], -1))[..., 1:]
         sign = self.p.new_ones(self.count)
@@ -197,6 +201,8 @@ class Pieces:
         if self.mask is not None:
             values = values * self.mask.unsqueeze(-1)
         n, positions, _ = values.shape
+        # One pass for all positions: the products of two of them have random signs, and
+        # are zero in expectation. Without signs, a pass is for one position alone.
         if self.generator is not None:
             shape, device = (n, positions, 1), values.device
             coins = torch.rand(shape, generator=self.generator, device=device)
@@ -222,6 +228,7 @@ def given_pieces(values: Tensor) -> Pieces:
 
 def _draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return a class for each position, ``[n, T, 1]``, as likely as its weight."""
+    # By the inverse of the distribution, since multinomial would wait for a device.
     sums = weights.cumsum(-1)
     total = sums[..., -1:]
     draws = torch.rand(total.shape, generator=generator, device=total.device)
@@ -329,6 +336,8 @@ def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
     order = (~kept).int().argsort(dim=0, stable=True)
     counts = kept.sum(0).cpu()  # a device is waited for here, and nowhere else
     largest = int(counts.max()) if counts.numel() else 0
+    # Sizes are powers of two, so that there are few groups, and no example takes twice
+    # the passes that it needs.
     sizes = [2**k for k in range(largest.bit_length())]
 
     def group(size: int, rows: Tensor) -> Group:
