@@ -105,8 +105,7 @@ class SoftmaxVectors(OutputVectors):
         vectors = columns + (columns < rank)
         super().__init__(vectors, logits.shape[1], logits.device)
         self.p = logits.detach().softmax(-1)
-        # Only the likeliest classes are sorted: with a vocabulary, sorting all would
-        # cost more than the passes.
+        # Only the likeliest classes are sorted: there may be a vocabulary of them.
         likeliest, self.top = self.p.topk(columns, dim=-1)
         rest = self.p.scatter(-1, self.top, 0)
         tiny = torch.finfo(self.p.dtype).tiny
