@@ -19,8 +19,9 @@ class FisherOptions(Options):
 
     The defaults are those of a client that a server asks: few examples, in few passes
     and at few positions. On real images this is :doc:`as accurate as with all of them
-    </benchmarks/budget>`, at a fraction of the cost, which is below that of a local
-    epoch. :meth:`full` has no such bounds.
+    </benchmarks/budget>`, at a fraction of the cost: :doc:`below a local epoch
+    </benchmarks/client>` for clients of 600 examples and more, and about one for those
+    of 300. :meth:`full` has no such bounds.
 
     Raises
     ------
