@@ -220,7 +220,8 @@ def output_of(kept: Path) -> list[Path]:
 
 def verdict(federation: Federation, app: Path, output: Path) -> None:
     """Check the results, and print them."""
-    accuracy = json.loads((output / "metrics.json").read_text())["accuracy"]
+    metrics = json.loads((output / "metrics.json").read_text())
+    accuracy = metrics["accuracy"]
     for name, value in accuracy.items():
         say(f"{name}: {100 * value:.1f} %")
     if last := LAST_EPOCH.get(app.name):
@@ -229,6 +230,10 @@ def verdict(federation: Federation, app: Path, output: Path) -> None:
         assert set(times.values()) == {1}, times
         others = (accuracy["fedavg"], accuracy["best_client"])
         assert accuracy["fedfisher"] > max(others), accuracy
+        # Nobody said which partition it holds: they have their registered names.
+        assert {row["client"] for row in metrics["clients"]} == set(NAMES)
+    for name in NAMES:
+        assert "Traceback" not in federation.log(name), federation.log(name)
     say(f"the model and its report are in {output}")
 
 

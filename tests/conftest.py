@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,11 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import devices  # before torch's first backward pass: it may register a device
-from beside import Beside
 from checkout import check_installed
 
 _HOMES = (f"{os.getpid()}-{i}" for i in count())
-_FOLDER = "FLWR_FISHER_BESIDE"  # in the environment, where several processes test
+_FOLDER = "FLWR_FISHER_TESTS"  # in the environment, where several processes test
 # They need the pretended accelerator: test_accelerator.py runs them on it.
 collect_ignore_glob = [] if devices.pretended else ["accelerator/*"]
 
@@ -44,28 +44,10 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what runs beside the others last."""
-    items.sort(key=lambda item: item.get_closest_marker("beside") is not None)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start it first."""
-    wanted = any(item.get_closest_marker("beside") for item in session.items)
-    if wanted and not session.config.option.collectonly:
-        Beside(Path(os.environ[_FOLDER])).start()
-
-
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leave nothing running."""
+    """Remove what tests have left in their folder."""
     if not hasattr(config, "workerinput"):
-        Beside(Path(os.environ[_FOLDER])).end()
-
-
-@pytest.fixture
-def beside() -> Beside:
-    """What was started when the tests began."""
-    return Beside(Path(os.environ[_FOLDER]))
+        shutil.rmtree(os.environ[_FOLDER], ignore_errors=True)
 
 
 @pytest.fixture
