@@ -47,6 +47,7 @@ class Script:
 PLAIN, WITHOUT_DATA = Script(), Script(data=False)
 SCRIPTS = {  # the longest first
     "merges": PLAIN,
+    "refinement": PLAIN,
     "rounds": PLAIN,
     "tct": PLAIN,
     "fedfisher_defaults": PLAIN,

@@ -10,9 +10,10 @@ from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.server.run import CurvatureResult
-from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.baselines import AFL, FedAvg, Scaffold, head_exchange
+from flwr_fisher.strategies.base import CurvatureStrategy, Refinement
+from flwr_fisher.strategies.baselines import AFL, FedAvg, Scaffold
 from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
+from flwr_fisher.strategies.exchanges.refinement import head_exchange, refinements
 from flwr_fisher.strategies.exchanges.tct_regression import Regression
 from flwr_fisher.strategies.fagh import FAGH
 from flwr_fisher.strategies.fedfish import FedFish
@@ -36,6 +37,7 @@ __all__ = [
     "MergeOptions",
     "Policy",
     "Privacy",
+    "Refinement",
     "Regression",
     "Scaffold",
     "ServerState",
@@ -46,6 +48,7 @@ __all__ = [
     "head_exchange",
     "lost_states",
     "norm_exchanges",
+    "refinements",
     "shared_state",
     "wait_for_nodes",
 ]

@@ -22,7 +22,7 @@ from flwr_fisher.errors import (
     plain,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.options import check_names
+from flwr_fisher.options import Options, check_names, option
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.driver import Driver, EvaluateFn
 from flwr_fisher.server.exchange import (
@@ -60,6 +60,37 @@ _ELSEWHERE = {
     "on_fit_config_fn": "start(train_config=…)",
     "on_evaluate_config_fn": "start(evaluate_config=…)",
 }
+
+
+class Refinement(Options):
+    """What follows the last round's step: a head in closed form, then steps by K-FAC.
+
+    Raises
+    ------
+    ConfigurationError
+        If a number is out of range.
+
+    Examples
+    --------
+    >>> Refinement(steps=3)
+    Refinement(head=True, steps=3)
+    """
+
+    head: bool = option(
+        True,
+        "Solve for the model's last linear layer: clients send sums over their data at "
+        "the new model, then the losses of a few candidates. A classifier's layer is "
+        "that of a linear discriminant analysis, scaled to the least loss; a "
+        "regression's is least squares, with a ridge. It is taken only if its loss is "
+        "below that of the layer that is there.",
+    )
+    steps: int = option(
+        0,
+        "How many steps by the pooled K-FAC follow: L-BFGS on all clients' data, with "
+        "K-FAC as its first metric. Each is an exchange for a gradient; the last "
+        "exchange is for a loss.",
+        low=0,
+    )
 
 
 class CurvatureStrategy(Strategy):
@@ -102,6 +133,10 @@ class CurvatureStrategy(Strategy):
         numbers a channel. If no client is connected any more, the server logs a warning
         and goes on without it. Norms that clients keep in eval mode are frozen, and
         stay as they are (:doc:`/pretrained`).
+    refine : Refinement, optional
+        Improve the model after the last round's step: see :class:`Refinement`. A client
+        that has left is skipped, and if nobody replies, the model stays as it is.
+        ``CurvatureResult.unrefined`` is the model before.
     secure : flwr_fisher.secure.SecureSums, optional
         Let the server see sums over clients, and no single client's upload; see
         :class:`~flwr_fisher.secure.SecureSums`. Then a `policy` cannot limit uploads,
@@ -131,6 +166,7 @@ class CurvatureStrategy(Strategy):
         policy: Policy | None = None,
         waiting: Waiting | None = None,
         norm_statistics: str = "average",
+        refine: Refinement | None = None,
         secure: Secure | None = None,
         **kwargs: Any,
     ) -> None:
@@ -152,6 +188,7 @@ class CurvatureStrategy(Strategy):
         super().__init__(**kwargs)
         check_known("norm_statistics", norm_statistics, _NORM_STATISTICS)
         self.norm_statistics, self.secure = norm_statistics, secure
+        self.refine = None if refine is None else Refinement.of("refine", refine)
         window = self.waiting.window is not None
         conflict = ""
         if window and self.fraction_train not in (0.0, 1.0):
@@ -166,6 +203,7 @@ class CurvatureStrategy(Strategy):
             raise ConfigurationError(f"{conflict}; leave one of them out")
         self.seed, self.cohort = seed, Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # for waiting for nodes; `start` sets its own
+        self.num_rounds = 1  # of the run; `start` sets its own
         self.partial_result: CurvatureResult | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -228,6 +266,7 @@ class CurvatureStrategy(Strategy):
             "weighted_by_key": self.weighted_by_key,
             "waiting.over_selection": self.waiting.over_selection,
             "norm_statistics": self.norm_statistics,
+            **({} if self.refine is None else {"refine": self.refine.settings()}),
             **{f"policy.{name}": n for name, n in self.policy.settings().items()},
             **({} if self.secure is None else {"secure": self.secure.settings()}),
             **self.settings(),
@@ -332,6 +371,7 @@ class CurvatureStrategy(Strategy):
                     "reveal the difference; leave one of them out"
                 )
         self.timeout, self.partial_result = timeout, None
+        self.num_rounds = num_rounds
         logger.info("Starting %s strategy:", type(self).__name__)
         self.summary()
         began = time.monotonic()

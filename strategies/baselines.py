@@ -1,7 +1,6 @@
 """The methods with which the four algorithms are compared: FedAvg, SCAFFOLD, AFL."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from flwr_fisher.errors import ConfigurationError, check_range
@@ -20,9 +19,8 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
-from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head
-from flwr_fisher.wire import Additive, HeadUpload
+from flwr_fisher.strategies.exchanges.refinement import head_exchange, refinements
+from flwr_fisher.wire import Additive
 
 _CONTROL, _MEMBERSHIP = "control", "membership"
 
@@ -88,7 +86,7 @@ class FedAvg(CurvatureStrategy):
         step = mean_model if self.privacy is None else _add
         mean = Summation[Additive](privacy=self.privacy)
         exchange = Exchange({}, Additive.reader("params"), step, additive=mean)
-        return [exchange, *norm_exchanges(self)]
+        return [exchange, *refinements(self, server_round)]
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
@@ -178,7 +176,7 @@ class Scaffold(CurvatureStrategy):
         request = {"job": "scaffold"}
         return [
             Exchange(request, read, self._step, send=_send, kept=_CONTROL),
-            *norm_exchanges(self),
+            *refinements(self, server_round),
         ]
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
@@ -244,11 +242,12 @@ class AFL(CurvatureStrategy):
 
     Parameters
     ----------
-    ridge : float, default 1e-3
+    ridge : float, optional
         :math:`\lambda` as a share of the mean diagonal entry of :math:`\sum x x^\top`
-        over the features.
+        over the features. Default: the one of least generalised cross-validation error
+        (:func:`flwr_fisher.tangent.chosen_ridge`), from the sums.
     head : str, optional
-        The linear layer to set; by default the last in the model's definition.
+        The linear layer to set; by default the one that computes the outputs.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords, ``seed``, ``secure``.
 
@@ -259,7 +258,7 @@ class AFL(CurvatureStrategy):
 
     Notes
     -----
-    An upload has 8 (f + 1) (f + 1 + C) bytes for f features, a bias and C classes, and
+    An upload has 4 (f + 1) (f + 2) + 8 (f + 1) C bytes for f features, C classes, and
     no parameters. With a secure sum, use ``SecureSums(bits=64)`` if the last digits of
     the solution matter.
 
@@ -272,56 +271,21 @@ class AFL(CurvatureStrategy):
     """
 
     def __init__(
-        self, *, ridge: float = 1e-3, head: str | None = None, **kwargs: Any
+        self, *, ridge: float | None = None, head: str | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self.check_weighted_by_examples("AFL")
-        check_range("ridge", ridge, 0)
+        if ridge is not None:
+            check_range("ridge", ridge, 0)
         self.ridge, self.head = ridge, head
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange[HeadUpload]]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return one exchange, which asks for sums over every client's data."""
-        return [head_exchange(ridge=self.ridge, head=self.head)]
+        return [
+            head_exchange(ridge=self.ridge, head=self.head),
+            *refinements(self, server_round),
+        ]
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
         return {"ridge": self.ridge, "head": self.head}
-
-
-def head_exchange(
-    *, ridge: float = 1e-3, head: str | None = None, **more: Any
-) -> Exchange[HeadUpload]:
-    """Return AFL's exchange, which sets a linear layer by ridge regression.
-
-    A strategy of another kind can list it as its last one, to fit the head anew to the
-    features of the merged model: see "One exchange more" in
-    :doc:`/adding-a-method`.
-
-    Parameters
-    ----------
-    ridge, head
-        As for :class:`AFL`.
-    **more
-        Other arguments of the :class:`Exchange`, such as ``clients="previous"``.
-    """
-    return Exchange(
-        {"job": "afl", "head": head or ""},
-        HeadUpload.read,
-        partial(_set_head, ridge),
-        require_same_parameters=True,
-        additive=Summation(weighted=False),
-        **more,
-    )
-
-
-def _set_head(ridge: float, state: ServerState, uploads: Uploads[HeadUpload]) -> Step:
-    """Solve for the head."""
-    first = uploads[0].payload
-    sums = HeadSums.total([upload.payload.sums for upload in uploads])
-    biased = first.bias is not None
-    solution = closed_form_head(sums, bias=biased, ridge=ridge)
-    params = dict(state.params)
-    for name, value in zip((first.weight, first.bias), solution, strict=False):
-        assert name is not None
-        params[name] = value.to(params[name].dtype)
-    return Step(ServerState(params, state.groups), {}, sums)

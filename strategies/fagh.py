@@ -23,7 +23,7 @@ from flwr_fisher.server.exchange import (
     mean_vector,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
+from flwr_fisher.strategies.exchanges.refinement import refinements
 from flwr_fisher.wire import Additive
 
 _PROBES = ("first", "random", "momentum", "none")
@@ -158,7 +158,7 @@ class FAGH(CurvatureStrategy):
             exchange = Exchange(options, _read, self._step, additive=Summation())
             if has_last:
                 exchange = replace(exchange, send=_send)
-        return [exchange, *norm_exchanges(self)]
+        return [exchange, *refinements(self, server_round)]
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return a step along Newton's direction, with updated moments."""

@@ -34,7 +34,7 @@ from flwr_fisher.server.exchange import (
     weights_of,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
+from flwr_fisher.strategies.exchanges.refinement import refinements
 from flwr_fisher.wire import Additive, Codec, FisherUpload, resolve
 
 _OPTIMIZER = "optimizer"
@@ -158,7 +158,7 @@ class FedFish(CurvatureStrategy):
                 require_same_parameters=True,
                 additive=Summation(),
             )
-        return [training, *norm_exchanges(self)]
+        return [training, *refinements(self, server_round)]
 
     def _requested(self) -> dict[str, str | int | float]:
         """Return the options of the clients' job."""

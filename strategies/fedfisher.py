@@ -29,9 +29,9 @@ from flwr_fisher.server.exchange import (
     Summation,
     Uploads,
 )
-from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.base import CurvatureStrategy, Refinement
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group, step_of
-from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
+from flwr_fisher.strategies.exchanges.refinement import refinements
 from flwr_fisher.wire import (
     LOSSLESS,
     REGRESSION,
@@ -42,6 +42,8 @@ from flwr_fisher.wire import (
     resolve,
 )
 from flwr_fisher.wire.additive import SUMS
+
+_HEAD = Refinement()  # the default: frozen, so that all strategies can share it
 
 
 class FedFisherOneShot(CurvatureStrategy):
@@ -62,7 +64,9 @@ class FedFisherOneShot(CurvatureStrategy):
     shortens a layer's move from the mean if it is longer than is usual between the
     clients (`trust`). In a regression the solver takes only one iteration: if each
     layer were solved to the end, the layers' steps would together be too large. (With
-    ``aggregate="sums"`` the server does not know what the task is.)
+    ``aggregate="sums"`` the server does not know what the task is.) After the last
+    merge, the model's last layer is solved for in closed form, from sums over the
+    clients' data at the merged model (`refine`).
 
     Parameters
     ----------
@@ -102,6 +106,9 @@ class FedFisherOneShot(CurvatureStrategy):
         As for :class:`CurvatureStrategy`, but ``refresh`` by default.
         With averaged statistics, a merged network with batch norm can be far
         worse than it has to be (:doc:`/pretrained`).
+    refine : Refinement or None, default Refinement()
+        What follows the merge: by default a head in closed form; with
+        ``Refinement(steps=3)`` also steps by K-FAC, and with ``None`` nothing.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``. With
         ``aggregate="parts"``, `policy`'s `max_curvature` has no effect: use
@@ -146,9 +153,10 @@ class FedFisherOneShot(CurvatureStrategy):
         score: Score | None = None,
         device: torch.device | str | None = None,
         norm_statistics: str = "refresh",
+        refine: Refinement | None = _HEAD,
         **kwargs: Any,
     ) -> None:
-        super().__init__(norm_statistics=norm_statistics, **kwargs)
+        super().__init__(norm_statistics=norm_statistics, refine=refine, **kwargs)
         check_known("aggregate", aggregate, ("parts", "sums"))
         self.structure, self.aggregate, self.score = structure, aggregate, score
         self.fisher = FisherOptions.of("fisher", fisher)
@@ -216,7 +224,7 @@ class FedFisherOneShot(CurvatureStrategy):
                     additive=mean,
                 )
             ]
-        return [*merging, *norm_exchanges(self)]
+        return [*merging, *refinements(self, server_round)]
 
     def initial_groups(self) -> Groups:
         """Return the run's number, if clients keep their Fishers under it."""

@@ -25,7 +25,7 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.membership import Membership
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines import mean_model
-from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
+from flwr_fisher.strategies.exchanges.refinement import refinements
 from flwr_fisher.strategies.exchanges.tct_regression import (
     MEMBERSHIP,
     Regression,
@@ -152,6 +152,11 @@ class TCT(CurvatureStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if self.refine is not None:
+            raise ConfigurationError(
+                "refine= with TCT: its last rounds fit another model than the network; "
+                "leave refine out"
+            )
         self.check_weighted_by_examples("TCT")
         check_whole("stage1_rounds", stage1_rounds, 0)
         check_whole("num_features", num_features, 1)
@@ -207,7 +212,7 @@ class TCT(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return a round's exchanges: training, features and eigenvalues, or a step."""
         if server_round <= self.stage1_rounds:
-            return [self._training(), *norm_exchanges(self)]
+            return [self._training(), *refinements(self, server_round)]
         if server_round == self.stage1_rounds + 1:
             return self._convexifying()
         config = self._features() | {"job": "tct-step", "local-steps": self.local_steps}

@@ -136,4 +136,9 @@ def stop(monkeypatch):
 
 def options_of(**options):
     """A strategy's, without evaluation and whatever else is a second request."""
-    return {"fraction_evaluate": 0.0, "norm_statistics": "average", **options}
+    return {
+        "fraction_evaluate": 0.0,
+        "norm_statistics": "average",
+        "refine": None,
+        **options,
+    }

@@ -34,6 +34,7 @@ from flwr_fisher.strategies import (
     FedFish,
     FedFisherOneShot,
     Policy,
+    Refinement,
     Scaffold,
 )
 from flwr_fisher.tangent import TCTModel
@@ -57,18 +58,21 @@ def points(seed, n, shares):
     return centres[y] + torch.randn(n, 4, generator=generator), y
 
 
-def make_model(normalised=False):
-    """A small network, with a batch norm if wanted."""
+def make_model(kind=""):
+    """A small network; ``normalised`` by a batch norm, or ``deep``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        middle = [nn.BatchNorm1d(16)] if normalised else []
-        return nn.Sequential(nn.Linear(4, 16), *middle, nn.ReLU(), nn.Linear(16, 3))
+        first, head = nn.Linear(4, 16), 16
+        middle = {"normalised": [nn.BatchNorm1d(16)]}.get(kind, [])
+        if kind == "deep":  # whose head is small beside it
+            middle, head = [nn.ReLU(), nn.Linear(16, 8)], 8
+        return nn.Sequential(first, *middle, nn.ReLU(), nn.Linear(head, 3))
 
 
-def accuracy(arrays, normalised):
+def accuracy(arrays, kind):
     """How many of the test points a result's arrays tell right."""
     tensors = arrays.to_torch_state_dict()
-    model = make_model(normalised)
+    model = make_model(kind)
     if any(key.startswith("tct/") for key in tensors):
         model = TCTModel.from_tensors(model, tensors)
     else:
@@ -89,7 +93,7 @@ class Victim:
     make: Callable[..., CurvatureStrategy]
     rounds: int = 1
     train: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10, lr=0.05))
-    normalised: bool = False
+    model: str = ""
 
 
 ONE = LocalSGD(epochs=1, lr=0.05)
@@ -97,13 +101,16 @@ FAST = LocalSGD(epochs=1, lr=0.3, momentum=0.0)
 lossless = partial(FedFisherOneShot, codec="lossless")
 VICTIMS = {
     "FedFisher": Victim(lossless),
-    "FedFisher, batch norm": Victim(lossless, normalised=True),
+    "FedFisher, batch norm": Victim(lossless, model="normalised"),
     PACKED: Victim(partial(FedFisherOneShot, codec=Codec(budget=4.0))),
     "FedFisher, diagonal": Victim(partial(lossless, structure="diagonal")),
     "FedFisher, sums": Victim(
         partial(lossless, structure="diagonal", aggregate="sums")
     ),
     PRODUCTS: Victim(partial(lossless, aggregate="sums")),
+    "FedFisher, refined": Victim(
+        partial(lossless, refine=Refinement(steps=3)), model="deep"
+    ),
     "FedFisher, three rounds": Victim(lossless, 3, LocalSGD(epochs=4, lr=0.05)),
     "FedFish": Victim(partial(FedFish, codec="lossless"), 6, ONE),
     "FedFish, Adam": Victim(
@@ -138,7 +145,7 @@ def make_app(victim, state_dir, attack=None, kinds=("train",)):
         data = TensorDataset(*points(partition, 60 + 6 * partition, tuple(shares)))
         loader = DataLoader(data, batch_size=16)
         return FisherClient(
-            make_model(victim.normalised),
+            make_model(victim.model),
             loader,
             loader,
             train_fn=victim.train,
@@ -146,7 +153,7 @@ def make_app(victim, state_dir, attack=None, kinds=("train",)):
             state_dir=state_dir,
         )
 
-    made_of = repr(victim.train), victim.normalised
+    made_of = repr(victim.train), victim.model
     app = Remembering(make_client_app(client_fn), lambda partition: made_of)
 
     class Hostile(ClientApp):
@@ -165,7 +172,7 @@ def start(name, app, **options):
     victim = VICTIMS[name]
     rounds = options.pop("rounds", None) or victim.rounds
     strategy = victim.make(min_train_nodes=CLIENTS - 1, **options)
-    model = ArrayRecord(shared_state(make_model(victim.normalised)))
+    model = ArrayRecord(shared_state(make_model(victim.model)))
     return strategy.start(LocalGrid(app, CLIENTS, seed=1), model, num_rounds=rounds)
 
 
@@ -193,7 +200,7 @@ def run(name, attack=None, kinds=("train",), **options):
         return Outcome(f"ended: {type(error).__name__}: {error}", "\n".join(lines))
     finally:
         logger.removeHandler(handler)
-    log, correct = "\n".join(lines), accuracy(result.arrays, victim.normalised)
+    log, correct = "\n".join(lines), accuracy(result.arrays, victim.model)
     tensors = result.arrays.to_torch_state_dict()
     honest = [f"partition-{i}" for i in range(CLIENTS) if i != HOSTILE]
     harm = ""

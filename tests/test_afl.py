@@ -30,7 +30,7 @@ from flwr_fisher.tangent.head import find_head
 from flwr_fisher.wire import HeadUpload, arrays_to_tensors
 
 ROW = Row(AFL, {})
-TASK = {"job": "afl", "head": ""}
+TASK = {"job": "head-sums", "head": ""}
 N, WIDTH, CLASSES = 90, 7, 3
 
 
@@ -145,8 +145,8 @@ LIKE = shared_state(tiny_model())
 BAD = {
     "no gram": (drop_array("head/gram"), "'head/gram': missing"),
     "shape": (change_array("head/cross", lambda a: a.T), "'head/cross'"),
-    "negative": (change_array("head/gram", lambda a: -a), "'head/gram': negative"),
-    "skew": (change_array("head/gram", lambda a: a + a[:1]), "symmetric"),
+    "negative": (change_array("head/gram", lambda a: -a), "'head/gram': no rows"),
+    "indefinite": (change_array("head/gram", lambda a: a[::-1] * 1), "'head/gram'"),
     "count": (change_array("head/count", lambda a: a * 0), "'head/count'"),
 }
 
@@ -170,7 +170,7 @@ def test_a_bad_upload_is_refused_by_name(case):
 )
 def test_a_head_that_there_is_not_is_refused(weight, bias, says):
     good = HeadUpload.read(uploaded(), LIKE)
-    record = HeadUpload.of(weight, bias, good.sums).to_arrays()
+    record = HeadUpload.of(weight, bias, "categorical", good.sums).to_arrays()
     with pytest.raises(WireError, match=says):
         HeadUpload.read(record, LIKE)
 
@@ -188,6 +188,7 @@ def test_what_a_policy_may_do_keeps_the_solution():
         "head/format",
         "head/gram",
         "head/cross",
+        "head/square",
         "head/count",
     }
 

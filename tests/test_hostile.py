@@ -151,7 +151,11 @@ CASES = {
         constant("^tct/largest", 1e9),
         limited("tct/largest-eigenvalue x"),
     ),
-    "labels x -1e4": ("AFL", times("^head/cross$", -1e4), limited(".*head/cross x")),
+    "labels x -1e4": (
+        "AFL",
+        times("^head/cross$", -1e4),
+        left("'head/cross': is larger than its squares allow"),
+    ),
     "sums of 1e30": (
         "AFL",
         constant("^head/", 1e30),

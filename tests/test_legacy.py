@@ -40,7 +40,7 @@ from flwr_fisher.legacy import (
     server_app,
 )
 from flwr_fisher.legacy.client import from_list, names_of, to_list
-from flwr_fisher.strategies import FedFish, FedFisherOneShot
+from flwr_fisher.strategies import FedFish, FedFisherOneShot, Refinement
 from flwr_fisher.testing import LocalGrid
 
 
@@ -258,7 +258,7 @@ def served(rounds=1, app=None, **options):
 
 
 def test_a_server_fn_gives_what_start_gives():
-    strategy = one_shot(norm_statistics="refresh")  # as by default
+    strategy = one_shot(norm_statistics="refresh", refine=Refinement())  # as by default
     expected = strategy.start(LocalGrid(older_app(), 3), tiny_arrays(), 2)
     server = served(2)
     assert same_bits(server.result.arrays, expected.arrays)

@@ -289,7 +289,7 @@ def test_only_what_a_training_has_moved_is_asked_for():
 # A round
 
 AVERAGE, REFRESH = {"norm_statistics": "average"}, {"norm_statistics": "refresh"}
-OPTIONS = {"fraction_evaluate": 0.0, "policy": LIFTED}
+OPTIONS = {"fraction_evaluate": 0.0, "policy": LIFTED, "refine": None}
 SUMS = {"structure": "diagonal", "aggregate": "sums"}
 STRATEGIES = {
     "kfac": FedFisherOneShot,

@@ -93,7 +93,12 @@ def distance(a, b):
 
 
 # One sum, or those of a merge, and none of batch norms' statistics: test_norms.
-ONE_SUM = {"fraction_evaluate": 0.0, "aggregate": "sums", "norm_statistics": "average"}
+ONE_SUM = {
+    "fraction_evaluate": 0.0,
+    "aggregate": "sums",
+    "norm_statistics": "average",
+    "refine": None,
+}
 STRATEGIES = {
     "fedfisher": partial(FedFisherOneShot, **ONE_SUM, structure="diagonal"),
     "kfac": partial(FedFisherOneShot, **ONE_SUM, merge=MergeOptions(iterations=2)),

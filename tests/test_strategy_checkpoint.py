@@ -261,6 +261,7 @@ def test_the_last_of_many_exchanges_is_opened_again(clock, tmp_path, lost, caplo
             aggregate="sums",
             merge=MergeOptions(iterations=9),
             norm_statistics="average",
+            refine=None,
             fraction_evaluate=0.0,
         )
         options |= {"checkpoint_dir": tmp_path, "timeout": 60}

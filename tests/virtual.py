@@ -49,9 +49,11 @@ OF_MERGE = {field.name for field in fields(MergeOptions)}
 def fedfisher_with(**options):
     """FedFisher by all its options in one table, whichever object holds them.
 
-    A round of it is one request, unless statistics are to be refreshed: test_norms.
+    A round of it is one request, unless statistics are to be refreshed (test_norms) or
+    the merge to be refined (test_refinement).
     """
     options.setdefault("norm_statistics", "average")
+    options.setdefault("refine", None)
     fisher = {k: options.pop(k) for k in OF_FISHER & options.keys()}
     merge = {k: options.pop(k) for k in OF_MERGE & options.keys()}
     return FedFisherOneShot(

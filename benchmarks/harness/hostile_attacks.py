@@ -155,6 +155,16 @@ OF_SUMS = {
         "of zero": lambda a: 0 * a,
     }.items()
 }
+OF_LOSSES = {
+    f"losses {what}": edit("^loss(es)?$", change)
+    for what, change in {
+        "x -1": lambda a: -a,
+        "x 1e4": lambda a: 1e4 * a,
+        "of 1e30": lambda a: a * 0 + 1e30,
+        "in reverse": lambda a: a[::-1] if a.ndim else a,
+        "of zero": lambda a: 0 * a,
+    }.items()
+}
 OF_STATISTICS = {
     "negative variance": edit("running_var", lambda a: -100 * a),
     "one variance below zero": edit(
@@ -199,8 +209,10 @@ def cases() -> list[tuple[str, str, str, Attack]]:
             attacks |= OF_CURVATURE
         if name == "TCT":
             attacks |= OF_TCT
-        if name == "AFL":
+        if name in ("AFL", "FedFisher, refined"):
             attacks |= OF_SUMS
+        if name == "FedFisher, refined":
+            attacks |= OF_LOSSES
         if "batch norm" in name:
             attacks |= OF_STATISTICS
         if name == PACKED:

@@ -29,6 +29,7 @@ _TITLES = {
     "fedavg": "FedAvg",
     "best_client": "best client",
     "fedfisher": "FedFisher",
+    "fedfisher_merge": "FedFisher, the merge",
     "fedfisher_averaged": "FedFisher, averaged norms",
     "ensemble": "ensemble (reference)",
 }
@@ -74,10 +75,11 @@ def report_one_shot(
 
     The alternatives are FedAvg's mean, the best single client (on the test set, so a
     generous reference), and the ensemble of all clients, which is not one model. With
-    ``aggregate="sums"`` only FedAvg's mean can be computed. If the clients have
-    measured the merged model's batch norms, there is also the merge before that, whose
-    norms are averaged as FedAvg's are. The log also has each client's share of the
-    curvature, and the accuracy of its own model.
+    ``aggregate="sums"`` only FedAvg's mean can be computed. If the merge was refined,
+    there is also the merge alone. If the clients have measured the merged model's batch
+    norms, there is also the merge before that, whose norms are averaged as FedAvg's
+    are. The log also has each client's share of the curvature, and the accuracy of its
+    own model.
 
     Parameters
     ----------
@@ -113,8 +115,11 @@ def report_one_shot(
     final = {**merged.params, **arrays_to_tensors(result.arrays)}
     path = _save_model(path, final)  # it is safe, whatever a score raises
     model = model.to(default_device())
-    models = {"fedfisher": final}
-    if any(not torch.equal(final[k], v) for k, v in merged.params.items()):
+    models, merge = {"fedfisher": final}, final
+    if result.unrefined is not None:
+        merge = {**merged.params, **arrays_to_tensors(result.unrefined)}
+        models["fedfisher_merge"] = merge
+    if any(not torch.equal(merge[k], v) for k, v in merged.params.items()):
         models["fedfisher_averaged"] = merged.params
     clients: list[dict[str, Any]] = []
     if merged.mean is not None:  # a merge of sums: no client's part is known

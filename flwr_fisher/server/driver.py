@@ -78,6 +78,7 @@ class Driver:
             logger.info("")
             logger.info("[ROUND %s/%s]", server_round, num_rounds)
             self.server_round = server_round
+            run.begin_round()
             self._train(train_config)
             self._evaluate(self._config("evaluation_config", evaluate_config))
             if evaluate_fn:

@@ -306,6 +306,9 @@ class Exchange(Generic[P]):
         one usable reply is enough, and who does not answer is skipped. If it fails, the
         model of the step before remains, and the log says so. Its step does not change
         the result's `uploads` and `details`. Clients are weighted by their examples.
+    refines : bool, default False
+        Whether it improves a model that is already whole. ``CurvatureResult.unrefined``
+        is the model before the first such exchange of the last round.
     prepare : Callable[[ServerState, ServerState], Exchange | None], optional
         Called when its turn comes, with the states at the begin of the round and now.
         It returns the exchange to do in its place, usually ``replace(exchange,
@@ -332,6 +335,7 @@ class Exchange(Generic[P]):
     measure: Callable[[ServerState], Callable[[P], Mapping[str, float]]] | None = None
     name: str = ""
     optional: bool = False
+    refines: bool = False
     prepare: "Callable[[ServerState, ServerState], Exchange[P] | None] | None" = None
     quiet: bool = False
 

@@ -4,7 +4,7 @@ The journal saves both after each step, so that a new process can resume the run
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.journal import Journal, as_kept
 from flwr_fisher.wire import tensors_to_arrays
 
+_UNREFINED = "unrefined"  # group of the state's tensors
 _HISTORIES = (
     "train_metrics_clientapp",
     "evaluate_metrics_clientapp",
@@ -46,6 +47,9 @@ class CurvatureResult(Result):
         The uploads of the last round's exchanges that have a name, by it.
     details : Any
         The report of the step of these `uploads`; see each strategy.
+    unrefined : ArrayRecord or None
+        The last round's model before it was refined (``refine=``), such as FedFisher's
+        merge; None if it was not refined.
     upload_bytes : float
         The mean number of bytes that a client uploaded in the last round, in all
         exchanges.
@@ -54,6 +58,7 @@ class CurvatureResult(Result):
     uploads: list[Upload[Any]] = field(default_factory=list)
     exchange_uploads: dict[str, list[Upload[Any]]] = field(default_factory=dict)
     details: Any = None
+    unrefined: ArrayRecord | None = None
     upload_bytes: float = 0.0
 
 
@@ -167,7 +172,14 @@ class Run:
         metrics: MetricRecord,
     ) -> None:
         """Set the state to a step's outcome, and add the exchange's metrics."""
+        before = self.state
         self.state = step.state
+        if exchange.refines:
+            # Copies: a file of tensors cannot hold one under two names.
+            copied = {k: v.clone() for k, v in before.params.items()}
+            unrefined = before.group(_UNREFINED) or copied
+            groups = {**step.state.groups, _UNREFINED: unrefined}
+            self.state = replace(step.state, groups=groups)
         used = list(uploads) if step.summed is None else [step.summed]
         result = self._result
         known = dict(result.train_metrics_clientapp.get(server_round, {}))
@@ -189,6 +201,15 @@ class Run:
         if not step.quiet and not exchange.optional:
             shown_metrics = shown(result.train_metrics_clientapp[server_round])
             logger.info("\t└──> Aggregated MetricRecord: %s", shown_metrics)
+
+    def begin_round(self) -> None:
+        """Go back to the last round's model as it was before it was refined.
+
+        So a run that goes on after its last round is the run of all these rounds.
+        """
+        if unrefined := self.state.group(_UNREFINED):
+            others = {k: v for k, v in self.state.groups.items() if k != _UNREFINED}
+            self.state = ServerState(dict(unrefined), others)
 
     def forget_uploads(self) -> None:
         """Free the last step's uploads, so that two rounds' are never in memory."""
@@ -243,6 +264,8 @@ class Run:
 
     def result(self) -> CurvatureResult:
         """Return the result, with the current parameters."""
+        unrefined = self.state.group(_UNREFINED)
+        self._result.unrefined = tensors_to_arrays(unrefined) if unrefined else None
         self._result.arrays = self.arrays()
         return self._result
 

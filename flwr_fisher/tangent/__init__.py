@@ -2,7 +2,13 @@
 
 from flwr_fisher.tangent.average import tct_average, tct_control
 from flwr_fisher.tangent.features import TangentFeatures
-from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head, head_sums
+from flwr_fisher.tangent.frozen_head import (
+    HeadSums,
+    chosen_ridge,
+    closed_form_head,
+    head_sums,
+    lda_head,
+)
 from flwr_fisher.tangent.model import TCTModel
 from flwr_fisher.tangent.regression import tct_residual, tct_steps, tct_update
 from flwr_fisher.tangent.spectrum import (
@@ -24,11 +30,13 @@ __all__ = [
     "TCTModel",
     "TangentFeatures",
     "check_lr",
+    "chosen_ridge",
     "closed_form_head",
     "feature_sums",
     "gram_spectrum",
     "head_sums",
     "largest_safe_lr",
+    "lda_head",
     "standardisation",
     "tct_average",
     "tct_control",

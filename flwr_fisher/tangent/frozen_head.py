@@ -1,6 +1,14 @@
-"""Analytic learning: a linear head on a frozen backbone, in closed form."""
+r"""A model's last linear layer in closed form, from sums over all clients' data.
 
-from collections.abc import Iterable, Sequence
+Each client runs the model over its data once. For every row z of the last linear
+layer's inputs and its target y it adds up :math:`zz^\top`, :math:`zy^\top` and
+:math:`y^\top y`. These sums are added over clients. From them the server solves for the
+layer: ridge regression (AFL; He et al., CVPR 2025), or linear discriminant analysis
+with a shared covariance (as FedCGS and GH-OFL). The split does not matter.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,24 +16,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.data import batches_of
-from flwr_fisher.curvature.models import evaluating
-from flwr_fisher.errors import DataError, check_range
-from flwr_fisher.tangent.head import check_called_once, linear_layer
+from flwr_fisher.curvature.data import IGNORED, Batch, batches_of
+from flwr_fisher.curvature.losses import Loss, loss_of
+from flwr_fisher.curvature.models import evaluating, place_of
+from flwr_fisher.errors import DataError, StructureError, check_range
+from flwr_fisher.tangent.head import check_called_once, find_head, linear_layer
+
+# Ridges that `chosen_ridge` compares, in multiples of the mean eigenvalue. Half decades
+# are fine enough: the error is flat around its minimum.
+_RIDGES = [10 ** (k / 2) for k in range(-12, 5)]
+_UNSEEN = 0.5  # examples of a class that has none, for its prior probability
+_ROUNDING = torch.finfo(torch.float64).eps
+_FOLD = 1e-8  # the ridge of the feature that stands for a bias, as a share
 
 
 @dataclass(frozen=True)
 class HeadSums:
-    r"""The sums over data from which a linear regression on features is solved.
+    r"""The sums over data from which a linear layer is solved.
 
     If they are added up over clients, the result is the sums of the pooled data.
 
     Parameters
     ----------
     gram : Tensor
-        :math:`\sum x x^\top`, ``[f, f]`` in float64; with a bias every x ends in a 1.
+        :math:`\sum z z^\top`, ``[f + 1, f + 1]`` in float64. Every z ends in a 1, also
+        if the layer has no bias: so the sum has the features' means.
     cross : Tensor
-        :math:`\sum x y^\top`, ``[f, C]`` in float64.
+        :math:`\sum z y^\top`, ``[f + 1, C]`` in float64. For classes, its last row is
+        their counts.
+    square : float
+        :math:`\sum y^\top y`.
     count : float
         The number of examples. A sequence is one example, with a row for each of its
         positions.
@@ -33,6 +53,7 @@ class HeadSums:
 
     gram: Tensor
     cross: Tensor
+    square: float
     count: float
 
     @staticmethod
@@ -41,12 +62,116 @@ class HeadSums:
         return HeadSums(
             torch.stack([each.gram for each in every]).sum(0),
             torch.stack([each.cross for each in every]).sum(0),
+            sum(each.square for each in every),
             sum(each.count for each in every),
         )
 
 
-def head_sums(model: nn.Module, loader: Iterable[Any], head: str) -> HeadSums:
-    """Return a client's sums at a model's last linear layer.
+# --- on a client
+
+
+def output_layer(model: nn.Module, loader: Iterable[Any]) -> str:
+    """Return the name of the linear layer that computes the model's outputs.
+
+    A log-softmax may follow it, or a choice of one position of a sequence.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode, and left as it was.
+    loader : Iterable
+        Its first batch is read.
+
+    Raises
+    ------
+    StructureError
+        If the outputs are those of no ``nn.Linear``, or the layer is frozen, called
+        several times, or shares its weight.
+    DataError
+        If there are no examples.
+    """
+    calls: list[tuple[str, Tensor]] = []
+
+    def record(name: str, layer: nn.Linear) -> Any:
+        return layer.register_forward_hook(
+            lambda _, args, output: calls.append((name, output))
+        )
+
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    handles = [record(name, layer) for name, layer in layers]
+    try:
+        batch = next(batches_of(loader, model, place_of(model), report=False), None)
+        if batch is None:
+            raise DataError("the loader has no examples")
+        outputs = batch.inputs(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, own in reversed(calls):
+        if _rows(own, own, outputs) is not None:
+            check_called_once(name, sum(each == name for each, _ in calls))
+            find_head(model, name)  # which refuses a shared weight
+            if not linear_layer(model, name).weight.requires_grad:
+                raise StructureError(f"the last layer '{name}' is frozen")
+            return name
+    raise StructureError(
+        "the model's outputs are not those of an nn.Linear, so its head has no closed "
+        "form"
+    )
+
+
+def head_rows(
+    model: nn.Module, loader: Iterable[Any], head: str
+) -> Iterator[tuple[Tensor, Tensor, Batch]]:
+    """Yield for each batch the layer's inputs and its labels, row by row.
+
+    Parameters
+    ----------
+    model, loader, head
+        As for :func:`head_sums`.
+
+    Yields
+    ------
+    z : Tensor
+        The layer's inputs ``[rows, f]``, without those whose label is -100.
+    y : Tensor
+        Their classes ``[rows]``, or numbers ``[rows, C]``.
+    batch : Batch
+        The batch.
+    """
+    layer = linear_layer(model, head)
+    calls: list[tuple[Tensor, Tensor]] = []
+    handle = layer.register_forward_hook(
+        lambda _, args, kwargs, output: calls.append(
+            (args[0] if args else kwargs["input"], output)
+        ),
+        with_kwargs=True,
+    )
+    try:
+        with evaluating(model), torch.no_grad():
+            for batch in batches_of(loader, model, layer.weight.device, labelled=True):
+                calls.clear()
+                outputs = batch.inputs(model)
+                check_called_once(head, len(calls))
+                ((z, own),) = calls
+                chosen = _rows(z, own, outputs)
+                z = (z if chosen is None else chosen).flatten(0, -2)
+                y = _labels(batch.labels, len(z), layer.out_features)
+                if not y.is_floating_point() and (y == IGNORED).any():
+                    z, y = z[y != IGNORED], y[y != IGNORED]
+                yield z, y, batch
+    finally:
+        handle.remove()
+
+
+def head_sums(
+    model: nn.Module,
+    loader: Iterable[Any],
+    head: str,
+    *,
+    targets: Callable[[Tensor], Tensor] | None = None,
+) -> HeadSums:
+    """Return a client's sums at a linear layer of a model.
 
     Parameters
     ----------
@@ -54,16 +179,19 @@ def head_sums(model: nn.Module, loader: Iterable[Any], head: str) -> HeadSums:
         Used in eval mode, and left as it was.
     loader : Iterable
         Batches ``(inputs, labels)``; labels are classes, or the targets of a
-        regression: for each example as many numbers as the head has outputs.
+        regression: for each example as many numbers as the layer has outputs. A class
+        of -100 is no label.
     head : str
         The linear layer, called once, whose inputs are the features.
+    targets : Callable[[Tensor], Tensor], optional
+        Turns numbers into the targets, such as 0 and 1 into -1 and 1.
 
     Raises
     ------
     DataError
-        If there are no examples, or labels do not fit the head.
+        If there are no examples, or labels do not fit the layer.
     StructureError
-        If the head is not called once.
+        If the layer is not called once.
 
     Examples
     --------
@@ -71,39 +199,181 @@ def head_sums(model: nn.Module, loader: Iterable[Any], head: str) -> HeadSums:
     >>> batch = torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([0, 1])
     >>> head_sums(model, [batch], "0").cross
     tensor([[1., 0.],
-            [2., 1.]], dtype=torch.float64)
+            [2., 1.],
+            [1., 1.]], dtype=torch.float64)
     """
     layer = linear_layer(model, head)
-    inputs_of: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(
-        lambda _, args, kwargs: inputs_of.append(args[0] if args else kwargs["input"]),
-        with_kwargs=True,
-    )
-    gram: Tensor | float = 0.0
-    cross: Tensor | float = 0.0
+    f, classes = layer.in_features + 1, layer.out_features
+    gram = torch.zeros(f, f, dtype=torch.float64, device=layer.weight.device)
+    cross, square = gram.new_zeros(f, classes), gram.new_zeros(())
     count = 0
-    try:
-        with evaluating(model), torch.no_grad():
-            for batch in batches_of(loader, model, layer.weight.device, labelled=True):
-                inputs_of.clear()
-                batch.inputs(model)
-                x = _features(inputs_of, layer, head)
-                y = _targets(batch.labels, len(x), layer.out_features)
-                gram, cross = gram + x.mT @ x, cross + x.mT @ y.to(x)
-                count += len(batch)
-    finally:
-        handle.remove()
+    for z, y, batch in head_rows(model, loader, head):
+        x = F.pad(z.double(), (0, 1), value=1.0)
+        if y.is_floating_point():
+            y = (y if targets is None else targets(y)).double()
+        else:
+            y = F.one_hot(y, classes).double()
+        gram, cross = gram + x.mT @ x, cross + x.mT @ y
+        square = square + y.square().sum()
+        count += len(batch)
     if not count:
         raise DataError("the loader has no examples")
-    assert isinstance(gram, Tensor)
-    assert isinstance(cross, Tensor)
-    return HeadSums(gram.cpu(), cross.cpu(), count)
+    if not gram[-1, -1] > 0:
+        raise DataError("the loader has no examples with a label other than -100")
+    return HeadSums(gram.cpu(), cross.cpu(), float(square), count)
 
 
-def closed_form_head(sums: HeadSums, *, bias: bool, ridge: float) -> tuple[Tensor, ...]:
-    r"""Return the head that ridge regression gives on all clients' features.
+def head_losses(
+    model: nn.Module,
+    loader: Iterable[Any],
+    head: str,
+    solved: Sequence[Tensor],
+    scales: Sequence[float],
+    loss_fn: Loss,
+) -> tuple[Tensor, float]:
+    """Return the summed losses of a model with its own last layer, and with others.
 
-    .. math:: W = \Big(\sum x x^\top + \lambda I\Big)^{-1} \sum x y^\top
+    Parameters
+    ----------
+    model, loader, head
+        As for :func:`head_sums`.
+    solved : Sequence[Tensor]
+        The weight, and the bias if there is one, of another layer.
+    scales : Sequence[float]
+        By which the other layer is multiplied: each is one candidate.
+    loss_fn : Callable[[Tensor, Tensor], Tensor]
+        The mean loss of a batch from outputs and labels.
+
+    Returns
+    -------
+    losses : Tensor
+        ``[1 + len(scales)]`` in float64: of the model's own layer, then of each scale.
+    rows : float
+        Over how many labels they are summed.
+    """
+    layer, count = linear_layer(model, head), 0
+    total = torch.zeros(1 + len(scales), dtype=torch.float64)
+    for z, y, _ in head_rows(model, loader, head):
+        if not len(z):
+            continue
+        z, here = z.to(torch.promote_types(z.dtype, torch.float32)), layer.weight.device
+        own = [p.to(z) for p in (layer.weight, layer.bias) if p is not None]
+        other = F.linear(z, *(part.to(here, z.dtype) for part in solved))
+        outputs = [F.linear(z, *own), *(scale * other for scale in scales)]
+        losses = [float(loss_of(loss_fn, each, y)) for each in outputs]
+        total += len(z) * torch.tensor(losses, dtype=torch.float64)
+        count += len(z)
+    if not count:
+        raise DataError("the loader has no examples with a label")
+    return total, count
+
+
+def _rows(z: Tensor, own: Tensor, outputs: Tensor) -> Tensor | None:
+    """Return the inputs of which the model returns the layer's outputs.
+
+    Parameters
+    ----------
+    z, own : Tensor
+        The layer's inputs and outputs.
+    outputs : Tensor
+        The model's.
+
+    Returns
+    -------
+    Tensor or None
+        The inputs of all positions, or those of the one position of each example that
+        the model returns. None if the model returns something else.
+    """
+    if own.shape == outputs.shape:
+        same = torch.equal(own, outputs)
+        return z if same or torch.equal(own.log_softmax(-1), outputs) else None
+    if own.dim() == 3 and own[:, 0].shape == outputs.shape:
+        matches = (own == outputs.unsqueeze(1)).all(-1)
+        if matches.any(1).all():
+            return z[torch.arange(len(z), device=z.device), matches.int().argmax(1)]
+    return None
+
+
+def _labels(labels: Any, rows: int, outputs: int) -> Tensor:
+    """Return classes ``[rows]``, or numbers ``[rows, C]``, that fit the layer."""
+    if not isinstance(labels, Tensor):
+        raise DataError(
+            f"labels must be a tensor, and they are a {type(labels).__name__}"
+        )
+    if labels.is_floating_point():
+        if labels.numel() != rows * outputs:
+            raise DataError(
+                f"labels of shape {tuple(labels.shape)} do not fit {rows} rows of "
+                f"{outputs} outputs"
+            )
+        return labels.reshape(rows, outputs)
+    classes: Tensor = labels.flatten().long()
+    known = classes[classes != IGNORED]
+    if len(classes) != rows or (
+        len(known) and not 0 <= known.min() <= known.max() < outputs
+    ):
+        raise DataError(
+            f"labels of shape {tuple(labels.shape)} from {int(classes.min())} to "
+            f"{int(classes.max())} do not fit {rows} rows and {outputs} classes"
+        )
+    return classes
+
+
+# --- on the server
+
+
+def chosen_ridge(sums: HeadSums, *, bias: bool) -> float:
+    r"""Return the ridge of least generalised cross-validation error, from sums alone.
+
+    .. math:: \frac{n \cdot \mathrm{RSS}}{(n - \mathrm{df})^2}, \qquad
+              \mathrm{RSS} = \sum y^\top y
+              - \sum_{ij} (V^\top C)_{ij}^2 (2 s_i - e_i s_i^2), \qquad
+              \mathrm{df} = \sum_i e_i s_i
+
+    (Golub, Heath & Wahba 1979), where :math:`G = V \operatorname{diag}(e) V^\top` is
+    the Gram matrix, C the cross moments and :math:`s = 1 / (e + \lambda)`. With a bias,
+    both are centred, and df is greater by 1. It estimates the error on new examples, so
+    that no data are held back.
+
+    Parameters
+    ----------
+    sums : HeadSums
+        The sums over all clients.
+    bias : bool
+        Whether the layer has a bias.
+
+    Returns
+    -------
+    float
+        As for :func:`closed_form_head`.
+    """
+    gram, cross, square, rows = _moments(sums, centred=bias)
+    eigenvalues, vectors = torch.linalg.eigh(gram)
+    kept = eigenvalues > len(gram) * _ROUNDING * eigenvalues[-1]
+    unit, scale = float(eigenvalues.sum()) / len(gram), _mean_square(sums)
+    if not kept.any() or not scale:
+        return _RIDGES[-1]
+    e = eigenvalues[kept]
+    # RSS and n - df as sums of positive terms: where there are as many features as
+    # rows, both are small differences of large numbers.
+    fitted = (vectors.mT[kept] @ cross).square().sum(1) / e
+    outside = square - float(fitted.sum())
+    outside = outside if outside > _ROUNDING**0.5 * square else 0.0
+    errors = {}
+    for share in _RIDGES:
+        left = share * unit / (e + share * unit)
+        freedom = max(rows - bias - len(e), 0.0) + float(left.sum())
+        residual = outside + float((fitted * left.square()).sum())
+        errors[share] = rows * residual / freedom**2
+    return min(errors, key=errors.__getitem__) * unit / scale
+
+
+def closed_form_head(
+    sums: HeadSums, *, bias: bool, ridge: float | None = None
+) -> tuple[Tensor, ...]:
+    r"""Return the layer that ridge regression gives on all clients' features.
+
+    .. math:: W = \Big(\sum z z^\top + \lambda I\Big)^{-1} \sum z y^\top
 
     Analytic federated learning (AFL; He et al., CVPR 2025) computes it from the
     clients' solutions. From sums it takes one solution of a linear system, however the
@@ -114,11 +384,12 @@ def closed_form_head(sums: HeadSums, *, bias: bool, ridge: float) -> tuple[Tenso
     sums : HeadSums
         The sums over all clients.
     bias : bool
-        Whether every x ends in a 1. The weight of this 1, the bias, is not regularised.
-    ridge : float
-        :math:`\lambda` as a share of the mean diagonal entry of :math:`\sum x x^\top`
+        Whether the layer has a bias, which is not regularised.
+    ridge : float, optional
+        :math:`\lambda` as a share of the mean diagonal entry of :math:`\sum z z^\top`
         over the features, at least 0. If features are linearly dependent, only a
-        positive one gives a solution that rounding does not spoil.
+        positive one gives a solution that rounding does not spoil. Default:
+        :func:`chosen_ridge`.
 
     Returns
     -------
@@ -131,39 +402,121 @@ def closed_form_head(sums: HeadSums, *, bias: bool, ridge: float) -> tuple[Tenso
     ConfigurationError
         If `ridge` is negative.
     """
-    check_range("ridge", ridge, 0)
-    penalty = torch.ones(len(sums.gram), dtype=sums.gram.dtype)
+    gram, cross, _, rows = _moments(sums, centred=bias)
+    inverse = torch.linalg.pinv(
+        gram + _penalty(sums, bias=bias, ridge=ridge), hermitian=True
+    )
+    weight = (inverse @ cross).mT.contiguous()
+    if not bias:
+        return (weight,)
+    mean = sums.gram[:-1, -1] / rows
+    return weight, sums.cross[-1] / rows - weight @ mean
+
+
+def lda_head(
+    sums: HeadSums, *, bias: bool, ridge: float | None = None
+) -> tuple[Tensor, ...]:
+    r"""Return the layer of a linear discriminant analysis on all clients' features.
+
+    With class means :math:`\mu_c`, the mean of all m, shares :math:`\pi_c` and the
+    covariance S within classes, which all classes share:
+
+    .. math:: w_c = (S + \lambda I / n)^{-1} (\mu_c - m), \qquad
+              b_c = -\tfrac12 w_c^\top (\mu_c + m) + \log \pi_c
+
+    (FedCGS and GH-OFL solve for such a head on published features.) Its outputs are
+    the logits of Gaussian classes. Features of networks are none, so these logits are
+    too sure: scale them by what the clients' losses say.
+
+    Parameters
+    ----------
+    sums : HeadSums
+        The sums over all clients; targets are classes, or their probabilities.
+    bias : bool
+        Whether the layer has a bias. Without one, the fixed part of the logits becomes
+        a part of the weight: the combination of features that is nearest to 1 carries
+        it.
+    ridge : float, optional
+        :math:`\lambda`, as for :func:`closed_form_head`; by default
+        :func:`chosen_ridge`.
+
+    Returns
+    -------
+    tuple[Tensor, ...]
+        The weight ``[C, f]``, and the bias ``[C]`` if there is one; in float64. A class
+        without examples has the mean of the other classes' logits, less a constant, so
+        that it is never the most likely one.
+
+    Raises
+    ------
+    ConfigurationError
+        If `ridge` is negative.
+    """
+    counts, rows = sums.cross[-1], float(sums.gram[-1, -1])
+    seen = counts > 0
+    mean = sums.gram[:-1, -1] / rows
+    means = sums.cross[:-1, seen] / counts[seen]
+    within = sums.gram[:-1, :-1] - (means * counts[seen]) @ means.mT
+    system = within + _penalty(sums, bias=bias, ridge=ridge)
+    solved = rows * torch.linalg.pinv(system, hermitian=True)
+    solved = (solved @ (means - mean.unsqueeze(1))).mT
+    fixed = -0.5 * (solved * (means.mT + mean)).sum(1) + (counts[seen] / rows).log()
+    weight, offset = sums.cross[:-1].mT.clone(), counts.clone()
+    weight[seen], offset[seen] = solved, fixed
+    weight[~seen] = solved.mean(0)
+    offset[~seen] = fixed.mean() + torch.tensor(_UNSEEN / rows).log()
     if bias:
-        penalty[-1] = 0
-    penalty *= ridge * float((sums.gram.diagonal() * penalty).sum() / penalty.sum())
-    inverse = torch.linalg.pinv(sums.gram + torch.diag(penalty), hermitian=True)
-    solution = (inverse @ sums.cross).mT.contiguous()
-    return (solution[:, :-1], solution[:, -1]) if bias else (solution,)
+        return weight, offset
+    gram = sums.gram[:-1, :-1]
+    gram = gram + _FOLD * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
+    one = torch.linalg.pinv(gram, hermitian=True) @ sums.gram[:-1, -1]
+    return (weight + torch.outer(offset - fixed.mean(), one),)
 
 
-def _features(inputs_of: Sequence[Tensor], layer: nn.Linear, head: str) -> Tensor:
-    """Return the head's inputs as rows, with a last column of ones for the bias."""
-    check_called_once(head, len(inputs_of))
-    x = inputs_of[0].flatten(0, -2).double()
-    return x if layer.bias is None else F.pad(x, (0, 1), value=1.0)
+def least_loss(losses: Sequence[float], scales: Sequence[float]) -> float:
+    """Return the scale of least loss, between those that were tried.
+
+    The minimum of the parabola through the best scale and its neighbours, over the
+    logarithm of the scale. At an end it is the end.
+
+    Examples
+    --------
+    >>> least_loss([3.0, 1.0, 3.0], [0.25, 0.5, 1.0])
+    0.5
+    """
+    best = min(range(len(losses)), key=losses.__getitem__)
+    if not 0 < best < len(losses) - 1:
+        return scales[best]
+    x = [math.log(scale) for scale in scales[best - 1 : best + 2]]
+    left, middle, right = losses[best - 1 : best + 2]
+    a, b = (middle - left) / (x[1] - x[0]), (right - middle) / (x[2] - x[1])
+    if not b > a:  # all three are equal
+        return scales[best]
+    # The slope is linear: a and b are its values at the middles of both intervals.
+    first, second = (x[0] + x[1]) / 2, (x[1] + x[2]) / 2
+    return math.exp(first - a * (second - first) / (b - a))
 
 
-def _targets(labels: Any, rows: int, outputs: int) -> Tensor:
-    """Return the regression's targets, ``[rows, C]``: one-hot classes, or numbers."""
-    if not isinstance(labels, Tensor):
-        raise DataError(
-            f"labels must be a tensor, and they are a {type(labels).__name__}"
-        )
-    if labels.is_floating_point():
-        if labels.numel() != rows * outputs:
-            raise DataError(
-                f"labels of shape {tuple(labels.shape)} do not fit {rows} rows of "
-                f"{outputs} outputs"
-            )
-        return labels.reshape(rows, outputs)
-    if labels.numel() != rows or not 0 <= labels.min() <= labels.max() < outputs:
-        raise DataError(
-            f"labels of shape {tuple(labels.shape)} from {int(labels.min())} to "
-            f"{int(labels.max())} do not fit {rows} rows and {outputs} classes"
-        )
-    return F.one_hot(labels.flatten().long(), outputs)
+def _moments(sums: HeadSums, *, centred: bool) -> tuple[Tensor, Tensor, float, float]:
+    """Return the Gram matrix, cross moments and squares, and the number of rows."""
+    gram, cross, square = sums.gram[:-1, :-1], sums.cross[:-1], sums.square
+    rows, total, targets = float(sums.gram[-1, -1]), sums.gram[:-1, -1], sums.cross[-1]
+    if centred:
+        gram = gram - torch.outer(total, total) / rows
+        cross = cross - torch.outer(total, targets) / rows
+        square = square - float(targets.square().sum()) / rows
+    return gram, cross, square, rows
+
+
+def _penalty(sums: HeadSums, *, bias: bool, ridge: float | None) -> Tensor:
+    if ridge is None:
+        ridge = chosen_ridge(sums, bias=bias)
+    check_range("ridge", ridge, 0)
+    size = len(sums.gram) - 1
+    penalty: Tensor = torch.eye(size, dtype=sums.gram.dtype)
+    return penalty.mul_(ridge * _mean_square(sums))
+
+
+def _mean_square(sums: HeadSums) -> float:
+    """Return the mean diagonal entry of the Gram matrix, over the features."""
+    return float(sums.gram.diagonal()[:-1].mean())

@@ -11,7 +11,7 @@ from flwr_fisher.wire.arrays import (
 from flwr_fisher.wire.budget import resolve
 from flwr_fisher.wire.codec import LOSSLESS, Codec
 from flwr_fisher.wire.fisher_upload import FisherUpload
-from flwr_fisher.wire.head_upload import HeadUpload
+from flwr_fisher.wire.head_upload import HeadUpload, LossUpload, NoHead, read_head
 from flwr_fisher.wire.layout import (
     PREFIX,
     curvature_to_tensors,
@@ -42,6 +42,8 @@ __all__ = [
     "ConfigValue",
     "FisherUpload",
     "HeadUpload",
+    "LossUpload",
+    "NoHead",
     "Part",
     "Payload",
     "arrays_bytes",
@@ -53,6 +55,7 @@ __all__ = [
     "join_groups",
     "named_options",
     "part",
+    "read_head",
     "resolve",
     "serialized_bytes",
     "split_config",

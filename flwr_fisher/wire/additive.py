@@ -19,7 +19,8 @@ Each tensor belongs to a part, and is sent under ``<part>/<parameter>``:
     vectors with a norm of 1 at most together;
 ``curvature``
     K-FAC's partial traces under a Fisher's keys (:class:`LayerTraces`), which can be
-    added up (:func:`~flwr_fisher.merge.partial_traces`).
+    added up (:func:`~flwr_fisher.merge.partial_traces`); or its factors, of one common
+    model (:class:`GradientUpload`, which has a ``loss`` beside its gradient, too).
 
 The mean is taken by the server, or under masks (``flwr_fisher.secure``). Its weights
 are in the replies' metrics.
@@ -55,6 +56,8 @@ from flwr_fisher.wire.schema import Payload, displacements, drawn_back, norm64
 
 PARAMS, BUFFERS, FISHER, POINT = "params", "buffers", "fisher", "fisher-params"
 PRODUCT, NORMS = "product", "norms"
+GRADIENT, LOSS = "gradient", "loss"
+_CURVATURE = PREFIX.removesuffix("/")
 SUMS = (PARAMS, FISHER, POINT)  # what FedFisher needs to merge diagonals
 _OF_MODEL = (PARAMS, BUFFERS)
 _OTHERS = {*_OF_MODEL, FISHER, POINT, PRODUCT}  # all other parts are vectors
@@ -262,7 +265,7 @@ class LayerTraces(Additive):
         """Return the upload of a product and traces over the same parameters."""
         factors = curvature_to_tensors(traces)
         named = {key.removeprefix(PREFIX): value for key, value in factors.items()}
-        return cls({PRODUCT: product, PREFIX.removesuffix("/"): named}, traces)
+        return cls({PRODUCT: product, _CURVATURE: named}, traces)
 
     def curvature_norms(self) -> dict[str, float]:
         """Return each layer's trace, and the product's norm."""
@@ -300,12 +303,111 @@ class LayerTraces(Additive):
         return cls.of(product, traces)
 
 
-def _lighter(block: Curvature, factor: float) -> Curvature:
-    """Return a layer's partial traces, or a diagonal, times a factor."""
+def _lighter(block: Curvature, factor: float, of_g: float | None = None) -> Curvature:
+    """Return a layer's factors, or a diagonal, times a factor."""
     if not isinstance(block, Kronecker):
         return block.scaled(factor)
-    factors = block.A * factor, block.G * factor
+    factors = block.A * factor, block.G * (factor if of_g is None else of_g)
     return Kronecker(block.weight, block.weight_shape, *factors, block.bias)
+
+
+# Gradients with losses, and K-FAC's factors
+
+
+@dataclass(frozen=True)
+class GradientUpload(Additive):
+    """A client's mean loss and its gradient, and perhaps its K-FAC at that model.
+
+    K-FAC's factors are added up one by one: at one common model, the clients' mean of A
+    and that of G are the pooled data's.
+
+    Parameters
+    ----------
+    parts : Mapping[str, Mapping[str, Tensor]]
+        The part ``gradient``, and ``curvature`` if there is one; :meth:`of` makes them.
+    loss : Tensor
+        The mean loss, float64.
+    kfac : Curvature, optional
+        The K-FAC.
+    """
+
+    loss: Tensor
+    kfac: Curvature | None = None
+
+    @classmethod
+    def of(
+        cls, gradient: Params, loss: Tensor, kfac: Curvature | None = None
+    ) -> "GradientUpload":
+        """Return the upload of a gradient, a loss and a K-FAC."""
+        parts = {GRADIENT: gradient}
+        if kfac is not None:
+            factors = curvature_to_tensors(kfac)
+            parts[_CURVATURE] = {k.removeprefix(PREFIX): v for k, v in factors.items()}
+        return cls(parts, loss, kfac)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, by their keys in the record."""
+        return {**super().tensors, LOSS: self.loss}
+
+    def step_norms(self, like: Params) -> dict[str, float]:
+        """Return the gradient's norm."""
+        return {GRADIENT: norm64(self.part(GRADIENT).values())}
+
+    def curvature_norms(self) -> dict[str, float]:
+        """Return the loss, and the trace of each factor."""
+        norms = {LOSS: float(self.loss)}
+        for block in () if self.kfac is None else self.kfac.blocks():
+            name = trace_name(block)
+            if isinstance(block, Kronecker):
+                norms[f"{name} A"] = float(block.A_factor.trace().double().sum())
+                norms[f"{name} G"] = float(block.G_factor.trace().double().sum())
+            else:
+                norms[name] = block.trace()
+        return norms
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> "GradientUpload":
+        """Return it with a shorter gradient, a lower loss and smaller factors."""
+        gradient = Additive({GRADIENT: self.part(GRADIENT)}).scaled(factors, like)
+        loss, kfac = self.loss * factors.get(LOSS, 1.0), self.kfac
+        if kfac is not None:
+            blocks = [(block, trace_name(block)) for block in kfac.blocks()]
+            kfac = BlockDiagonal(
+                [
+                    _lighter(
+                        block,
+                        min(factors.get(name, 1.0), factors.get(f"{name} A", 1.0)),
+                        factors.get(f"{name} G", 1.0),
+                    )
+                    for block, name in blocks
+                ]
+            )
+        return self.of(gradient.part(GRADIENT), loss, kfac)
+
+    @classmethod
+    def read_step(
+        cls, record: ArrayRecord, like: Params, *, with_kfac: bool
+    ) -> "GradientUpload":
+        """Read and check a record, none of which is trusted.
+
+        Raises
+        ------
+        WireError
+            It names the key that is missing, unexpected or unreadable, has another
+            shape or dtype, is not finite, or is negative although it must not be.
+        """
+        layouts = _layouts([GRADIENT], like) | {LOSS: (torch.float64, ())}
+        if with_kfac:
+            layouts |= curvature_layouts(record, like)
+        tensors = read_arrays(record, layouts)
+        check_same_keys(tensors.keys() & {LOSS}, {LOSS})
+        gradient = _split(tensors, [GRADIENT], like)[GRADIENT]
+        kfac = None
+        if with_kfac:
+            factors = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
+            kfac = tensors_to_curvature(factors, like)
+            check_same_keys(gradient.keys(), kfac.shapes.keys(), f"{GRADIENT}/")
+        return cls.of(gradient, tensors[LOSS], kfac)
 
 
 # Sums

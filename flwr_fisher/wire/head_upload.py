@@ -1,12 +1,17 @@
-"""The upload for a head in closed form: sums over a client's data, no parameters.
+"""The uploads for a head in closed form: sums over a client's data, no parameters.
 
 ``head/gram``, ``head/cross``
-    the second moments of the features and their products with the targets, ``[f, f]``
-    and ``[f, C]`` in float64; features end in a 1 if the head has a bias;
-``head/count``
-    the number of rows, float64;
+    the second moments of the features (the upper triangle, row by row) and their
+    products with the targets, ``[(f + 1) (f + 2) / 2]`` and ``[f + 1, C]`` in float64;
+    features end in a 1;
+``head/square``, ``head/count``
+    the targets' sum of squares, and the number of examples, float64;
 ``head/format``
-    JSON with the name of the head's weight, the same for all clients.
+    JSON with the name of the head's weight, the same for all clients;
+``head/none``
+    JSON with the reason why a client's model has no such head, in place of all this;
+``losses``, ``losses/rows``
+    the summed losses of several models, and over how many labels, float64.
 
 The server adds them up, but they are no :class:`~flwr_fisher.wire.Additive`. Their
 shapes depend on the head that they name, the moments must be positive semi-definite,
@@ -14,17 +19,25 @@ and the count must not exceed the metrics' number of examples.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
+from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flwr_fisher.errors import WireError
+from flwr_fisher.errors import WireError, printable
 from flwr_fisher.params import Params
 from flwr_fisher.tangent.frozen_head import HeadSums
-from flwr_fisher.wire.arrays import FORMAT_VERSION, check_same_shape
+from flwr_fisher.wire.arrays import (
+    FORMAT_VERSION,
+    check_same_shape,
+    check_second_moment,
+)
 from flwr_fisher.wire.schema import Payload, description, part
+
+_MOST_LOSSES = 16
+_SLACK = 1e-6  # for rounding, relative; a secure sum has fixed-point numbers
 
 
 @dataclass(frozen=True)
@@ -34,8 +47,9 @@ class HeadUpload(Payload):
     Parameters
     ----------
     about : dict[str, Any]
-        The names of the head's weight ``[C, f]`` and of its bias or None.
-    gram, cross, count : Tensor
+        The names of the head's weight ``[C, f]`` and of its bias or None, and the
+        likelihood that says what targets are.
+    gram, cross, square, count : Tensor
         The sums over the client's data.
     """
 
@@ -48,22 +62,27 @@ class HeadUpload(Payload):
     gram: Tensor = part(
         "head/gram",
         torch.float64,
-        ("f", "f"),
+        ("t",),
         limit="curvature",
-        second_moment=True,
         summed=True,
     )
     cross: Tensor = part(
         "head/cross", torch.float64, ("f", "C"), limit="curvature", summed=True
     )
+    square: Tensor = part("head/square", torch.float64, low=0, summed=True)
     count: Tensor = part("head/count", torch.float64, above=0, counts=True, summed=True)
 
     @classmethod
-    def of(cls, weight: str, bias: str | None, sums: HeadSums) -> Self:
+    def of(cls, weight: str, bias: str | None, likelihood: str, sums: HeadSums) -> Self:
         """Return the upload of sums for the head with these parameters."""
         about = {"version": FORMAT_VERSION, "weight": weight, "bias": bias}
-        count = torch.tensor(sums.count, dtype=torch.float64)
-        return cls(about, sums.gram, sums.cross, count)
+        square, count = (
+            torch.tensor(number, dtype=torch.float64)
+            for number in (sums.square, sums.count)
+        )
+        about["likelihood"] = likelihood
+        rows, columns = torch.triu_indices(*sums.gram.shape)
+        return cls(about, sums.gram[rows, columns], sums.cross, square, count)
 
     @property
     def weight(self) -> str:
@@ -76,16 +95,28 @@ class HeadUpload(Payload):
         return self.about["bias"]  # type: ignore[no-any-return]
 
     @property
+    def likelihood(self) -> str:
+        """What the targets are: the name of the client's likelihood."""
+        return str(self.about.get("likelihood"))
+
+    @property
     def sums(self) -> HeadSums:
         """The sums over the client's data."""
-        return HeadSums(self.gram, self.cross, float(self.count))
+        size = len(self.cross)
+        gram = self.gram.new_zeros(size, size)
+        rows, columns = torch.triu_indices(size, size)
+        gram[rows, columns] = self.gram
+        gram = gram + gram.triu(1).mT
+        return HeadSums(gram, self.cross, float(self.square), float(self.count))
 
     @classmethod
     def lengths(cls, like: Params) -> dict[str, int]:
         """Return the largest linear layer's numbers of features and classes."""
         shapes = [value.shape for value in like.values() if value.dim() == 2]
+        most = 1 + max((features for _, features in shapes), default=0)
         return {
-            "f": 1 + max((features for _, features in shapes), default=0),
+            "t": most * (most + 1) // 2,
+            "f": most,
             "C": max((classes for classes, _ in shapes), default=0),
         }
 
@@ -100,12 +131,98 @@ class HeadUpload(Payload):
         if bias is not None and not (named and like[bias].shape == (classes,)):
             reason = f"not the head's bias: {str(bias)!r:.80}"
             raise WireError(reason, field="head/format")
-        inputs = features + (bias is not None)
-        check_same_shape("head/cross", self.cross.shape, (inputs, classes))
+        size = features + 1
+        check_same_shape("head/cross", self.cross.shape, (size, classes))
+        check_same_shape("head/gram", self.gram.shape, (size * (size + 1) // 2,))
+        if not self.gram[-1] > 0:
+            raise WireError("no rows of features", field="head/gram")
+        sums = self.sums
+        check_second_moment("head/gram", sums.gram.unsqueeze(0))
+        # Cauchy and Schwarz: no products of features and targets are larger.
+        most = (sums.gram.diagonal() * sums.square).sqrt() * (1 + _SLACK)
+        if (self.cross.abs() > most.unsqueeze(1)).any():
+            raise WireError("is larger than its squares allow", field="head/cross")
+        if self.likelihood == "categorical" and (self.cross[-1] < 0).any():
+            raise WireError("a class with a negative count", field="head/cross")
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
-        """Return it with scaled sums; one factor for both keeps the solution."""
+        """Return it with scaled sums; one factor for all keeps the solution."""
         factor = factors.get("head/gram", 1.0)
-        both = {"head/cross": factor, "head/gram": factor}
         shorter = min(factor, factors.get("head/cross", 1.0))
-        return super().scaled(both | {"head/cross": shorter}, like)
+        return replace(
+            self,
+            gram=self.gram * factor,
+            cross=self.cross * shorter,
+            square=self.square * shorter,
+        )
+
+
+@dataclass(frozen=True)
+class NoHead(Payload):
+    """The reply of a client whose model has no head in closed form.
+
+    Parameters
+    ----------
+    about : dict[str, Any]
+        The reason, in words.
+    nothing : Tensor
+        A zero, so that a secure sum has something to sum.
+    """
+
+    disagreement: ClassVar[tuple[str, str]] = HeadUpload.disagreement
+
+    about: dict[str, Any] = description("head/none")
+    nothing: Tensor = part("head/zero", torch.float64, low=0, summed=True)
+
+    @classmethod
+    def of(cls, reason: str) -> Self:
+        """Return the reply with this reason."""
+        return cls(
+            {"version": FORMAT_VERSION, "reason": reason},
+            torch.zeros((), dtype=torch.float64),
+        )
+
+    @property
+    def reason(self) -> str:
+        """The reason, as one short line."""
+        return printable(self.about.get("reason"), 300)
+
+
+def read_head(record: ArrayRecord, like: Params) -> HeadUpload | NoHead:
+    """Read and check the sums for a head, or the reason why there are none.
+
+    Raises
+    ------
+    WireError
+        As :meth:`Payload.read` does.
+    """
+    kind = NoHead if "head/none" in record else HeadUpload
+    return kind.read(record, like)
+
+
+@dataclass(frozen=True)
+class LossUpload(Payload):
+    """A client's summed losses of several models; :meth:`of` makes it.
+
+    Parameters
+    ----------
+    losses : Tensor
+        ``[k]``, each model's loss, summed over labels.
+    rows : Tensor
+        Over how many labels.
+    """
+
+    losses: Tensor = part(
+        "losses", torch.float64, ("k",), limit="curvature", summed=True
+    )
+    rows: Tensor = part("losses/rows", torch.float64, above=0, summed=True)
+
+    @classmethod
+    def of(cls, losses: Tensor, rows: float) -> Self:
+        """Return the upload of summed losses."""
+        return cls(losses, torch.tensor(rows, dtype=torch.float64))
+
+    @classmethod
+    def lengths(cls, like: Params) -> dict[str, int]:
+        """Return the largest number of models that are compared."""
+        return {"k": _MOST_LOSSES}

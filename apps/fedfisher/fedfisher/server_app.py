@@ -10,7 +10,13 @@ from fedfisher.task import Net, load_test
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot, resolve_output_dir
 from flwr_fisher.secure import SecureSums
-from flwr_fisher.strategies import Codec, FedFisherOneShot, Waiting, wait_for_nodes
+from flwr_fisher.strategies import (
+    Codec,
+    FedFisherOneShot,
+    Refinement,
+    Waiting,
+    wait_for_nodes,
+)
 
 app = ServerApp()
 
@@ -28,6 +34,7 @@ def main(grid: Grid, context: Context) -> None:
         solver=str(config["solver"]),
         codec=Codec(str(config["codec"]), float(config["budget"]) or None),
         aggregate=str(config["aggregate"]).removeprefix("secure-"),
+        refine=Refinement(head=bool(config["head"]), steps=int(config["steps"])),
         secure=SecureSums() if config["aggregate"] == "secure-sums" else None,
         seed=int(config["seed"]),
         fraction_evaluate=0.0,

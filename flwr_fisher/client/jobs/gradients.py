@@ -2,13 +2,18 @@
 
 from typing import Any
 
+import torch
+
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
+from flwr_fisher.client.jobs.train import TrainingJob
 from flwr_fisher.client.request import whole_number
-from flwr_fisher.curvature import gradient, gradient_and_hvp
+from flwr_fisher.client.training import score
+from flwr_fisher.curvature import FisherOptions, gradient, gradient_and_hvp
 from flwr_fisher.curvature.second_order import random_probe
 from flwr_fisher.errors import check_known
 from flwr_fisher.params import Params
-from flwr_fisher.wire import Additive
+from flwr_fisher.wire import LOSSLESS, Additive, LossUpload
+from flwr_fisher.wire.additive import GradientUpload
 
 _PROBES = ("first", "random", "momentum")
 
@@ -47,6 +52,38 @@ def probe_job(problem: LocalProblem, request: Request) -> Reply:
     )
     upload = Additive({"gradient": slope, "hvp": product})
     return Reply({"train_loss": loss}, upload.to_arrays())
+
+
+@register_job("gradient-and-kfac")
+def step_job(problem: LocalProblem, request: Request) -> Reply:
+    """Return the mean loss over the client's examples and its gradient, in eval mode.
+
+    With ``kfac`` among the options, also the K-FAC at this model, as FedFisher's
+    clients compute theirs.
+    """
+    loss_fn = problem.differentiable_loss
+    vector, loss = gradient(problem.model, problem.train_batches, loss_fn=loss_fn)
+    kfac = None
+    if request.options.get("kfac") is True:
+        job = TrainingJob("kfac", FisherOptions.from_options(request.options), LOSSLESS)
+        kfac = job.curvature(problem, problem.train_batches)
+    value = torch.tensor(loss, dtype=torch.float64)
+    return Reply({}, GradientUpload.of(vector, value, kfac).to_arrays())
+
+
+@register_job("mean-loss")
+def mean_loss_job(problem: LocalProblem, request: Request) -> Reply:
+    """Return the mean loss over the client's examples, times their number."""
+    loss, _, _ = score(
+        problem.model,
+        problem.train_batches,
+        problem.device,
+        problem.differentiable_loss,
+        classes=False,
+    )
+    count = problem.count_examples(request.client)
+    losses = torch.tensor([loss * count], dtype=torch.float64)
+    return Reply({}, LossUpload.of(losses, count).to_arrays())
 
 
 def _loss_and_mode(problem: LocalProblem, request: Request) -> dict[str, Any]:

@@ -1,0 +1,352 @@
+r"""Exchanges after a round's step, which improve the model that it has made.
+
+The merge is the best guess from what each client knew before it. Then clients meet the
+merged model, once, without training: first its last layer is solved for in closed form,
+then the server takes steps by the clients' pooled K-FAC. Every exchange is optional for
+the round: a client that has left is skipped by name, and if nobody replies, the model
+stays as it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import FisherOptions
+from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params, add, double, rounded, weighted_mean
+from flwr_fisher.rounds.quasi_newton import Descent, Inverse, damped_inverse
+from flwr_fisher.server.exchange import (
+    Exchange,
+    Groups,
+    ServerState,
+    Step,
+    Summation,
+    Uploads,
+    weights_of,
+)
+from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
+from flwr_fisher.tangent.frozen_head import (
+    HeadSums,
+    closed_form_head,
+    lda_head,
+    least_loss,
+)
+from flwr_fisher.wire import (
+    PREFIX,
+    HeadUpload,
+    LossUpload,
+    NoHead,
+    join_groups,
+    read_head,
+    split_groups,
+    tensors_to_curvature,
+)
+from flwr_fisher.wire.additive import GRADIENT, LOSS, GradientUpload
+
+_ASKING: dict[str, Any] = {"clients": "previous", "optional": True, "refines": True}
+_SOLVED, _SCALES = "head", "head-scales"  # groups of the state's tensors
+_DESCENT, _KFAC = "descent", "descent-kfac"
+_FACTS = ("loss", "gamma", "weight")
+# What the closed form's outputs may be multiplied by: LDA's logits are too sure, and a
+# regression on -1 and 1 is not sure enough.
+_OF_LDA = [2.0**k for k in range(-6, 3)]
+_OF_SIGNS = [2.0**k for k in range(-1, 7)]
+
+
+def refinements(
+    strategy: CurvatureStrategy, server_round: int
+) -> Sequence[Exchange[Any]]:
+    """Return the exchanges after a round's step: norms' statistics, head, steps.
+
+    A strategy lists them behind its last step that changes the model's weights. They
+    ask the clients of the exchange before. Only the run's last round has a head and
+    steps: a training that begins at a head in closed form ends in a worse merge.
+
+    Parameters
+    ----------
+    strategy : CurvatureStrategy
+        Its `norm_statistics`, `refine` and `num_rounds` count.
+    server_round : int
+        The round.
+
+    Examples
+    --------
+    ::
+
+        def exchanges(self, server_round):
+            step = Exchange({}, read, self.step)
+            return [step, *refinements(self, server_round)]
+    """
+    wanted, exchanges = strategy.refine, list[Exchange[Any]](norm_exchanges(strategy))
+    if wanted is None or server_round < strategy.num_rounds:
+        return exchanges
+    if wanted.head:
+        exchanges += _head_exchanges()
+    if wanted.steps:
+        exchanges += _step_exchanges(wanted.steps)
+    return exchanges
+
+
+# --- the head
+
+
+def head_exchange(
+    *, ridge: float | None = None, head: str | None = None, **more: Any
+) -> Exchange[HeadUpload]:
+    """Return the exchange that sets a linear layer by ridge regression (AFL).
+
+    Parameters
+    ----------
+    ridge, head
+        As for :class:`~flwr_fisher.strategies.AFL`.
+    **more
+        Other arguments of the :class:`Exchange`, such as ``clients="previous"``.
+    """
+    return Exchange(
+        {"job": "head-sums", "head": head or ""},
+        HeadUpload.read,
+        partial(_set_head, ridge),
+        require_same_parameters=not more.get("optional", False),
+        additive=Summation(weighted=False),
+        **more,
+    )
+
+
+def _head_exchanges() -> Sequence[Exchange[Any]]:
+    """Return the exchanges for a head: for sums, and for the losses of candidates."""
+    known: Exchange[Any] = head_exchange(name="head", **_ASKING)
+    sums = replace(known, read=read_head, step=_solve_head)
+    losses = Exchange(
+        {"job": "head-losses"},
+        LossUpload.read,
+        _choose_head,
+        send=lambda state: {_SOLVED: state.group(_SOLVED)},
+        additive=Summation(weighted=False),
+        name="head losses",
+        **_ASKING,
+    )
+
+    def within(before: ServerState, now: ServerState) -> Exchange[Any]:
+        """Ask for sums of no more numbers than the model has."""
+        most = sum(value.numel() for value in now.params.values())
+        return replace(sums, options={**sums.options, "most": most})
+
+    def compared(before: ServerState, now: ServerState) -> Exchange[LossUpload] | None:
+        """Ask for losses if this round has solved for a head."""
+        if now.group(_SCALES) is before.group(_SCALES) or not now.group(_SCALES):
+            return None
+        scales = now.group(_SCALES)["scales"].tolist()
+        return replace(losses, options={**losses.options, "scales": scales})
+
+    return [replace(sums, prepare=within), replace(losses, prepare=compared)]
+
+
+def _solved(
+    ridge: float | None, lda: bool, uploads: Uploads[HeadUpload]
+) -> tuple[dict[str, Tensor], HeadSums]:
+    """Return the solution by the parameters' names, and the sums of all clients."""
+    first = uploads[0].payload
+    sums = HeadSums.total([upload.payload.sums for upload in uploads])
+    solve = lda_head if lda else closed_form_head
+    solution = solve(sums, bias=first.bias is not None, ridge=ridge)
+    names = [name for name in (first.weight, first.bias) if name is not None]
+    return dict(zip(names, solution, strict=True)), sums
+
+
+def _set_head(
+    ridge: float | None, state: ServerState, uploads: Uploads[HeadUpload]
+) -> Step:
+    """Set the head to the ridge regression."""
+    solution, sums = _solved(ridge, False, uploads)
+    return Step(ServerState(_with(state.params, solution), state.groups), {}, sums)
+
+
+def _solve_head(state: ServerState, uploads: Uploads[Any]) -> Step:
+    """Solve for the head, which is not yet taken."""
+    if isinstance(none := uploads[0].payload, NoHead):
+        logger.info("head: it stays as it was trained, since %s", none.reason)
+        return Step(state)
+    likelihood = uploads[0].payload.likelihood
+    solution, _ = _solved(None, likelihood == "categorical", uploads)
+    scales = {"categorical": _OF_LDA, "bernoulli": _OF_SIGNS}.get(likelihood, [1.0])
+    groups = {_SOLVED: solution, _SCALES: {"scales": torch.tensor(scales)}}
+    return Step(ServerState(state.params, {**state.groups, **groups}))
+
+
+def _choose_head(state: ServerState, uploads: Uploads[LossUpload]) -> Step:
+    """Take the solution at its best scale, or leave the head that is there."""
+    own, *others = _mean_losses(uploads)
+    scales = state.group(_SCALES)["scales"].tolist()
+    metrics = {"loss-before-head": own, "head-loss": min(others)}
+    params = state.params
+    if min(others) < own:
+        metrics["head-scale"] = factor = least_loss(others, scales)
+        solution = state.group(_SOLVED)
+        params = _with(params, {k: v * factor for k, v in solution.items()})
+        text = "head: solved for; the clients' loss is %.3g, and was %.3g"
+        logger.info(text, min(others), own)
+    else:
+        text = "head: it stays, since its loss of %.3g is not above %.3g in closed form"
+        logger.info(text, own, min(others))
+    return Step(ServerState(params, _without(state, _SOLVED, _SCALES)), metrics)
+
+
+def _mean_losses(uploads: Uploads[LossUpload]) -> list[float]:
+    totals = torch.stack([upload.payload.losses for upload in uploads]).sum(0)
+    rows = torch.stack([upload.payload.rows for upload in uploads]).sum()
+    return [float(loss) for loss in totals / rows]
+
+
+def _with(params: Params, changed: Params) -> dict[str, Tensor]:
+    """Return parameters, some of them changed, in their dtypes."""
+    return {
+        k: rounded(changed[k], v.dtype) if k in changed else v
+        for k, v in params.items()
+    }
+
+
+def _without(state: ServerState, *names: str) -> Groups:
+    return {k: v for k, v in state.groups.items() if k not in names}
+
+
+# --- the steps
+
+
+def _step_exchanges(steps: int) -> Sequence[Exchange[Any]]:
+    """Return an exchange for each step's gradient, and one for the last loss."""
+    gradient: dict[str, Any] = {"job": "gradient-and-kfac"}
+    kfac = {"kfac": True, **FisherOptions().to_options()}
+    first = Exchange(
+        {**gradient, **kfac},
+        partial(GradientUpload.read_step, with_kfac=True),
+        _begin_descent,
+        additive=Summation(),
+        name="step 1",
+        **_ASKING,
+    )
+    read = partial(GradientUpload.read_step, with_kfac=False)
+    others = [
+        Exchange(
+            gradient,
+            read,
+            _go_on,
+            start=_tried,
+            additive=Summation(),
+            name=f"step {i}",
+            **_ASKING,
+        )
+        for i in range(2, steps + 1)
+    ]
+    last = Exchange(
+        {"job": "mean-loss"},
+        LossUpload.read,
+        _end_descent,
+        start=_tried,
+        additive=Summation(weighted=False),
+        name="last step",
+        **_ASKING,
+    )
+    following: list[Exchange[Any]] = [*others, last]
+    return [first, *(replace(e, prepare=partial(_if_begun, e)) for e in following)]
+
+
+def _if_begun(
+    exchange: Exchange[Any], before: ServerState, now: ServerState
+) -> Exchange[Any] | None:
+    """Return the exchange if this round has begun a descent."""
+    begun = now.group(_KFAC) and now.group(_KFAC) is not before.group(_KFAC)
+    return exchange if begun else None
+
+
+def _begin_descent(state: ServerState, uploads: Uploads[GradientUpload]) -> Step:
+    """Keep the pooled K-FAC, and choose the first step."""
+    gradient, loss = _pooled(uploads)
+    factors = [
+        double({k: v for k, v in u.payload.tensors.items() if k.startswith(PREFIX)})
+        for u in uploads
+    ]
+    kfac = weighted_mean(factors, weights_of(uploads))
+    state = replace(state, groups={**state.groups, _KFAC: kfac})
+    descent = Descent.begin(gradient, loss, _inverse(state))
+    return Step(_into(state, descent, uploads), {"loss-before-steps": loss})
+
+
+def _go_on(state: ServerState, uploads: Uploads[GradientUpload]) -> Step:
+    """Take the step that was tried, or take it back, and choose the next."""
+    gradient, loss = _pooled(uploads)
+    descent, weight = _descent(state)
+    comparable = weight == sum(weights_of(uploads))
+    taken = descent.is_better(loss) or not comparable
+    _tell(descent, loss, taken)
+    params = _tried(state) if taken else state.params
+    descent = descent.after(gradient, loss, _inverse(state), comparable=comparable)
+    return Step(_into(replace(state, params=params), descent, uploads))
+
+
+def _end_descent(state: ServerState, uploads: Uploads[LossUpload]) -> Step:
+    """Take the last step, or take it back."""
+    (loss,) = _mean_losses(uploads)
+    descent, _ = _descent(state)
+    taken = descent.is_better(loss)
+    _tell(descent, loss, taken)
+    params = _tried(state) if taken else state.params
+    metrics = {"loss-after-steps": loss if taken else descent.loss}
+    return Step(ServerState(params, _without(state, _DESCENT, _KFAC)), metrics)
+
+
+def _tell(descent: Descent, loss: float, taken: bool) -> None:
+    what = "taken" if taken else "taken back"
+    logger.info("step: %s; the clients' loss is %.3g", what, loss)
+
+
+def _pooled(uploads: Uploads[GradientUpload]) -> tuple[Params, float]:
+    """Return the gradient and the loss of all clients' data."""
+    weights = weights_of(uploads)
+    vectors = [
+        {**double(u.payload.part(GRADIENT)), LOSS: u.payload.loss} for u in uploads
+    ]
+    mean = weighted_mean(vectors, weights)
+    return mean, float(mean.pop(LOSS))
+
+
+def _inverse(state: ServerState) -> Inverse:
+    kfac = tensors_to_curvature(dict(state.group(_KFAC)), double(state.params))
+    return damped_inverse(kfac)
+
+
+def _into(
+    state: ServerState, descent: Descent, uploads: Uploads[GradientUpload]
+) -> ServerState:
+    """Return the state with a descent."""
+    vectors: dict[str, Params] = {"gradient": descent.gradient, "step": descent.step}
+    for i, (step, change) in enumerate(descent.pairs):
+        vectors |= {f"s{i}": step, f"y{i}": change}
+    facts = descent.loss, descent.gamma, sum(weights_of(uploads))
+    named = dict(zip(_FACTS, facts, strict=True))
+    group = {
+        **{name: torch.tensor(n, dtype=torch.float64) for name, n in named.items()},
+        **join_groups(vectors),
+    }
+    return replace(state, groups={**state.groups, _DESCENT: group})
+
+
+def _descent(state: ServerState) -> tuple[Descent, float]:
+    """Return the descent, and the weight of its clients."""
+    numbers, vectors = split_groups(state.group(_DESCENT))
+    loss, gamma, weight = (float(numbers[name]) for name in _FACTS)
+    count = sum(name.startswith("s") for name in vectors) - 1  # but for "step"
+    pairs = [(vectors[f"s{i}"], vectors[f"y{i}"]) for i in range(count)]
+    descent = Descent(vectors["gradient"], loss, vectors["step"], gamma, pairs)
+    return descent, weight
+
+
+def _tried(state: ServerState) -> dict[str, Tensor]:
+    """Return the model that a descent tries."""
+    descent, _ = _descent(state)
+    moved = add(double(state.params, descent.step), descent.step)
+    return _with(state.params, moved)

@@ -1,0 +1,532 @@
+"""What follows a merge: a head in closed form, then quasi-Newton steps by K-FAC."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord
+from oracles import randn, relative
+from test_secure_sums import secure_app
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import (
+    LIFTED,
+    Watched,
+    fail,
+    killing_app,
+    same_bits,
+    tiny_app,
+    tiny_arrays,
+    tiny_data,
+    tiny_model,
+)
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.curvature import Kronecker, fisher, gradient
+from flwr_fisher.errors import DataError, StructureError
+from flwr_fisher.params import flatten, unflatten
+from flwr_fisher.rounds.quasi_newton import DAMPING, FIRST, Descent, two_loops
+from flwr_fisher.secure import SecureSums
+from flwr_fisher.strategies import AFL, FedAvg, FedFisherOneShot, Refinement
+from flwr_fisher.tangent import (
+    HeadSums,
+    chosen_ridge,
+    closed_form_head,
+    head_sums,
+    lda_head,
+)
+from flwr_fisher.tangent.frozen_head import head_losses, least_loss, output_layer
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors
+
+CLASSES, WIDTH, N = 3, 5, 60
+SUMS = {"aggregate": "sums", "structure": "diagonal"}
+
+
+# --- the sums and what is solved from them
+
+
+def features(seed=0, classes=CLASSES):
+    """Features of classes with unlike means, in float64, and their labels."""
+    y = torch.arange(N) % classes
+    z = randn(seed, N, WIDTH, dtype=torch.float64)
+    return z + 1.5 * torch.eye(WIDTH, dtype=torch.float64)[y] + 0.3, y
+
+
+def sums_of(z, y, classes=CLASSES, bias=True, batch=7):
+    model = nn.Sequential(nn.Linear(WIDTH, classes, bias=bias)).double()
+    return head_sums(model, DataLoader(TensorDataset(z, y), batch), "0")
+
+
+def dense_ridge(z, targets, bias, penalty):
+    """Least squares with a row for each feature's penalty."""
+    if bias:
+        m, t = z.mean(0), targets.mean(0)
+        weight = dense_ridge(z - m, targets - t, False, penalty)[0]
+        return weight, t - weight @ m
+    rows = penalty**0.5 * torch.eye(WIDTH, dtype=torch.float64)
+    both = torch.cat([z, rows]), torch.cat([targets, rows.new_zeros(WIDTH, CLASSES)])
+    return (torch.linalg.lstsq(*both).solution.mT,)
+
+
+def error_of(z, targets, bias, penalty):
+    """Generalised cross-validation, from the matrix that smooths the targets."""
+    x, t = (z - z.mean(0), targets - targets.mean(0)) if bias else (z, targets)
+    inner = x.mT @ x + penalty * torch.eye(WIDTH, dtype=torch.float64)
+    smoother = x @ torch.linalg.solve(inner, x.mT)
+    df = float(smoother.trace()) + bias
+    return N * float((t - smoother @ t).square().sum()) / (N - df) ** 2
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_ridge_is_that_of_least_cross_validation_error(bias):
+    z, y = features()
+    targets = F.one_hot(y, CLASSES).double()
+    sums = sums_of(z, y)
+    chosen = chosen_ridge(sums, bias=bias) * float(z.square().sum(0).mean())
+    own = error_of(z, targets, bias, chosen)
+    for factor in (10**0.5, 10**-0.5):
+        assert own <= error_of(z, targets, bias, chosen * factor) * (1 + 1e-9)
+    found = closed_form_head(sums, bias=bias)
+    for value, wanted in zip(found, dense_ridge(z, targets, bias, chosen), strict=True):
+        assert relative(value, wanted) < 1e-10
+
+
+def test_fewer_rows_than_features_take_a_large_ridge():
+    """Where nothing can be learned, little is: labels are random here."""
+    z = randn(5, 30, 60, dtype=torch.float64)
+    y = torch.arange(30) % 2
+    model = nn.Sequential(nn.Linear(60, 2)).double()
+    assert chosen_ridge(head_sums(model, [(z, y)], "0"), bias=True) > 1.0
+
+
+def dense_lda(z, y, penalty):
+    """Each class's Gaussian, with the covariance that all share."""
+    n = len(y)
+    means = torch.stack([z[y == c].mean(0) for c in range(CLASSES)])
+    residual = z - means[y]
+    system = residual.mT @ residual / n
+    system += penalty / n * torch.eye(WIDTH, dtype=z.dtype)
+    shares = torch.bincount(y, minlength=CLASSES).double() / n
+
+    def logits(x):
+        distance = [
+            torch.einsum("ni,ij,nj->n", x - m, torch.linalg.inv(system), x - m)
+            for m in means
+        ]
+        return -0.5 * torch.stack(distance, 1) + shares.log()
+
+    return logits
+
+
+def test_lda_has_the_posteriors_of_gaussian_classes():
+    z, y = features()
+    y = torch.where(torch.arange(N) < 20, 0, y)  # unlike shares
+    weight, bias = lda_head(sums_of(z, y), bias=True, ridge=0.1)
+    penalty = 0.1 * float(z.square().sum(0).mean())
+    logits = dense_lda(z, y, penalty)(z)
+    found = (z @ weight.mT + bias).log_softmax(1)
+    assert relative(found, logits.log_softmax(1)) < 1e-10
+
+
+def test_lda_without_a_bias_has_what_features_can_carry_of_it():
+    z, y = features()
+    ones = torch.cat([z[:, :-1], torch.ones(N, 1, dtype=z.dtype)], 1)
+    (weight,) = lda_head(sums_of(ones, y, bias=False), bias=False, ridge=1e-3)
+    whole, bias = lda_head(sums_of(ones, y), bias=True, ridge=1e-3)
+    found, wanted = ones @ weight.mT, ones @ whole.mT + bias
+    assert relative(found.log_softmax(1), wanted.log_softmax(1)) < 1e-6
+
+
+@pytest.mark.parametrize("solve", [lda_head, closed_form_head])
+def test_a_class_that_nobody_has_is_never_guessed(solve):
+    z, y = features(classes=2)
+    weight, bias = solve(sums_of(z, y), bias=True)
+    assert (z @ weight.mT + bias).argmax(1).max() < 2
+    (alone,) = solve(sums_of(z, y), bias=False)
+    assert alone.isfinite().all()
+
+
+@pytest.mark.parametrize("solve", [lda_head, closed_form_head])
+def test_neither_the_split_nor_batches_nor_the_order_matter(solve):
+    z, y = features()
+    whole = solve(sums_of(z, y, batch=N), bias=True)
+    shuffled = torch.randperm(N, generator=torch.Generator().manual_seed(1))
+    for parts in ([shuffled[:1], shuffled[1:]], shuffled.tensor_split(9)):
+        every = [sums_of(z[part], y[part], batch=4) for part in parts]
+        found = solve(HeadSums.total(every), bias=True)
+        for value, wanted in zip(found, whole, strict=True):
+            assert relative(value, wanted) < 1e-10
+
+
+def test_a_label_of_minus_100_adds_nothing():
+    z, y = features()
+    hidden = torch.where(torch.arange(N) % 4 == 0, -100, y)
+    kept = hidden != -100
+    found, wanted = sums_of(z, hidden), sums_of(z[kept], y[kept])
+    torch.testing.assert_close(found.gram, wanted.gram)
+    torch.testing.assert_close(found.cross, wanted.cross)
+    with pytest.raises(DataError, match="no examples with a label other"):
+        sums_of(z, torch.full_like(y, -100))
+
+
+def test_losses_are_those_of_the_model_and_of_each_scale():
+    model, loader = tiny_model().eval(), [tiny_data(0).tensors, tiny_data(1).tensors]
+    weight, bias = torch.randn(3, 4).double(), torch.randn(3).double()
+    scales = [0.5, 2.0]
+    losses, rows = head_losses(
+        model, loader, "3", [weight, bias], scales, F.cross_entropy
+    )
+    x, y = (torch.cat(each) for each in zip(*loader, strict=True))
+    wanted = [F.cross_entropy(model(x), y)]
+    for scale in scales:
+        model[3].weight.data, model[3].bias.data = scale * weight, scale * bias
+        wanted.append(F.cross_entropy(model.double()(x.double()), y))
+    assert rows == len(y)
+    torch.testing.assert_close(
+        losses / rows, torch.stack(wanted).double(), rtol=1e-5, atol=0
+    )
+
+
+def test_the_scale_of_least_loss_is_found_between_those_tried():
+    scales = [2.0**k for k in range(-4, 4)]
+
+    def parabola(scale):
+        return (torch.tensor(scale).log2() + 1.3).square().item()
+
+    assert least_loss([*map(parabola, scales)], scales) == pytest.approx(2**-1.3)
+    assert least_loss([3.0, 2.0, 1.0], [1.0, 2.0, 4.0]) == 4.0
+    assert least_loss([1.0, 1.0, 1.0], [1.0, 2.0, 4.0]) == 1.0
+
+
+# --- which layer it is
+
+
+class Positions(nn.Module):
+    """Scores every position, and returns the last one's."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.score = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.score(self.body(x).tanh())[:, -1]
+
+
+def test_the_head_is_the_layer_that_computes_the_outputs():
+    x, y = torch.randn(6, 5, 4), torch.zeros(6).long()
+    after = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(-1))
+    assert output_layer(Positions().eval(), [(x, y)]) == "score"
+    assert output_layer(after.eval(), [(x[:, 0], y)]) == "0"
+    model = Positions().eval()
+    sums = head_sums(model, [(x, y)], "score")
+    z = model.body(x[:, -1]).tanh().double()
+    torch.testing.assert_close(sums.gram[:-1, :-1], z.mT @ z)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda m: nn.Sequential(m, nn.ReLU()), "not those of an nn.Linear"),
+        (lambda m: m.requires_grad_(False), "'0' is frozen"),
+        (lambda m: nn.Sequential(m[0], m[0]), "called 2 times"),
+    ],
+)
+def test_what_is_no_head_is_told(spoil, says):
+    model = spoil(nn.Sequential(nn.Linear(3, 3))).eval()
+    with pytest.raises(StructureError, match=says):
+        output_layer(model, [(torch.randn(4, 3), torch.zeros(4).long())])
+
+
+# --- the steps
+
+
+def quadratic(size=6):
+    """A convex quadratic with its gradient, and a metric that is not its Hessian."""
+    root = randn(3, size, size, dtype=torch.float64)
+    hessian = root @ root.mT + torch.eye(size)
+    metric = hessian.diagonal()
+
+    def at(x):
+        return {"w": hessian @ x["w"] - 1}, float(
+            0.5 * x["w"] @ hessian @ x["w"] - x["w"].sum()
+        )
+
+    return (
+        at,
+        lambda v: {"w": v["w"] / metric},
+        torch.linalg.solve(hessian, torch.ones(size, dtype=torch.float64)),
+    )
+
+
+def test_steps_end_at_the_minimum_and_no_loss_that_is_taken_rises():
+    at, inverse, minimum = quadratic()
+    x = {"w": torch.zeros(6, dtype=torch.float64)}
+    descent, losses = Descent.begin(*at(x), inverse), []
+    for _ in range(25):
+        tried = {"w": x["w"] + descent.step["w"]}
+        slope, loss = at(tried)
+        if descent.is_better(loss):
+            x = tried
+        descent = descent.after(slope, loss, inverse)
+        losses.append(descent.loss)
+    assert losses == sorted(losses, reverse=True)
+    assert relative(x["w"], minimum) < 1e-6
+
+
+def test_a_step_after_which_the_loss_rose_is_taken_back():
+    at, inverse, _ = quadratic()
+    x = {"w": torch.zeros(6, dtype=torch.float64)}
+    slope, loss = at(x)
+    descent = replace(Descent.begin(slope, loss, inverse), gamma=20.0)
+    far = descent._turned(inverse, 1.0)
+    after = far.after(*at({"w": far.step["w"]}), inverse)
+    assert after.loss == loss
+    torch.testing.assert_close(after.gradient, slope)
+    assert after.step["w"].norm() < 0.1 * far.step["w"].norm()
+    assert len(after.pairs) == 1
+
+
+def test_two_loops_are_the_dense_update():
+    """BFGS's inverse Hessian, pair after pair (Nocedal & Wright 2006, eq. 6.17)."""
+    at, inverse, _ = quadratic()
+    pairs = []
+    for i in range(3):
+        step = randn(10 + i, 6, dtype=torch.float64)
+        change = at({"w": step})[0]["w"] + 1
+        pairs.append(({"w": step}, {"w": change}))
+    H = 0.7 * torch.diag(inverse({"w": torch.ones(6, dtype=torch.float64)})["w"])
+    for step, change in pairs:
+        s, y = step["w"], change["w"]
+        rho = 1 / (s @ y)
+        left = torch.eye(6) - rho * torch.outer(s, y)
+        H = left @ H @ left.mT + rho * torch.outer(s, s)
+    g = randn(20, 6, dtype=torch.float64)
+    assert relative(two_loops({"w": g}, pairs, inverse, 0.7)["w"], H @ g) < 1e-12
+
+
+# --- rounds
+
+
+def run(make=FedFisherOneShot, app=None, clients=3, *, arrays=None, **own):
+    start = {
+        k: own.pop(k) for k in ("checkpoint_dir", "resume", "num_rounds") if k in own
+    }
+    strategy = make(**{"fraction_evaluate": 0.0, "policy": LIFTED, **own})
+    grid = LocalGrid(tiny_app() if app is None else app, clients)
+    return strategy.start(grid, arrays or tiny_arrays(), **start)
+
+
+def pooled(clients=3):
+    x, y = zip(*(tiny_data(client).tensors for client in range(clients)), strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
+def loss_of(arrays, model=None):
+    model = (tiny_model() if model is None else model).eval()
+    model.load_state_dict(arrays_to_tensors(arrays), strict=False)
+    x, y = pooled()
+    with torch.no_grad():
+        return float(F.cross_entropy(model(x), y))
+
+
+def test_fedfisher_ends_in_a_head_and_keeps_its_merge():
+    merged, refined = run(refine=None), run()
+    assert merged.unrefined is None
+    assert same_bits(refined.unrefined, merged.arrays)
+    before, after = (arrays_to_tensors(r.arrays) for r in (merged, refined))
+    changed = [k for k in before if not torch.equal(before[k], after[k])]
+    assert changed == ["3.weight", "3.bias"]
+    # It is the discriminant analysis of all data on the merged model's features.
+    model = tiny_model().eval()
+    model.load_state_dict(before)
+    x, y = pooled()
+    sums = head_sums(model, [(x, y)], "3")
+    weight, _ = lda_head(sums, bias=True)
+    found = after["3.weight"].double()
+    cosine = (found * weight).sum() / found.norm() / weight.norm()
+    assert float(cosine) == pytest.approx(1.0)
+    metrics = refined.train_metrics_clientapp[1]
+    assert metrics["loss-before-head"] == pytest.approx(loss_of(merged.arrays))
+    assert loss_of(refined.arrays) < loss_of(merged.arrays)
+    assert type(refined.details) is type(merged.details)
+
+
+@pytest.mark.parametrize("make", [FedFisherOneShot, FedAvg, AFL])
+def test_steps_lower_the_loss_of_all_data(make):
+    head, steps = (run(make, refine=Refinement(steps=k)) for k in (0, 6))
+    assert loss_of(steps.arrays) < loss_of(head.arrays)
+    metrics = steps.train_metrics_clientapp[1]
+    assert metrics["loss-after-steps"] == pytest.approx(loss_of(steps.arrays), rel=1e-4)
+    assert sorted(steps.exchange_uploads)[-6:] == [f"step {i}" for i in range(1, 7)]
+
+
+def test_the_first_step_is_the_dense_damped_one():
+    """Of the pooled data's K-FAC: A and G are means over all clients' examples."""
+    arrays = tiny_arrays()
+    result = run(AFL, arrays=arrays, ridge=1.0, refine=Refinement(head=False, steps=1))
+    before, after = (arrays_to_tensors(a) for a in (result.unrefined, result.arrays))
+    model = tiny_model().eval()
+    model.load_state_dict(before)
+    loader = [pooled()]
+    slope, _ = gradient(model, loader)
+    F_whole = fisher(model, loader).to(dtype=torch.float64)
+    moved = {}
+    for block in F_whole.blocks():
+        own = {k: slope[k] for k in block.shapes}
+        system = block.to_dense() + DAMPING * torch.eye(block.numel())
+        if isinstance(block, Kronecker):
+            (A,), (G,) = block.A, block.G
+            pi = (A.diagonal().mean() / G.diagonal().mean()).sqrt()
+            A, G = (
+                each + part * DAMPING**0.5 * torch.eye(len(each))
+                for each, part in ((A, pi), (G, 1 / pi))
+            )
+            matrix = block.as_matrices(own)[0].double()
+            solved = torch.linalg.inv(G) @ matrix @ torch.linalg.inv(A)
+            moved |= block.as_params(-FIRST * solved.unsqueeze(0))
+            continue
+        step = torch.linalg.solve(system, flatten(own).double())
+        moved |= unflatten(-FIRST * step, block.shapes)
+    for name, step in moved.items():
+        assert relative(after[name] - before[name].double(), step) < 1e-3
+
+
+def test_nobody_asks_where_nothing_is_refined():
+    app = Watched()
+    run(FedAvg, app)
+    assert {config.get("job") for config in app.configs} == {"train"}
+
+
+def test_a_model_without_such_a_head_stays_and_the_log_says_why(caplog):
+    def client_fn(context):
+        model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 3), nn.Tanh())
+        return FisherClient(model, DataLoader(tiny_data(0), 4), device="cpu")
+
+    arrays = ArrayRecord(nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 3)).state_dict())
+    results = []
+    for refine in (None, Refinement()):
+        with caplog.at_level(logging.INFO, "flwr"):
+            app = make_client_app(client_fn)
+            results.append(run(app=app, arrays=arrays, refine=refine))
+    assert same_bits(*(result.arrays for result in results))
+    assert "head: it stays as it was trained, since the model's outputs" in caplog.text
+    assert "left out" not in caplog.text
+
+
+def regression_app():
+    def client_fn(context):
+        x, _ = tiny_data(int(context.node_config["partition-id"])).tensors
+        y = torch.stack([x.sum(1), x[:, 0] - 1], 1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        train = LocalSGD(loss_fn=F.mse_loss)
+        loader = DataLoader(TensorDataset(x, y), 4)
+        return FisherClient(model, loader, train_fn=train, likelihood="gaussian")
+
+    return make_client_app(client_fn)
+
+
+def test_a_regressions_head_is_least_squares():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    result = run(
+        app=regression_app(),
+        arrays=ArrayRecord(model.state_dict()),
+        refine=Refinement(steps=2),
+    )
+    metrics = result.train_metrics_clientapp[1]
+    assert metrics["head-loss"] < 0.5 * metrics["loss-before-head"]
+    assert metrics["head-scale"] == 1.0
+    assert metrics["loss-after-steps"] < metrics["loss-before-steps"]
+
+
+def sigmoid_app():
+    def client_fn(context):
+        x, _ = tiny_data(int(context.node_config["partition-id"])).tensors
+        y = (x[:, :2] + x[:, 1:] > 0.2).float()
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        train = LocalSGD(loss_fn=F.binary_cross_entropy_with_logits)
+        loader = DataLoader(TensorDataset(x, y), 4)
+        return FisherClient(model, loader, train_fn=train, likelihood="bernoulli")
+
+    return make_client_app(client_fn)
+
+
+def test_sigmoids_have_a_head_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    result = run(app=sigmoid_app(), arrays=ArrayRecord(model.state_dict()))
+    metrics = result.train_metrics_clientapp[1]
+    assert metrics["head-loss"] < metrics["loss-before-head"]
+
+
+REFINED = {**SUMS, "refine": Refinement(steps=2)}
+
+
+def test_secure_sums_give_the_same_model(tmp_path):
+    plain = run(app=secure_app(tmp_path / "a"), **REFINED)
+    secure = {**REFINED, "policy": None, "secure": SecureSums(bits=64)}
+    summed = run(app=secure_app(tmp_path / "b"), **secure)
+    assert len(summed.exchange_uploads["step 2"]) == 1
+    for name, value in arrays_to_tensors(summed.arrays).items():
+        wanted = arrays_to_tensors(plain.arrays)[name]
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("asked", range(1, 21, 2))
+def test_a_run_that_stops_anywhere_ends_in_the_same_bits(asked, tmp_path):
+    whole = run(**REFINED)
+    with pytest.raises(KeyboardInterrupt):
+        run(app=killing_app(asked, 3), **REFINED, checkpoint_dir=tmp_path)
+    resumed = run(**REFINED, checkpoint_dir=tmp_path, resume=True)
+    assert same_bits(resumed.arrays, whole.arrays)
+    assert same_bits(resumed.unrefined, whole.unrefined)
+    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
+
+
+@pytest.mark.parametrize("request_number", range(2, 8))
+def test_a_client_that_fails_is_skipped_by_name(request_number, caplog):
+    count = iter(range(1, 100))
+
+    def once(content):
+        return fail(content) if next(count) == request_number else None
+
+    with caplog.at_level(logging.WARNING, "flwr"):
+        result = run(app=Watched(tamper={1: once}), refine=Refinement(steps=2))
+    assert "left out partition-1" in caplog.text
+    assert len(result.uploads) == 3
+    for value in arrays_to_tensors(result.arrays).values():
+        assert value.isfinite().all()
+    assert not same_bits(result.arrays, result.unrefined)
+
+
+def test_where_nobody_is_left_the_merge_stays(caplog):
+    def later(content):
+        return fail(content) if next(counts) > 3 else None
+
+    counts = iter(range(1, 1000))
+    app = Watched(tamper=dict.fromkeys(range(3), later))
+    with caplog.at_level(logging.WARNING, "flwr"):
+        result = run(app=app, refine=Refinement(steps=2), norm_statistics="average")
+    merged = run(refine=None, norm_statistics="average")
+    assert same_bits(result.arrays, merged.arrays)
+    assert result.unrefined is None
+    assert "head: the model stays that of the step before" in caplog.text
+
+
+def test_a_run_that_goes_on_is_the_run_of_all_its_rounds(tmp_path):
+    whole = run(**REFINED, num_rounds=2)
+    run(**REFINED, num_rounds=1, checkpoint_dir=tmp_path)
+    resumed = run(**REFINED, num_rounds=2, checkpoint_dir=tmp_path, resume=True)
+    assert same_bits(resumed.arrays, whole.arrays)
+    assert same_bits(resumed.unrefined, whole.unrefined)
+
+
+def test_the_last_round_alone_is_refined():
+    result, plain = run(**REFINED, num_rounds=2), run(**SUMS, refine=None, num_rounds=2)
+    assert same_bits(result.unrefined, plain.arrays)
+    first, last = (result.train_metrics_clientapp[n] for n in (1, 2))
+    assert "loss-before-steps" not in first
+    assert last["loss-after-steps"] <= last["loss-before-steps"]
