@@ -80,6 +80,11 @@ class FedAvg(CurvatureStrategy):
                 "norm_statistics='refresh' with privacy=: clients would send "
                 "statistics without noise; leave norm_statistics out"
             )
+        if privacy is not None and self.refine is not None:
+            raise ConfigurationError(
+                "refine= with privacy=: clients would send sums without noise; leave "
+                "refine out"
+            )
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Return one exchange, which asks the sampled clients to train."""

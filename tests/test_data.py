@@ -21,7 +21,7 @@ from flwr_fisher.curvature import (
     gradient,
     gradient_and_hvp,
 )
-from flwr_fisher.curvature.data import count_labels, read, some_of
+from flwr_fisher.curvature.data import check_classes, count_labels, read, some_of
 from flwr_fisher.errors import DataError, StructureError
 from flwr_fisher.tangent import TangentFeatures, head_sums
 
@@ -545,3 +545,10 @@ def test_a_model_is_afterwards_what_it_was(function):
         assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
         assert torch.equal(model.head.weight.grad, torch.ones(3, 8))
         assert model.conv.weight.grad is None
+
+
+def test_the_first_label_that_is_no_class_is_named():
+    check_classes(torch.tensor([0, 2, -100]), 3)
+    for wrong in (3, -1):
+        with pytest.raises(DataError, match=rf"label {wrong} is outside \[0, 3\)"):
+            check_classes(torch.tensor([0, wrong]), 3)

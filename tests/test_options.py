@@ -48,6 +48,15 @@ def test_a_value_that_was_not_declared_is_refused(name, value, message):
         replace(Example(), **{name: value})
 
 
+def test_a_text_is_no_number():
+    class Named(Options):
+        title: str = option("a", "Any text.")
+
+    assert Named(title="b").title == "b"
+    with pytest.raises(ConfigurationError, match="title must be a text, got 3"):
+        Named(title=3)
+
+
 def test_a_misspelt_name_is_refused_with_the_one_that_is_meant():
     with pytest.raises(TypeError, match="did you mean share for shrae"):
         Example(shrae=1.0)

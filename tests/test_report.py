@@ -186,6 +186,24 @@ def test_with_batch_norm_the_model_is_the_runs_result(tmp_path):
     )
 
 
+def test_the_log_has_the_reports_numbers(tmp_path, caplog):
+    loader = DataLoader(TensorDataset(*tiny_data(9, n=50).tensors), batch_size=25)
+    result = start(FedFisherOneShot(fraction_evaluate=0.0))
+    where = tmp_path / "a" / "new"  # neither folder is there
+    with caplog.at_level("INFO", "flwr"):
+        report_one_shot(where, tiny_model(), loader, result)
+        report_one_shot(where, tiny_model(), loader, result)  # written again
+    metrics = json.loads((where / "metrics.json").read_text())
+    for row in metrics["clients"]:
+        share, accuracy = 100 * row["share"], 100 * row["accuracy"]
+        text = f"{row['client']}: {row['examples']} examples, {share:.1f} % of the "
+        assert f"{text}curvature, test accuracy {accuracy:.1f} %" in caplog.text
+    sent, fedavg = (
+        metrics["bytes"][f"{name}_per_client"] / 1000 for name in ("upload", "fedavg")
+    )
+    assert f"Upload: {sent:.0f} kB a client (FedAvg: {fedavg:.0f} kB)" in caplog.text
+
+
 def test_a_result_without_a_merge_is_refused(tmp_path):
     for result in (start(FedAvg(fraction_evaluate=0.0)), CurvatureResult()):
         with pytest.raises(ConfigurationError, match=r"reopen=True.* report_rounds"):

@@ -307,6 +307,11 @@ class LocalProblem:
         check_trained(self.model)
         return metrics
 
+    def bound_reading(self) -> None:
+        """Stop reading an endless loader after `num_examples`, if they are given."""
+        if self.counted.most is None:
+            self.counted.most = self._bound(None)
+
     def _bound(self, weight: Any) -> int | None:
         """Return after how many examples to stop reading; None for no limit.
 

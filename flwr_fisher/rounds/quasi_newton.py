@@ -17,13 +17,23 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Kronecker
-from flwr_fisher.params import Params, add, dot, double, scale, select, subtract
+from flwr_fisher.params import (
+    Params,
+    add,
+    dot,
+    double,
+    norm,
+    scale,
+    select,
+    subtract,
+)
 
 # Chosen on validation examples of six tables and of MNIST, see refinement.md.
 DAMPING = 1e-3  # lambda; eigenvalues of F are curvatures of a mean loss in nats
 FIRST = 0.03  # eta_0, the first gamma
 _SHORTER = 0.25  # of the length of a direction, after a step that was taken back
 _MOST_CHANGE = 10.0  # of gamma, in one step
+TOO_FAR = 1e12  # a client's loss where its model's outputs are not finite
 _TINY = 1e-10  # the least cosine between a step and the change of the gradient
 
 Inverse = Callable[[Params], dict[str, Tensor]]
@@ -42,7 +52,7 @@ class Descent:
         There.
     step : dict[str, Tensor]
         From there to the model to try.
-    scale : float
+    gamma : float
         :math:`\gamma`.
     pairs : Sequence[tuple[Params, Params]]
         The steps so far, and how each changed the gradient, the oldest first.
@@ -77,7 +87,7 @@ class Descent:
         return cls(double(gradient), loss, {})._turned(inverse, 1.0)
 
     def is_better(self, loss: float) -> bool:
-        """Return whether the model tried is taken; NaN is no loss."""
+        """Return whether the model tried is taken."""
         return loss <= self.loss
 
     def after(
@@ -104,7 +114,12 @@ class Descent:
         pair = self.step, subtract(here.gradient, self.gradient)
         if self.is_better(loss):
             return here._with_pair(pair, inverse)._turned(inverse, 1.0)
-        return self._with_pair(pair, inverse)._turned(inverse, _SHORTER)
+        # Not finite there: nothing is known but that the step was too long.
+        known = self if loss > 0.5 * TOO_FAR else self._with_pair(pair, inverse)
+        shorter = known._turned(inverse, _SHORTER)
+        most = _SHORTER * float(norm(self.step))
+        factor = min(1.0, most / max(float(norm(shorter.step)), 1e-300))
+        return replace(shorter, step=scale(shorter.step, factor))
 
     def _with_pair(self, pair: Pair, inverse: Inverse) -> "Descent":
         """Return it with one more pair, if the loss is convex along the step."""

@@ -153,6 +153,7 @@ class SecureSums(Options):
                 "secure-weight": weighted_by,
             }
             fields |= {"send_each": send_each, "optional": first.optional}
+            fields |= {"refines": first.refines}
             return _Stage(asked, SecureUpload.from_arrays, step, **fields)
 
         stages: list[Exchange[SecureUpload]] = [

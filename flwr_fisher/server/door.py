@@ -331,9 +331,9 @@ class Door(Generic[P]):
         # 3. Is it an answer to what was sent?
         measured = self._measure(payload) if self._measure else {}
         # 4. Plausibility: the weight, and the sizes, which the policy compares later.
-        weight = weight_of(metrics, self.weighted_by)
-        weight = self.weights.get(identity.number, weight)
-        payload.check_weight(weight)
+        said = weight_of(metrics, self.weighted_by)
+        payload.check_weight(said)
+        weight = self.weights.get(identity.number, said)
         sizes = Sizes.of(payload, self.like, measured)
         sizes.check_plausible()
         upload = Upload(

@@ -49,7 +49,7 @@ class CurvatureResult(Result):
         The report of the step of these `uploads`; see each strategy.
     unrefined : ArrayRecord or None
         The last round's model before it was refined (``refine=``), such as FedFisher's
-        merge; None if it was not refined.
+        merge; None if nobody was asked to refine it, or nobody replied.
     upload_bytes : float
         The mean number of bytes that a client uploaded in the last round, in all
         exchanges.

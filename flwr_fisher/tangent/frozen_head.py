@@ -56,6 +56,15 @@ class HeadSums:
     square: float
     count: float
 
+    def times(self, factor: float) -> "HeadSums":
+        """Return the sums of so many times as many examples."""
+        return HeadSums(
+            self.gram * factor,
+            self.cross * factor,
+            self.square * factor,
+            self.count * factor,
+        )
+
     @staticmethod
     def total(every: Sequence["HeadSums"]) -> "HeadSums":
         """Return the sums over several clients."""
@@ -94,7 +103,8 @@ def output_layer(model: nn.Module, loader: Iterable[Any]) -> str:
 
     def record(name: str, layer: nn.Linear) -> Any:
         return layer.register_forward_hook(
-            lambda _, args, output: calls.append((name, output))
+            # A copy: what follows may change it in place.
+            lambda _, args, output: calls.append((name, output.clone()))
         )
 
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
@@ -121,13 +131,13 @@ def output_layer(model: nn.Module, loader: Iterable[Any]) -> str:
 
 
 def head_rows(
-    model: nn.Module, loader: Iterable[Any], head: str
+    model: nn.Module, loader: Iterable[Any], head: str, *, classes: bool = True
 ) -> Iterator[tuple[Tensor, Tensor, Batch]]:
     """Yield for each batch the layer's inputs and its labels, row by row.
 
     Parameters
     ----------
-    model, loader, head
+    model, loader, head, classes
         As for :func:`head_sums`.
 
     Yields
@@ -143,7 +153,7 @@ def head_rows(
     calls: list[tuple[Tensor, Tensor]] = []
     handle = layer.register_forward_hook(
         lambda _, args, kwargs, output: calls.append(
-            (args[0] if args else kwargs["input"], output)
+            (args[0] if args else kwargs["input"], output.clone())
         ),
         with_kwargs=True,
     )
@@ -156,7 +166,9 @@ def head_rows(
                 ((z, own),) = calls
                 chosen = _rows(z, own, outputs)
                 z = (z if chosen is None else chosen).flatten(0, -2)
-                y = _labels(batch.labels, len(z), layer.out_features)
+                labels = batch.tensor_labels()
+                labels = labels if classes else labels.to(torch.float32)
+                y = _labels(labels, len(z), layer.out_features)
                 if not y.is_floating_point() and (y == IGNORED).any():
                     z, y = z[y != IGNORED], y[y != IGNORED]
                 yield z, y, batch
@@ -169,6 +181,7 @@ def head_sums(
     loader: Iterable[Any],
     head: str,
     *,
+    classes: bool = True,
     targets: Callable[[Tensor], Tensor] | None = None,
 ) -> HeadSums:
     """Return a client's sums at a linear layer of a model.
@@ -183,6 +196,8 @@ def head_sums(
         of -100 is no label.
     head : str
         The linear layer, called once, whose inputs are the features.
+    classes : bool, default True
+        Whether whole numbers are classes; otherwise they are numbers as others.
     targets : Callable[[Tensor], Tensor], optional
         Turns numbers into the targets, such as 0 and 1 into -1 and 1.
 
@@ -203,16 +218,16 @@ def head_sums(
             [1., 1.]], dtype=torch.float64)
     """
     layer = linear_layer(model, head)
-    f, classes = layer.in_features + 1, layer.out_features
+    f, outputs = layer.in_features + 1, layer.out_features
     gram = torch.zeros(f, f, dtype=torch.float64, device=layer.weight.device)
-    cross, square = gram.new_zeros(f, classes), gram.new_zeros(())
+    cross, square = gram.new_zeros(f, outputs), gram.new_zeros(())
     count = 0
-    for z, y, batch in head_rows(model, loader, head):
+    for z, y, batch in head_rows(model, loader, head, classes=classes):
         x = F.pad(z.double(), (0, 1), value=1.0)
         if y.is_floating_point():
             y = (y if targets is None else targets(y)).double()
         else:
-            y = F.one_hot(y, classes).double()
+            y = F.one_hot(y, outputs).double()
         gram, cross = gram + x.mT @ x, cross + x.mT @ y
         square = square + y.square().sum()
         count += len(batch)
@@ -230,12 +245,14 @@ def head_losses(
     solved: Sequence[Tensor],
     scales: Sequence[float],
     loss_fn: Loss,
-) -> tuple[Tensor, float]:
-    """Return the summed losses of a model with its own last layer, and with others.
+    *,
+    classes: bool = True,
+) -> Tensor:
+    """Return the mean losses of a model with its own last layer, and with others.
 
     Parameters
     ----------
-    model, loader, head
+    model, loader, head, classes
         As for :func:`head_sums`.
     solved : Sequence[Tensor]
         The weight, and the bias if there is one, of another layer.
@@ -246,26 +263,24 @@ def head_losses(
 
     Returns
     -------
-    losses : Tensor
+    Tensor
         ``[1 + len(scales)]`` in float64: of the model's own layer, then of each scale.
-    rows : float
-        Over how many labels they are summed.
     """
     layer, count = linear_layer(model, head), 0
     total = torch.zeros(1 + len(scales), dtype=torch.float64)
-    for z, y, _ in head_rows(model, loader, head):
+    for z, y, _ in head_rows(model, loader, head, classes=classes):
         if not len(z):
             continue
         z, here = z.to(torch.promote_types(z.dtype, torch.float32)), layer.weight.device
         own = [p.to(z) for p in (layer.weight, layer.bias) if p is not None]
         other = F.linear(z, *(part.to(here, z.dtype) for part in solved))
-        outputs = [F.linear(z, *own), *(scale * other for scale in scales)]
-        losses = [float(loss_of(loss_fn, each, y)) for each in outputs]
+        losses = [float(loss_of(loss_fn, F.linear(z, *own), y))]
+        losses += [float(loss_of(loss_fn, scale * other, y)) for scale in scales]
         total += len(z) * torch.tensor(losses, dtype=torch.float64)
         count += len(z)
     if not count:
         raise DataError("the loader has no examples with a label")
-    return total, count
+    return total / count
 
 
 def _rows(z: Tensor, own: Tensor, outputs: Tensor) -> Tensor | None:

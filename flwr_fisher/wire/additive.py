@@ -356,7 +356,7 @@ class GradientUpload(Additive):
 
     def curvature_norms(self) -> dict[str, float]:
         """Return the loss, and the trace of each factor."""
-        norms = {LOSS: float(self.loss)}
+        norms = {LOSS: abs(float(self.loss))}
         for block in () if self.kfac is None else self.kfac.blocks():
             name = trace_name(block)
             if isinstance(block, Kronecker):
@@ -376,7 +376,7 @@ class GradientUpload(Additive):
                 [
                     _lighter(
                         block,
-                        min(factors.get(name, 1.0), factors.get(f"{name} A", 1.0)),
+                        factors.get(f"{name} A", factors.get(name, 1.0)),
                         factors.get(f"{name} G", 1.0),
                     )
                     for block, name in blocks

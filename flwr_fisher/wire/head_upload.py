@@ -8,10 +8,10 @@
     the targets' sum of squares, and the number of examples, float64;
 ``head/format``
     JSON with the name of the head's weight, the same for all clients;
-``head/none``
+``head/none/format``
     JSON with the reason why a client's model has no such head, in place of all this;
-``losses``, ``losses/rows``
-    the summed losses of several models, and over how many labels, float64.
+``losses``
+    the mean losses of several models, float64.
 
 The server adds them up, but they are no :class:`~flwr_fisher.wire.Additive`. Their
 shapes depend on the head that they name, the moments must be positive semi-definite,
@@ -37,7 +37,7 @@ from flwr_fisher.wire.arrays import (
 from flwr_fisher.wire.schema import Payload, description, part
 
 _MOST_LOSSES = 16
-_SLACK = 1e-6  # for rounding, relative; a secure sum has fixed-point numbers
+_SLACK = 1e-3  # for the fixed-point numbers of a secure sum, relative
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,21 @@ class HeadUpload(Payload):
             raise WireError("no rows of features", field="head/gram")
         sums = self.sums
         check_second_moment("head/gram", sums.gram.unsqueeze(0))
+        rows, counts = float(sums.gram[-1, -1]), sums.cross[-1]
         # Cauchy and Schwarz: no products of features and targets are larger.
-        most = (sums.gram.diagonal() * sums.square).sqrt() * (1 + _SLACK)
-        if (self.cross.abs() > most.unsqueeze(1)).any():
+        most = (sums.gram.diagonal() * sums.square).sqrt().unsqueeze(1)
+        if (self.cross.abs() > (1 + _SLACK) * most + _SLACK * most.max()).any():
             raise WireError("is larger than its squares allow", field="head/cross")
-        if self.likelihood == "categorical" and (self.cross[-1] < 0).any():
-            raise WireError("a class with a negative count", field="head/cross")
+        if self.likelihood == "categorical":
+            if (counts < -_SLACK * rows).any() or counts.sum() > (1 + _SLACK) * rows:
+                raise WireError("has other counts than rows", field="head/cross")
+            self._check_square(rows)
+        elif self.likelihood == "bernoulli":
+            self._check_square(rows * classes)
+
+    def _check_square(self, most: float) -> None:
+        if not float(self.square) <= (1 + _SLACK) * most:
+            raise WireError("is larger than targets allow", field="head/square")
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
         """Return it with scaled sums; one factor for all keeps the solution."""
@@ -171,7 +180,7 @@ class NoHead(Payload):
 
     disagreement: ClassVar[tuple[str, str]] = HeadUpload.disagreement
 
-    about: dict[str, Any] = description("head/none")
+    about: dict[str, Any] = description("head/none/format")
     nothing: Tensor = part("head/zero", torch.float64, low=0, summed=True)
 
     @classmethod
@@ -196,31 +205,21 @@ def read_head(record: ArrayRecord, like: Params) -> HeadUpload | NoHead:
     WireError
         As :meth:`Payload.read` does.
     """
-    kind = NoHead if "head/none" in record else HeadUpload
+    kind = NoHead if "head/none/format" in record else HeadUpload
     return kind.read(record, like)
 
 
 @dataclass(frozen=True)
 class LossUpload(Payload):
-    """A client's summed losses of several models; :meth:`of` makes it.
+    """A client's mean losses of several models.
 
     Parameters
     ----------
     losses : Tensor
-        ``[k]``, each model's loss, summed over labels.
-    rows : Tensor
-        Over how many labels.
+        ``[k]``, each model's mean loss, float64.
     """
 
-    losses: Tensor = part(
-        "losses", torch.float64, ("k",), limit="curvature", summed=True
-    )
-    rows: Tensor = part("losses/rows", torch.float64, above=0, summed=True)
-
-    @classmethod
-    def of(cls, losses: Tensor, rows: float) -> Self:
-        """Return the upload of summed losses."""
-        return cls(losses, torch.tensor(rows, dtype=torch.float64))
+    losses: Tensor = part("losses", torch.float64, ("k",), limit="step")
 
     @classmethod
     def lengths(cls, like: Params) -> dict[str, int]:

@@ -7,6 +7,7 @@ the round: a client that has left is skipped by name, and if nobody replies, the
 stays as it is.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -126,7 +127,7 @@ def _head_exchanges() -> Sequence[Exchange[Any]]:
         LossUpload.read,
         _choose_head,
         send=lambda state: {_SOLVED: state.group(_SOLVED)},
-        additive=Summation(weighted=False),
+        additive=Summation(),
         name="head losses",
         **_ASKING,
     )
@@ -151,7 +152,13 @@ def _solved(
 ) -> tuple[dict[str, Tensor], HeadSums]:
     """Return the solution by the parameters' names, and the sums of all clients."""
     first = uploads[0].payload
-    sums = HeadSums.total([upload.payload.sums for upload in uploads])
+    # With another weight than its examples, a client's sums count by its weight.
+    counts = [float(upload.payload.count) for upload in uploads]
+    unit = sum(counts) / sum(weights_of(uploads))
+    factors = [unit * u.num_examples / n for u, n in zip(uploads, counts, strict=True)]
+    sums = HeadSums.total(
+        [u.payload.sums.times(f) for u, f in zip(uploads, factors, strict=True)]
+    )
     solve = lda_head if lda else closed_form_head
     solution = solve(sums, bias=first.bias is not None, ridge=ridge)
     names = [name for name in (first.weight, first.bias) if name is not None]
@@ -197,9 +204,8 @@ def _choose_head(state: ServerState, uploads: Uploads[LossUpload]) -> Step:
 
 
 def _mean_losses(uploads: Uploads[LossUpload]) -> list[float]:
-    totals = torch.stack([upload.payload.losses for upload in uploads]).sum(0)
-    rows = torch.stack([upload.payload.rows for upload in uploads]).sum()
-    return [float(loss) for loss in totals / rows]
+    every = [{"": upload.payload.losses} for upload in uploads]
+    return [float(loss) for loss in weighted_mean(every, weights_of(uploads))[""]]
 
 
 def _with(params: Params, changed: Params) -> dict[str, Tensor]:
@@ -226,7 +232,7 @@ def _step_exchanges(steps: int) -> Sequence[Exchange[Any]]:
         partial(GradientUpload.read_step, with_kfac=True),
         _begin_descent,
         additive=Summation(),
-        name="step 1",
+        quiet=True,
         **_ASKING,
     )
     read = partial(GradientUpload.read_step, with_kfac=False)
@@ -237,18 +243,18 @@ def _step_exchanges(steps: int) -> Sequence[Exchange[Any]]:
             _go_on,
             start=_tried,
             additive=Summation(),
-            name=f"step {i}",
+            quiet=True,
             **_ASKING,
         )
-        for i in range(2, steps + 1)
+        for _ in range(steps - 1)
     ]
     last = Exchange(
         {"job": "mean-loss"},
         LossUpload.read,
         _end_descent,
         start=_tried,
-        additive=Summation(weighted=False),
-        name="last step",
+        additive=Summation(),
+        quiet=True,
         **_ASKING,
     )
     following: list[Exchange[Any]] = [*others, last]
@@ -280,7 +286,7 @@ def _go_on(state: ServerState, uploads: Uploads[GradientUpload]) -> Step:
     """Take the step that was tried, or take it back, and choose the next."""
     gradient, loss = _pooled(uploads)
     descent, weight = _descent(state)
-    comparable = weight == sum(weights_of(uploads))
+    comparable = _are_as_before(uploads, weight)
     taken = descent.is_better(loss) or not comparable
     _tell(descent, loss, taken)
     params = _tried(state) if taken else state.params
@@ -291,17 +297,23 @@ def _go_on(state: ServerState, uploads: Uploads[GradientUpload]) -> Step:
 def _end_descent(state: ServerState, uploads: Uploads[LossUpload]) -> Step:
     """Take the last step, or take it back."""
     (loss,) = _mean_losses(uploads)
-    descent, _ = _descent(state)
-    taken = descent.is_better(loss)
+    descent, weight = _descent(state)
+    taken = descent.is_better(loss) and _are_as_before(uploads, weight)
     _tell(descent, loss, taken)
     params = _tried(state) if taken else state.params
     metrics = {"loss-after-steps": loss if taken else descent.loss}
     return Step(ServerState(params, _without(state, _DESCENT, _KFAC)), metrics)
 
 
+def _are_as_before(uploads: Uploads[Any], weight: float) -> bool:
+    """Return whether no client has left since: a sum's weight is rounded."""
+    return math.isclose(weight, sum(weights_of(uploads)), rel_tol=1e-6)
+
+
 def _tell(descent: Descent, loss: float, taken: bool) -> None:
     what = "taken" if taken else "taken back"
-    logger.info("step: %s; the clients' loss is %.3g", what, loss)
+    text = "step: %s; the clients' loss there is %.3g, and was %.3g"
+    logger.info(text, what, loss, descent.loss)
 
 
 def _pooled(uploads: Uploads[GradientUpload]) -> tuple[Params, float]:

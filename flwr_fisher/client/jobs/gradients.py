@@ -1,5 +1,6 @@
 """The jobs that differentiate a client's loss."""
 
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from flwr_fisher.client.training import score
 from flwr_fisher.curvature import FisherOptions, gradient, gradient_and_hvp
 from flwr_fisher.curvature.second_order import random_probe
 from flwr_fisher.errors import check_known
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, is_finite
+from flwr_fisher.rounds.quasi_newton import TOO_FAR
 from flwr_fisher.wire import LOSSLESS, Additive, LossUpload
 from flwr_fisher.wire.additive import GradientUpload
 
@@ -58,11 +60,14 @@ def probe_job(problem: LocalProblem, request: Request) -> Reply:
 def step_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the mean loss over the client's examples and its gradient, in eval mode.
 
-    With ``kfac`` among the options, also the K-FAC at this model, as FedFisher's
-    clients compute theirs.
+    With ``kfac`` among the options, also the K-FAC at this model. Where the loss is not
+    finite, it is a very large one, without a direction: the step leads too far.
     """
+    problem.bound_reading()
     loss_fn = problem.differentiable_loss
     vector, loss = gradient(problem.model, problem.train_batches, loss_fn=loss_fn)
+    if not math.isfinite(loss) or not is_finite(vector):
+        vector, loss = {k: torch.zeros_like(v) for k, v in vector.items()}, TOO_FAR
     kfac = None
     if request.options.get("kfac") is True:
         job = TrainingJob("kfac", FisherOptions.from_options(request.options), LOSSLESS)
@@ -73,17 +78,12 @@ def step_job(problem: LocalProblem, request: Request) -> Reply:
 
 @register_job("mean-loss")
 def mean_loss_job(problem: LocalProblem, request: Request) -> Reply:
-    """Return the mean loss over the client's examples, times their number."""
-    loss, _, _ = score(
-        problem.model,
-        problem.train_batches,
-        problem.device,
-        problem.differentiable_loss,
-        classes=False,
-    )
-    count = problem.count_examples(request.client)
-    losses = torch.tensor([loss * count], dtype=torch.float64)
-    return Reply({}, LossUpload.of(losses, count).to_arrays())
+    """Return the mean loss over the client's examples, in eval mode."""
+    problem.bound_reading()
+    data = problem.train_batches, problem.device, problem.differentiable_loss
+    loss, _, _ = score(problem.model, *data, classes=False)
+    losses = torch.tensor([loss if math.isfinite(loss) else TOO_FAR])
+    return Reply({}, LossUpload(losses.double()).to_arrays())
 
 
 def _loss_and_mode(problem: LocalProblem, request: Request) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import torch
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.request import whole_number
+from flwr_fisher.curvature.data import check_can_be_read_again
 from flwr_fisher.curvature.losses import LOSSES, cross_entropy
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import ClientError, StructureError
@@ -18,8 +19,8 @@ def head_sums_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the sums of this client's features and targets, without training.
 
     The option ``head`` names the linear layer, by default the one that computes the
-    outputs. With the option ``most`` the server can do without: if there is no such
-    layer, or its sums have more numbers than these, the reply says so.
+    outputs. With the option ``most`` it is no error if there is no such layer, or if
+    its sums have more numbers than these: the reply says so.
 
     Raises
     ------
@@ -38,7 +39,13 @@ def head_sums_job(problem: LocalProblem, request: Request) -> Reply:
             raise
         return Reply({}, NoHead.of(str(error)).to_arrays())
     signs = (lambda y: 2 * y - 1) if problem.likelihood == "bernoulli" else None
-    sums = head_sums(problem.model, problem.train_batches, head, targets=signs)
+    sums = head_sums(
+        problem.model,
+        problem.train_batches,
+        head,
+        classes=problem.has_classes,
+        targets=signs,
+    )
     upload = HeadUpload.of(*head_names(problem, head), str(problem.likelihood), sums)
     return Reply({}, upload.to_arrays())
 
@@ -48,8 +55,10 @@ def _head_of(problem: LocalProblem, named: str) -> str:
     if not isinstance(problem.likelihood, str):
         raise ClientError(
             "a head in closed form needs a likelihood by name, not "
-            f"{problem.likelihood!r:.80}"
+            f"{type(problem.likelihood).__name__}"
         )
+    check_can_be_read_again(problem.counted.loader, "the head's sums are taken of it")
+    problem.bound_reading()
     if named:
         return find_head(problem.model, named)
     with evaluating(problem.model), torch.no_grad():
@@ -96,12 +105,14 @@ def head_losses_job(problem: LocalProblem, request: Request) -> Reply:
     scales = request.options.get("scales")
     if not fits or not isinstance(scales, list):
         raise ClientError("the server sent no head that fits this model, or no scales")
-    losses, rows = head_losses(
+    problem.bound_reading()
+    losses = head_losses(
         problem.model,
         problem.train_batches,
         head,
         list(select(solved, names).values()),
         [float(scale) for scale in scales[:16]],
         LOSSES.get(str(problem.likelihood), cross_entropy),
+        classes=problem.has_classes,
     )
-    return Reply({}, LossUpload.of(losses, rows).to_arrays())
+    return Reply({}, LossUpload(losses).to_arrays())
