@@ -54,6 +54,11 @@ def by_hand(weights):
     return float((total.argmax(1) == Y).double().mean())
 
 
+def test_batches_without_labels_are_refused():
+    with pytest.raises(DataError, match="must hold a tensor of labels"):
+        ensemble_accuracy(net(), members(1), [1.0], [X])
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_members_vote_on_the_same_examples(shuffle):
     loader = DataLoader(TensorDataset(X, Y), 7, shuffle=shuffle, generator=rng(3))

@@ -11,6 +11,7 @@ from flwr_fisher.curvature import STRUCTURES, FisherOptions, fisher
 from flwr_fisher.errors import RoundError, StructureError
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.tangent.head import one_output_copy
 from flwr_fisher.testing import LocalGrid
 
 
@@ -99,3 +100,16 @@ def test_a_tied_weights_diagonal_is_each_examples(padding, use, structure):
             "embed.weight"
         ]
         assert torch.allclose(got, want, 1e-9, 1e-12)
+
+
+def test_a_head_with_two_names_is_replaced_under_both():
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(3, 4)
+            self.second = self.first
+
+        def forward(self, x):
+            return self.second(x)
+
+    assert one_output_copy(Both(), "first", seed=0)(torch.ones(2, 3)).shape == (2, 1)
