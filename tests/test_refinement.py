@@ -28,7 +28,7 @@ from flwr_fisher.curvature import Kronecker, fisher, gradient
 from flwr_fisher.errors import ConfigurationError, DataError, StructureError
 from flwr_fisher.params import flatten, unflatten
 from flwr_fisher.rounds.quasi_newton import DAMPING, FIRST, Descent, two_loops
-from flwr_fisher.secure import SecureSums
+from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import AFL, FedAvg, FedFisherOneShot, Privacy, Refinement
 from flwr_fisher.tangent import (
     HeadSums,
@@ -398,65 +398,69 @@ def test_nobody_asks_where_nothing_is_refined():
     assert {config.get("job") for config in app.configs} == {"train"}
 
 
-def test_a_model_without_such_a_head_stays_and_the_log_says_why(caplog):
+def headless(**options):
+    """An app whose model ends in a tanh, and the arrays to start from."""
+
     def client_fn(context):
         model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 3), nn.Tanh())
         return FisherClient(model, DataLoader(tiny_data(0), 4), device="cpu")
 
+    torch.manual_seed(0)
     arrays = ArrayRecord(nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 3)).state_dict())
+    return {"app": make_client_app(client_fn, **options), "arrays": arrays}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_model_without_such_a_head_stays_and_the_log_says_why(
+    masked, tmp_path, caplog
+):
+    secure = {"secure": SecureSums(bits=64), "policy": None} if masked else {}
     results = []
     for refine in (None, Refinement()):
+        mods = [SecureSumsMod(state_dir=tmp_path / str(refine))] if masked else []
         with caplog.at_level(logging.INFO, "flwr"):
-            app = make_client_app(client_fn)
-            results.append(run(app=app, arrays=arrays, refine=refine))
+            results.append(run(**headless(mods=mods), **SUMS, refine=refine, **secure))
     assert same_bits(*(result.arrays for result in results))
     assert "head: it stays as it was trained, since the model's outputs" in caplog.text
     assert "left out" not in caplog.text
 
 
-def regression_app():
+def numbers(likelihood, loss_fn, targets, **options):
+    """A round of clients whose labels are two numbers: the targets of their inputs."""
+
+    def model():
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
     def client_fn(context):
         x, _ = tiny_data(int(context.node_config["partition-id"])).tensors
-        y = torch.stack([x.sum(1), x[:, 0] - 1], 1)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        train = LocalSGD(loss_fn=F.mse_loss)
-        loader = DataLoader(TensorDataset(x, y), 4)
-        return FisherClient(model, loader, train_fn=train, likelihood="gaussian")
+        loader = DataLoader(TensorDataset(x, targets(x)), 4)
+        train = LocalSGD(loss_fn=loss_fn)
+        return FisherClient(model(), loader, train_fn=train, likelihood=likelihood)
 
-    return make_client_app(client_fn)
+    torch.manual_seed(0)
+    arrays = ArrayRecord(model().state_dict())
+    result = run(app=make_client_app(client_fn), arrays=arrays, **options)
+    return result.train_metrics_clientapp[1]
 
 
 def test_a_regressions_head_is_least_squares():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    result = run(
-        app=regression_app(),
-        arrays=ArrayRecord(model.state_dict()),
+    metrics = numbers(
+        "gaussian",
+        F.mse_loss,
+        lambda x: torch.stack([x.sum(1), x[:, 0] - 1], 1),
         refine=Refinement(steps=2),
     )
-    metrics = result.train_metrics_clientapp[1]
     assert metrics["head-loss"] < 0.5 * metrics["loss-before-head"]
     assert metrics["head-scale"] == 1.0
     assert metrics["loss-after-steps"] < metrics["loss-before-steps"]
 
 
-def sigmoid_app():
-    def client_fn(context):
-        x, _ = tiny_data(int(context.node_config["partition-id"])).tensors
-        y = (x[:, :2] + x[:, 1:] > 0.2).float()
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        train = LocalSGD(loss_fn=F.binary_cross_entropy_with_logits)
-        loader = DataLoader(TensorDataset(x, y), 4)
-        return FisherClient(model, loader, train_fn=train, likelihood="bernoulli")
-
-    return make_client_app(client_fn)
-
-
 def test_sigmoids_have_a_head_too():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    result = run(app=sigmoid_app(), arrays=ArrayRecord(model.state_dict()))
-    metrics = result.train_metrics_clientapp[1]
+    metrics = numbers(
+        "bernoulli",
+        F.binary_cross_entropy_with_logits,
+        lambda x: (x[:, :2] + x[:, 1:] > 0.2).float(),
+    )
     assert metrics["head-loss"] < metrics["loss-before-head"]
 
 
@@ -535,18 +539,6 @@ def test_noise_of_privacy_is_not_undone():
     own = Privacy(noise_multiplier=1.0, clipping_norm=1.0)
     with pytest.raises(ConfigurationError, match="refine= with privacy="):
         FedAvg(privacy=own, secure=SecureSums(), refine=Refinement())
-
-
-def test_a_model_without_a_head_is_told_under_masks_too(tmp_path, caplog):
-    options = {**SUMS, "policy": None, "secure": SecureSums(bits=64)}
-    with caplog.at_level(logging.INFO, "flwr"):
-        run(
-            app=secure_app(tmp_path),
-            refine=Refinement(),
-            arrays=tiny_arrays(),
-            **{**options, "min_train_nodes": 3},
-        )
-    assert "left out" not in caplog.text
 
 
 def test_a_clients_weight_counts_in_its_head():

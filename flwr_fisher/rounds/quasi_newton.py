@@ -28,7 +28,7 @@ from flwr_fisher.params import (
     subtract,
 )
 
-# Chosen on validation examples of six tables and of MNIST, see refinement.md.
+# Chosen on validation examples of six tables, MNIST and CIFAR-10.
 DAMPING = 1e-3  # lambda; eigenvalues of F are curvatures of a mean loss in nats
 FIRST = 0.03  # eta_0, the first gamma
 _SHORTER = 0.25  # of the length of a direction, after a step that was taken back

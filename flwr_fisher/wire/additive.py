@@ -263,9 +263,7 @@ class LayerTraces(Additive):
     @classmethod
     def of(cls, product: Params, traces: Curvature) -> "LayerTraces":
         """Return the upload of a product and traces over the same parameters."""
-        factors = curvature_to_tensors(traces)
-        named = {key.removeprefix(PREFIX): value for key, value in factors.items()}
-        return cls({PRODUCT: product, _CURVATURE: named}, traces)
+        return cls({PRODUCT: product, _CURVATURE: _named(traces)}, traces)
 
     def curvature_norms(self) -> dict[str, float]:
         """Return each layer's trace, and the product's norm."""
@@ -297,10 +295,23 @@ class LayerTraces(Additive):
         layouts = _layouts([PRODUCT], like) | curvature_layouts(record, like)
         tensors = read_arrays(record, layouts)
         product = _split(tensors, [PRODUCT], like)[PRODUCT]
-        factors = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
-        traces = tensors_to_curvature(factors, like)
-        check_same_keys(product.keys(), traces.shapes.keys(), f"{PRODUCT}/")
-        return cls.of(product, traces)
+        return cls.of(product, _curvature_over(product, PRODUCT, tensors, like))
+
+
+def _named(curvature: Curvature) -> dict[str, Tensor]:
+    """Return a curvature's tensors by their names in the part ``curvature``."""
+    factors = curvature_to_tensors(curvature)
+    return {key.removeprefix(PREFIX): value for key, value in factors.items()}
+
+
+def _curvature_over(
+    vector: Params, part: str, tensors: Params, like: Params
+) -> Curvature:
+    """Return the curvature among the tensors; check that it covers a part's vector."""
+    factors = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
+    curvature = tensors_to_curvature(factors, like)
+    check_same_keys(vector.keys(), curvature.shapes.keys(), f"{part}/")
+    return curvature
 
 
 def _lighter(block: Curvature, factor: float, of_g: float | None = None) -> Curvature:
@@ -341,8 +352,7 @@ class GradientUpload(Additive):
         """Return the upload of a gradient, a loss and a K-FAC."""
         parts = {GRADIENT: gradient}
         if kfac is not None:
-            factors = curvature_to_tensors(kfac)
-            parts[_CURVATURE] = {k.removeprefix(PREFIX): v for k, v in factors.items()}
+            parts[_CURVATURE] = _named(kfac)
         return cls(parts, loss, kfac)
 
     @property
@@ -404,9 +414,7 @@ class GradientUpload(Additive):
         gradient = _split(tensors, [GRADIENT], like)[GRADIENT]
         kfac = None
         if with_kfac:
-            factors = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
-            kfac = tensors_to_curvature(factors, like)
-            check_same_keys(gradient.keys(), kfac.shapes.keys(), f"{GRADIENT}/")
+            kfac = _curvature_over(gradient, GRADIENT, tensors, like)
         return cls.of(gradient, tensors[LOSS], kfac)
 
 

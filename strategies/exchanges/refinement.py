@@ -225,39 +225,18 @@ def _without(state: ServerState, *names: str) -> Groups:
 
 def _step_exchanges(steps: int) -> Sequence[Exchange[Any]]:
     """Return an exchange for each step's gradient, and one for the last loss."""
+    asking = {"additive": Summation(), "quiet": True, **_ASKING}
     gradient: dict[str, Any] = {"job": "gradient-and-kfac"}
     kfac = {"kfac": True, **FisherOptions().to_options()}
-    first = Exchange(
-        {**gradient, **kfac},
-        partial(GradientUpload.read_step, with_kfac=True),
-        _begin_descent,
-        additive=Summation(),
-        quiet=True,
-        **_ASKING,
+    read_first, read = (
+        partial(GradientUpload.read_step, with_kfac=first) for first in (True, False)
     )
-    read = partial(GradientUpload.read_step, with_kfac=False)
-    others = [
-        Exchange(
-            gradient,
-            read,
-            _go_on,
-            start=_tried,
-            additive=Summation(),
-            quiet=True,
-            **_ASKING,
-        )
-        for _ in range(steps - 1)
-    ]
+    first = Exchange({**gradient, **kfac}, read_first, _begin_descent, **asking)
+    other = Exchange(gradient, read, _go_on, start=_tried, **asking)
     last = Exchange(
-        {"job": "mean-loss"},
-        LossUpload.read,
-        _end_descent,
-        start=_tried,
-        additive=Summation(),
-        quiet=True,
-        **_ASKING,
+        {"job": "mean-loss"}, LossUpload.read, _end_descent, start=_tried, **asking
     )
-    following: list[Exchange[Any]] = [*others, last]
+    following: list[Exchange[Any]] = [*[other] * (steps - 1), last]
     return [first, *(replace(e, prepare=partial(_if_begun, e)) for e in following)]
 
 

@@ -82,8 +82,9 @@ def mean_loss_job(problem: LocalProblem, request: Request) -> Reply:
     problem.bound_reading()
     data = problem.train_batches, problem.device, problem.differentiable_loss
     loss, _, _ = score(problem.model, *data, classes=False)
-    losses = torch.tensor([loss if math.isfinite(loss) else TOO_FAR])
-    return Reply({}, LossUpload(losses.double()).to_arrays())
+    finite = loss if math.isfinite(loss) else TOO_FAR
+    losses = torch.tensor([finite], dtype=torch.float64)
+    return Reply({}, LossUpload(losses).to_arrays())
 
 
 def _loss_and_mode(problem: LocalProblem, request: Request) -> dict[str, Any]:
