@@ -70,6 +70,7 @@ class Trained:
     """The clients' uploads, with their examples, and what scores the merge."""
 
     model: nn.Module
+    start: dict[str, Tensor]
     uploads: list[LocalPosterior]
     diagonals: list[LocalPosterior]
     examples: list[Examples]
@@ -136,7 +137,7 @@ def trained(name: str, seed: int, data_dir: Path) -> Trained:
             )
             those.append(LocalPosterior(params, curvature, len(data)))
     scored = parts.validation if seed in OTHER_SEEDS else parts.test
-    return Trained(model, uploads, diagonals, examples, [scored])
+    return Trained(model, start, uploads, diagonals, examples, [scored])
 
 
 def once(name: str, seed: int, data_dir: Path) -> Scores:

@@ -30,7 +30,7 @@ from flwr_fisher.params import (
 
 # Chosen on validation examples of six tables, MNIST and CIFAR-10.
 DAMPING = 1e-3  # lambda; eigenvalues of F are curvatures of a mean loss in nats
-FIRST = 0.03  # eta_0, the first gamma
+FIRST = 0.05  # eta_0, the first gamma
 _SHORTER = 0.25  # of the length of a direction, after a step that was taken back
 _MOST_CHANGE = 10.0  # of gamma, in one step
 TOO_FAR = 1e12  # a client's loss where its model's outputs are not finite

@@ -1,0 +1,1 @@
+"""What follows a merge: runs with clients that have trained, and their tables."""
