@@ -16,7 +16,8 @@ curvature's the same.
 *Parts* are what `FedFisherOneShot` uploads by default: the client's own model and
 K-FAC. Of *sums* the server has the mean of the models, and the sum over all clients of
 their Fishers: diagonals, or the layers' partial traces (``aggregate="sums"`` under a
-secure sum).
+secure sum). *Sums for a head* (``refine=``) give the mean of the last layer's inputs
+over the images of a 3, at the merged model: images are sought that have it.
 """
 
 from collections.abc import Sequence
@@ -56,11 +57,13 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.report import accuracies
+from flwr_fisher.tangent import head_sums
 from flwr_fisher.wire import curvature_to_tensors
 
 DIGIT, ALPHA = 3, 0.1
 OTHERS, AUXILIARY = sized((1000, 5000), (100, 300))
 NOTHING = "nothing but its own images"
+MERGED = "FedFisher's merged model, which any server has"
 CASES = {
     NOTHING: None,
     "client 1's model (OTFusion, PFNM, DENSE)": "78.4 ± 3.0",
@@ -69,7 +72,9 @@ CASES = {
     "the mean, and client 1's K-FAC": "9.6 ± 2.9",
     "the mean, and the sum of diagonals": None,
     "the mean, and the sum of K-FACs' partial traces": None,
-    "FedFisher's merged model, which any server has": None,
+    MERGED: None,
+    "the merged model, and client 1's sums for a head": None,
+    "the merged model, and all clients' sums for a head": None,
 }
 
 
@@ -155,6 +160,17 @@ def summed(curvatures: Sequence[Curvature], weights: list[float]) -> Any:
     return found
 
 
+def class_mean(
+    model: nn.Module, images: Tensor, targets: Tensor
+) -> dict[str, dict[str, Tensor]]:
+    """Return the mean features of the digit, from the sums for a head."""
+    name = list(layers_of(model))[-1]
+    batches = zip(images.split(512), targets.split(512), strict=True)
+    sums = head_sums(model, list(batches), name)
+    mean = sums.cross[:-1, DIGIT] / sums.cross[-1, DIGIT]
+    return {"mean": {name: mean.float()}}
+
+
 def seen(
     images: Tensor, targets: Tensor, clients: list[Tensor], seed: int, epochs: int
 ):
@@ -191,7 +207,9 @@ def seen(
         Known(average, factors(kfac[0])),
         Known(average, summed(diagonal, weights)),
         Known(average, summed(kfac, weights)),
-        Known(model(fedfisher(posteriors).params), {}),
+        Known(merged := model(fedfisher(posteriors).params), {}),
+        Known(merged, class_mean(merged, images[clients[0]], targets[clients[0]])),
+        Known(merged, class_mean(merged, images, targets)),
     ]
     return dict(zip(names, known, strict=True))
 

@@ -73,16 +73,19 @@ class Refinement(Options):
     Examples
     --------
     >>> Refinement(steps=3)
-    Refinement(head=True, steps=3)
+    Refinement(head='auto', steps=3)
     """
 
-    head: bool = option(
-        True,
+    head: bool | str = option(
+        "auto",
         "Solve for the model's last linear layer: clients send sums over their data at "
         "the new model, then the losses of a few candidates. A classifier's layer is "
         "that of a linear discriminant analysis, scaled to the least loss; a "
         "regression's is least squares, with a ridge. It is taken only if its loss is "
-        "below that of the layer that is there.",
+        "below that of the layer that is there. With ``auto`` clients send no sums of "
+        "more numbers than the exchanged parameters have, as those of a frozen "
+        "backbone's features would have.",
+        choices=("auto",),
     )
     steps: int = option(
         0,

@@ -1,5 +1,6 @@
 """What follows a merge: a head in closed form, then quasi-Newton steps by K-FAC."""
 
+import copy
 import logging
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ from virtual import (
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.curvature import FisherOptions, Kronecker, fisher, gradient
 from flwr_fisher.errors import ConfigurationError, DataError, StructureError
-from flwr_fisher.params import flatten, unflatten
+from flwr_fisher.params import double, flatten, unflatten
 from flwr_fisher.rounds.quasi_newton import (
     DAMPING,
     FIRST,
@@ -45,7 +46,12 @@ from flwr_fisher.tangent import (
 )
 from flwr_fisher.tangent.frozen_head import head_losses, least_loss, output_layer
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import arrays_to_tensors
+from flwr_fisher.wire import (
+    arrays_to_tensors,
+    checked_to_curvature,
+    curvature_to_tensors,
+    tensors_to_curvature,
+)
 
 CLASSES, WIDTH, N = 3, 5, 60
 SUMS = {"aggregate": "sums", "structure": "diagonal"}
@@ -395,6 +401,19 @@ def test_the_damped_inverse_is_the_dense_one(structure):
             assert relative(found[name], dense) < 1e-10
 
 
+def test_gradients_of_the_smallest_floats_have_a_metric():
+    """As of a model that makes no error: their squares are rounded to few digits."""
+    weight = {"0.weight": torch.zeros(4, 3)}
+    kfac = fisher(nn.Sequential(nn.Linear(3, 4, bias=False)), [pooled()])
+    tensors = curvature_to_tensors(kfac)
+    name = "curvature/kfac/0.weight/G"
+    tiny = 1e-21 * randn(5, 4, 4)
+    tensors[name] = (tiny @ tiny.mT)[None] * torch.ones_like(tensors[name][:1, :1, :1])
+    assert tensors_to_curvature(tensors, weight)  # a client's upload is admitted
+    inverse = damped_inverse(checked_to_curvature(double(tensors), double(weight)))
+    assert inverse(double({"0.weight": torch.ones(4, 3)}))["0.weight"].isfinite().all()
+
+
 def test_the_first_step_is_that_of_the_pooled_data():
     """A and G are means over all clients' examples; they travel in float32."""
     arrays = tiny_arrays()
@@ -443,6 +462,27 @@ def test_a_model_without_such_a_head_stays_and_the_log_says_why(
     assert same_bits(*(result.arrays for result in results))
     assert "head: it stays as it was trained, since the model's outputs" in caplog.text
     assert "left out" not in caplog.text
+
+
+def test_a_small_heads_large_sums_are_sent_if_they_are_asked_for(caplog):
+    """As where a backbone is frozen: few numbers travel, and features are many."""
+    model = nn.Sequential(nn.Linear(3, 30), nn.Linear(30, 3))
+    model[0].requires_grad_(False)
+
+    def client_fn(context):
+        own = DataLoader(tiny_data(context.node_config["partition-id"]), 4)
+        return FisherClient(copy.deepcopy(model), own, device="cpu")
+
+    arrays = ArrayRecord(model[1].state_dict(prefix="1."))
+    few, all_ = (
+        run(app=make_client_app(client_fn), arrays=arrays, refine=Refinement(head=head))
+        for head in ("auto", True)
+    )
+    assert (
+        "the last layer '1' have 990 numbers, more than the model's 93" in caplog.text
+    )
+    assert same_bits(few.arrays, few.unrefined)
+    assert loss_of(all_.arrays, model) < loss_of(few.arrays, model)
 
 
 def numbers(likelihood, loss_fn, targets, **options):

@@ -14,6 +14,7 @@ from flwr_fisher.wire.fisher_upload import FisherUpload
 from flwr_fisher.wire.head_upload import HeadUpload, LossUpload, NoHead, read_head
 from flwr_fisher.wire.layout import (
     PREFIX,
+    checked_to_curvature,
     curvature_to_tensors,
     tensors_to_curvature,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "Payload",
     "arrays_bytes",
     "arrays_to_tensors",
+    "checked_to_curvature",
     "curvature_to_tensors",
     "description",
     "exact_mean",

@@ -39,8 +39,8 @@ from flwr_fisher.wire import (
     PREFIX,
     Additive,
     ConfigValue,
+    checked_to_curvature,
     exact_mean,
-    tensors_to_curvature,
 )
 from flwr_fisher.wire.additive import PARAMS, PRODUCT, PRODUCT_STEP, LayerTraces
 
@@ -238,7 +238,7 @@ def _with(state: ServerState, layers: Sequence[Iterate]) -> ServerState:
 
 
 def _traces(state: ServerState) -> Curvature:
-    return tensors_to_curvature(dict(state.group(_TRACES)), double(state.params))
+    return checked_to_curvature(dict(state.group(_TRACES)), double(state.params))
 
 
 def _run(state: ServerState) -> Groups:

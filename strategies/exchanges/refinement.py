@@ -42,13 +42,14 @@ from flwr_fisher.wire import (
     HeadUpload,
     LossUpload,
     NoHead,
+    checked_to_curvature,
     join_groups,
     read_head,
     split_groups,
-    tensors_to_curvature,
 )
 from flwr_fisher.wire.additive import GRADIENT, LOSS, GradientUpload
 
+_ANY_NUMBER = 2**53
 _ASKING: dict[str, Any] = {"clients": "previous", "optional": True, "refines": True}
 _SOLVED, _SCALES = "head", "head-scales"  # groups of the state's tensors
 _DESCENT, _KFAC = "descent", "descent-kfac"
@@ -90,7 +91,7 @@ def refinements(
     if wanted is None or server_round < strategy.num_rounds:
         return exchanges
     if wanted.head:
-        exchanges += _head_exchanges()
+        exchanges += _head_exchanges(bounded=wanted.head == "auto")
     if wanted.steps:
         exchanges += _step_exchanges(wanted.steps)
     return exchanges
@@ -121,7 +122,7 @@ def head_exchange(
     )
 
 
-def _head_exchanges() -> Sequence[Exchange[Any]]:
+def _head_exchanges(*, bounded: bool) -> Sequence[Exchange[Any]]:
     """Return the exchanges for a head: for sums, and for the losses of candidates."""
     known: Exchange[Any] = head_exchange(name="head", **_ASKING)
     sums = replace(known, read=read_head, step=_solve_head)
@@ -136,8 +137,9 @@ def _head_exchanges() -> Sequence[Exchange[Any]]:
     )
 
     def within(before: ServerState, now: ServerState) -> Exchange[Any]:
-        """Ask for sums of no more numbers than the model has."""
-        most = sum(value.numel() for value in now.params.values())
+        """Ask for sums, if `bounded` of no more numbers than the model has."""
+        numbers = sum(value.numel() for value in now.params.values())
+        most = numbers if bounded else _ANY_NUMBER
         return replace(sums, options={**sums.options, "most": most})
 
     def compared(before: ServerState, now: ServerState) -> Exchange[LossUpload] | None:
@@ -309,7 +311,7 @@ def _pooled(uploads: Uploads[GradientUpload]) -> tuple[Params, float]:
 
 
 def _inverse(state: ServerState) -> Inverse:
-    kfac = tensors_to_curvature(dict(state.group(_KFAC)), double(state.params))
+    kfac = checked_to_curvature(dict(state.group(_KFAC)), double(state.params))
     return damped_inverse(kfac)
 
 

@@ -13,7 +13,7 @@ from studies.inversion.gan import LATENT
 STEPS, IMAGES = sized(1000, 3), 100
 IDENTITY = 100.0  # the weight of the class's loss, as in Zhang et al.; the curvature's
 
-Statistics = dict[str, dict[str, Tensor]]  # by kind (A, G, diagonal) and layer
+Statistics = dict[str, dict[str, Tensor]]  # by kind (A, G, diagonal, mean) and layer
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Known:
     model : nn.Module
         A trained network.
     curvature : Mapping[str, Mapping[str, Tensor]]
-        What of a Fisher, by kind and layer; nothing if it has none.
+        What of a Fisher, by kind and layer, or the digit's mean inputs of a layer;
+        nothing if it has none.
     """
 
     model: nn.Module
@@ -84,6 +85,8 @@ def statistics(
         a, g = _rows(layer, inputs[name]), _columns(gradient)
         if "A" in found:
             found["A"][name] = torch.einsum("bpi,bpj->ij", a, a)
+        if "mean" in found:
+            found["mean"][name] = a.mean((0, 1))
         if "G" in found:
             found["G"][name] = torch.einsum("bpi,bpj->ij", g, g)
         if "diagonal" in found:

@@ -1,6 +1,6 @@
 """Refine models of clients that have trained, with the shipped strategies."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -78,21 +78,25 @@ class Clients:
             split.scored,
         )
 
-    def app(self, mods: list[Any], *, untrained: bool = False) -> Any:
-        """Return an app whose clients load what they have trained."""
+    def load(self, client: int, *, untrained: bool = False) -> Any:
+        """Return a client's training: it loads what it has trained."""
+        params = self.start if untrained else self.trained[client]
+
+        def train(model: nn.Module, *_: Any) -> dict[str, float]:
+            model.load_state_dict(dict(params), strict=False)
+            return {}
+
+        return train
+
+    def app(self, train_fn: Callable[[int], Any], mods: list[Any]) -> Any:
+        """Return an app of clients with these trainings."""
 
         def client_fn(context: Context) -> FisherClient:
             own = int(context.node_config["partition-id"])
-            params = self.start if untrained else self.trained[own]
-
-            def load(model: nn.Module, *_: Any) -> dict[str, float]:
-                model.load_state_dict(dict(params), strict=False)
-                return {}
-
             return FisherClient(
                 self.model,
                 self.loaders[own],
-                train_fn=load,
+                train_fn=train_fn(own),
                 num_examples=self.sizes[own],
                 device="cpu",
             )
@@ -148,7 +152,8 @@ def refined(
     recorded = type(kind.__name__, (Recorded, kind), {})
     strategy = recorded(fraction_evaluate=0.0, refine=refine)
     replies, count = list[float](), len(clients.loaders)
-    app = clients.app([counting(replies)], untrained=start == UNTRAINED)
+    train_fn = partial(clients.load, untrained=start == UNTRAINED)
+    app = clients.app(train_fn, [counting(replies)])
     result = strategy.start(LocalGrid(app, count), ArrayRecord(dict(clients.start)))
     # Of each exchange but the training: sums, losses, gradients, a loss.
     parts = [replies[i : i + count] for i in range(count, len(replies), count)]
