@@ -10,10 +10,11 @@ standard deviation over three seeds.
 
 **Clients**: MNIST, LeNet, α = 0.3, 30 epochs, 10, 20 and 30 clients (FedFisher's figure
 3). **Rounds**: MNIST, LeNet, 5 clients, α = 0.1, 20 000 images, five rounds of 10
-epochs (figure 2). **Pretrained**: CIFAR-10, 5 clients, α = 0.1; a CNN, and a residual
-network of 7 convolutions with group norm, are trained for 20 epochs on 10 000 images
-that no client has, and tuned by the clients on the other 10 000 for 10 epochs at rate
-0.001 (table 3, whose ResNet-18 comes from Tiny-ImageNet).
+epochs (figure 2); the head and the steps of ``refine=``. **Pretrained**: CIFAR-10, 5
+clients, α = 0.1; a CNN, and a residual network of 7 convolutions with group norm, are
+trained for 20 epochs on 10 000 images that no client has, and tuned by the clients on
+the other 10 000 for 10 epochs at rate 0.001 (table 3, whose ResNet-18 comes from Tiny-
+ImageNet).
 """
 
 from argparse import Namespace
@@ -29,7 +30,14 @@ from harness.splits import on_splits
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from harness.uploads import Setting
-from studies.one_shot.merges import MULTI_ROUND, OURS, ROUNDS, once, pretrained, rounds
+from studies.one_shot.merges import (
+    OURS,
+    ROUNDS,
+    RUNS,
+    once,
+    pretrained,
+    rounds,
+)
 
 SEEDS = sized((0, 1, 2), (0, 1))
 CLIENTS = sized((10, 20, 30), (10,))
@@ -57,6 +65,16 @@ def in_processes(
 ) -> dict[str, list[Any]]:
     """Return what runs give for each name and seed, by name."""
     return kept_by_seed(CACHE / "one_shot" / run.__name__, run, names, SEEDS, options)
+
+
+def every_round(options: Namespace) -> dict[str, list[list[float]]]:
+    """Return the rows of all runs of some rounds, each with its seeds."""
+    found = in_processes(rounds, list(RUNS), options)
+    return {
+        name: [seed[index] for seed in found[run]]
+        for run, names in RUNS.items()
+        for index, name in enumerate(names)
+    }
 
 
 def table(title: str, columns: Columns) -> list[str]:
@@ -96,7 +114,7 @@ PAGE = Page(
 )
 PARTS: dict[str, Callable[[Namespace], Any]] = {
     "clients": clients,
-    "rounds": lambda options: in_processes(rounds, list(MULTI_ROUND), options),
+    "rounds": every_round,
     "pretrained": lambda options: in_processes(pretrained, NETWORKS, options),
 }
 DATA = {"pretrained": "CIFAR10"}

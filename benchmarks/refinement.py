@@ -39,6 +39,7 @@ from harness.splits import on_splits
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from merges import PROBLEMS, SEEDS, splits_of
+from studies.refinement import steps as other_steps
 from studies.refinement.runs import (
     FEDAVG,
     FEDFISHER,
@@ -166,26 +167,41 @@ def unseen_page(options: Namespace) -> None:
     write("unseen", "data that no choice has seen", results, results)
 
 
+def steps_page(options: Namespace) -> None:
+    """Compare other steps after the head, and write their page."""
+    tried, found = other_steps.compared(options.data_dir)
+    sections = (
+        opening(
+            "After the head: steps at the same number of requests", other_steps.__doc__
+        ),
+        other_steps.table(tried, found),
+    )
+    write_page("refinement_steps", blocks(*sections), {"tried": tried, "found": found})
+
+
+OTHERS = {"unseen": unseen_page, "steps": steps_page}
+
+
 def main() -> None:
     """Write each data set's page."""
     parser = with_workers(command_line(__doc__))
-    parser.add_argument("--only", choices=[*PROBLEMS, "unseen"])
+    parser.add_argument("--only", choices=[*PROBLEMS, *OTHERS])
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="of each α")
     parser.add_argument(
         "--trained", action="store_true", help="only splits whose clients are trained"
     )
     options = parser.parse_args()
     folders = {name: [problem.folder] for name, problem in PROBLEMS.items()}
-    folders["unseen"] = [*FOLDERS]
-    every = sized([*folders], ["mnist"])
+    folders |= {"unseen": [*FOLDERS], "steps": ["MNIST"]}
+    every = sized([*folders], ["mnist", "steps"])
     for name in [options.only] if options.only else every:
         missing = [
             own for own in folders[name] if not (options.data_dir / own).exists()
         ]
         if missing:
             print(f"{name} is left out: there is no {', '.join(missing)}")
-        elif name == "unseen":
-            unseen_page(options)
+        elif name in OTHERS:
+            OTHERS[name](options)
         else:
             page(name, options)
 

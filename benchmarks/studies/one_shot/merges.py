@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from torch import nn
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, fisher_merge
-from flwr_fisher.params import shared_state
+from flwr_fisher.params import Params, shared_state
 from flwr_fisher.report import accuracies, ensemble_accuracy
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot, Refinement
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
+from studies.refinement.runs import Recorded
 
 OURS, DIAGONAL = "FedFisher K-FAC (default)", "FedFisher diagonal, closed form"
 BEST = "best single client (chosen on the test set)"
@@ -34,9 +36,12 @@ PRETRAINED_ON, PRETRAINING, TUNING = sized((10_000, 20, 10), (100, 1, 1))
 TUNING_LR = 0.001
 MULTI_ROUND = {
     "FedAvg": lambda **own: FedAvg(**own),
-    DIAGONAL: lambda **own: FedFisherOneShot(structure="diagonal", **own),
-    OURS: lambda **own: FedFisherOneShot(**own),
+    DIAGONAL: lambda **own: FedFisherOneShot(structure="diagonal", refine=None, **own),
 }
+LAST, STEPS = "…, a head after the last round", "…, and three steps"
+EVERY = "…, a head after each round"
+RUNS = {name: (name,) for name in MULTI_ROUND}
+RUNS |= {OURS: (OURS, LAST, STEPS), EVERY: (EVERY,)}
 Scores = dict[str, float]
 
 
@@ -115,12 +120,17 @@ class Shuffling:
             yield self.batches[index]
 
 
-def rounds(method: str, seed: int, data_dir: Path) -> list[float]:
-    """Return the test accuracy in per cent after each of five rounds."""
+class Ours(Recorded, FedFisherOneShot):
+    """FedFisher, which keeps the model before each exchange."""
+
+
+def rounds(run: str, seed: int, data_dir: Path) -> list[list[float]]:
+    """Return test accuracies in per cent after each of five rounds, of a run's rows."""
     own = {"model": "lenet", "partition": "dirichlet-client", "alpha": 0.1}
     shared = {"num_partitions": CLIENTS, "max_examples": EXAMPLES}
     task = shared_out(seed, data_dir, **own, **shared)
-    net, test, found = task.make_model(), list(task.test_loader()), []
+    net, test = task.make_model(), list(task.test_loader())
+    found: list[list[float]] = []
     train = LocalSGD(epochs=ROUND_EPOCHS, lr=0.01, momentum=0.9)
 
     def client_fn(context: Context) -> FisherClient:
@@ -128,13 +138,33 @@ def rounds(method: str, seed: int, data_dir: Path) -> list[float]:
         loader = task.train_loader(client, 64)
         return FisherClient(task.make_model(), loader, train_fn=train, device=CPU)
 
+    def accuracy(params: Params) -> float:
+        return 100 * accuracies(net, {"x": params}, test)["x"]
+
     def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        score = accuracies(net, {"x": arrays_to_tensors(arrays)}, test)["x"]
-        found.append(100 * score)
-        return MetricRecord({"accuracy": score})
+        found.append([accuracy(arrays_to_tensors(arrays))])
+        return MetricRecord({"accuracy": found[-1][0]})
 
     grid = LocalGrid(make_client_app(client_fn), CLIENTS, seed=seed)
-    strategy = MULTI_ROUND[method](fraction_evaluate=0.0)
     start = ArrayRecord(shared_state(task.make_model()))
-    strategy.start(grid, start, num_rounds=ROUNDS, evaluate_fn=evaluate_fn)
-    return found[1:]
+    if run not in (OURS, EVERY):
+        strategy = MULTI_ROUND[run](fraction_evaluate=0.0)
+        strategy.start(grid, start, num_rounds=ROUNDS, evaluate_fn=evaluate_fn)
+        return [[row[0] for row in found[1:]]]
+    with TemporaryDirectory() as folder:
+        for last in range(1, ROUNDS + 1):
+            if run == EVERY:
+                start = (
+                    FedFisherOneShot(fraction_evaluate=0.0).start(grid, start).arrays
+                )
+                found.append([accuracy(arrays_to_tensors(start))])
+                continue
+            # A run that is resumed goes on from its merge, before it was refined.
+            ours = Ours(fraction_evaluate=0.0, refine=Refinement(steps=3))
+            kept: Any = {"checkpoint_dir": folder, "resume": last > 1}
+            result = ours.start(grid, start, num_rounds=last, **kept)
+            assert result.unrefined is not None
+            merge, refined = map(arrays_to_tensors, (result.unrefined, result.arrays))
+            # The model before the second gradient is that of the head.
+            found.append([accuracy(p) for p in (merge, ours.models[-3], refined)])
+    return [list(row) for row in zip(*found, strict=True)]

@@ -1,14 +1,33 @@
-"""Other steps after the head, at the same number of requests."""
+"""Other steps after the head, at the same number of requests.
 
-from collections.abc import Iterator, Mapping
+    python benchmarks/refinement.py --data-dir DIR --only steps
+
+MNIST, the clients of merges.py, from FedFisher's merge with its head. Three test splits
+(seed 0 of each α; means ± standard deviations). What a method has to choose was chosen
+by validation accuracy on a split of another seed (α = 0.1). A request brings a gradient
+of all data, or what the method asks for instead; K-FAC's factors, once, come with the
+first one. *Levenberg and Marquardt*: after a step with which the loss fell, the next is
+half as long again; otherwise it is taken back, with three times the damping and a third
+of the length. *FOOF* (Benzing, ICML 2022) is K-FAC without the outputs' factors. GIANT
+needs two requests for a step.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
+from harness.jobs import kept
+from harness.page import CACHE
 from harness.size import sized
+from harness.stats import spread
+from harness.tables import head, row
 from harness.uploads import Setting
+from merges import ALPHAS
 from rivals import GIANT
 from torch import Tensor
 
@@ -27,6 +46,8 @@ from studies.refinement.runs import FEDFISHER, Clients, refined
 
 FAGH_RHO = 0.1
 COUNTS = sized((1, 3, 8), (1,))  # of requests, after which a model is scored
+# By method and value: what it scores after each of these.
+Found = dict[str, dict[str, list[dict[str, float]]]]
 Models = Iterator[Params]  # after each request
 OURS = "L-BFGS from K-FAC (ours)"
 GRIDS: Mapping[str, tuple[float, ...]] = {  # what is tried on validation examples
@@ -40,6 +61,12 @@ GRIDS: Mapping[str, tuple[float, ...]] = {  # what is tried on validation exampl
     "FAGH": (0.05, 0.2, 0.5),
     "GIANT, 5 iterations": (0.3, 1.0),
     "FedAvg, rounds of one epoch": (0.003, 0.01, 0.03),
+}
+COSTS = {  # a request's passes and numbers, as multiples of the model's
+    OURS: ("1", "1"),
+    "… a new K-FAC every second step": ("1", "1, and half a K-FAC"),
+    "FAGH": ("2", "2"),
+    "GIANT, 5 iterations": ("5.5", "1"),
 }
 GRIDS = sized(GRIDS, {name: grid[:1] for name, grid in GRIDS.items()})
 
@@ -193,20 +220,56 @@ def models(pooled: Pooled, name: str, value: float) -> Models:
 
 def of_setting(
     setting: Setting, data_dir: Path, chosen: Mapping[str, float] | None = None
-) -> dict[str, dict[str, list[dict[str, float]]]]:
+) -> Found:
     """Return what each method scores after each of `COUNTS`, for each of its values.
 
     With `chosen` for these alone.
     """
     torch.set_num_threads(1)
     clients = Clients.of_setting(setting, data_dir)
-    _, (head,), _ = refined(clients, FEDFISHER, Refinement())
-    pooled = Pooled(clients, head)
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    _, (begun,), _ = refined(clients, FEDFISHER, Refinement())
+    pooled = Pooled(clients, begun)
+    found: Found = {}
     for name, grid in GRIDS.items():
         for value in grid if chosen is None else [chosen[name]]:
             every = [*islice(models(pooled, name, value), COUNTS[-1])]
             scores = [clients.score(every[count - 1]) for count in COUNTS]
             found.setdefault(name, {})[str(value)] = scores
-            print(name, value, scores, flush=True)
     return found
+
+
+def compared(data_dir: Path) -> tuple[Found, list[Found]]:
+    """Return what is found on validation examples, and on test splits with the best."""
+    folder, made = CACHE / "refinement" / "steps", partial(Setting, "mnist", "lenet")
+    held = made(0.1, 101, budget=True, hold_out=True, validation=5000)
+    tried = kept(folder / "validation.json", lambda: of_setting(held, data_dir))
+    best = {
+        name: float(max(own, key=partial(_mean, own))) for name, own in tried.items()
+    }
+    found = []
+    for alpha in ALPHAS:
+        split = made(alpha, 0, budget=True)
+        find = partial(of_setting, split, data_dir, best)
+        found.append(kept(folder / f"{split.folder.name}.json", find))
+    return tried, found
+
+
+def _mean(values: Mapping[str, list[dict[str, float]]], value: str) -> float:
+    return fmean(scores["accuracy"] for scores in values[value])
+
+
+def table(tried: Found, found: Sequence[Found]) -> list[str]:
+    """Return a row for each method."""
+    titles = [f"{count} requests" if count > 1 else "1 request" for count in COUNTS]
+    chosen = "chosen, of"
+    lines = head("test accuracy, %", *titles, chosen, "passes a request", "numbers")
+    for name, grid in tried.items():
+        own = [next(iter(split[name].values())) for split in found]
+        (value,) = found[0][name]
+        cells = [
+            spread([split[index]["accuracy"] for split in own])
+            for index in range(len(COUNTS))
+        ]
+        of = f"{value}, of {', '.join(grid)}" if len(grid) > 1 else ""
+        lines.append(row(name, *cells, of, *COSTS.get(name, ("1", "1"))))
+    return lines
