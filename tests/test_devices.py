@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from flwr_fisher.curvature import STRUCTURES, Kronecker, fisher
 from flwr_fisher.merge import refresh_norms
-from flwr_fisher.tangent import TangentFeatures
+from flwr_fisher.tangent import TangentFeatures, closed_form_head, head_sums
+from flwr_fisher.tangent.frozen_head import head_losses
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -194,6 +195,22 @@ def test_tangent_features_are_those_of_the_cpu(device):
     there = TangentFeatures(copy.deepcopy(model).to(device), 100)(inputs.to(device))
     assert there.device.type == device
     assert relative(there.cpu(), here) < 1e-4
+
+
+def test_a_heads_sums_and_losses_are_those_of_the_cpu(device):
+    model, inputs = case("convolutions")
+    y = torch.arange(len(inputs)) % 3
+    found = []
+    for where in ("cpu", device):
+        there = copy.deepcopy(model).to(where)
+        batches = [(inputs.to(where), y.to(where))]
+        sums = head_sums(there, batches, "5")
+        solved = closed_form_head(sums, bias=True, ridge=0.1)
+        asked = there, batches, "5", solved, [0.5, 1.0], nn.functional.cross_entropy
+        found.append((sums.gram, sums.cross, head_losses(*asked)))
+    for here, other in zip(*found, strict=True):
+        assert other.device.type == "cpu"
+        assert relative(other, here) < 1e-5
 
 
 def test_the_loop_waits_for_the_device_once_a_batch(device):

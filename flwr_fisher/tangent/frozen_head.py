@@ -267,20 +267,20 @@ def head_losses(
         ``[1 + len(scales)]`` in float64: of the model's own layer, then of each scale.
     """
     layer, count = linear_layer(model, head), 0
-    total = torch.zeros(1 + len(scales), dtype=torch.float64)
+    total = layer.weight.new_zeros(1 + len(scales), dtype=torch.float64)
     for z, y, _ in head_rows(model, loader, head, classes=classes):
         if not len(z):
             continue
         z, here = z.to(torch.promote_types(z.dtype, torch.float32)), layer.weight.device
         own = [p.to(z) for p in (layer.weight, layer.bias) if p is not None]
         other = F.linear(z, *(part.to(here, z.dtype) for part in solved))
-        losses = [float(loss_of(loss_fn, F.linear(z, *own), y))]
-        losses += [float(loss_of(loss_fn, scale * other, y)) for scale in scales]
-        total += len(z) * torch.tensor(losses, dtype=torch.float64)
+        candidates = [F.linear(z, *own), *(scale * other for scale in scales)]
+        losses = torch.stack([loss_of(loss_fn, each, y) for each in candidates])
+        total += len(z) * losses.detach().double()
         count += len(z)
     if not count:
         raise DataError("the loader has no examples with a label")
-    return total / count
+    return total.cpu() / count
 
 
 def _rows(z: Tensor, own: Tensor, outputs: Tensor) -> Tensor | None:
