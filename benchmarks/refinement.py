@@ -163,7 +163,10 @@ def page(name: str, options: Namespace) -> None:
 def unseen_page(options: Namespace) -> None:
     """Evaluate the splits of data that no choice has seen, and write their page."""
     folder, seeds = CACHE / "refinement" / "unseen", SEEDS[: options.seeds]
-    results = kept_by_seed(folder, of_unseen, UNSEEN, seeds, options)
+    names, last = UNSEEN, f"-s{seeds[-1]}.json"
+    if options.trained:
+        names = tuple(n for n in UNSEEN if (folder / f"{n}{last}").exists())
+    results = kept_by_seed(folder, of_unseen, names, seeds, options)
     write("unseen", "data that no choice has seen", results, results)
 
 
@@ -188,7 +191,9 @@ def main() -> None:
     parser.add_argument("--only", choices=[*PROBLEMS, *OTHERS])
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="of each α")
     parser.add_argument(
-        "--trained", action="store_true", help="only splits whose clients are trained"
+        "--trained",
+        action="store_true",
+        help="only splits whose clients are trained, and unseen data that were refined",
     )
     options = parser.parse_args()
     folders = {name: [problem.folder] for name, problem in PROBLEMS.items()}

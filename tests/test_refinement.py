@@ -37,6 +37,7 @@ from flwr_fisher.rounds.quasi_newton import (
 )
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import AFL, FedAvg, FedFisherOneShot, Privacy, Refinement
+from flwr_fisher.strategies.exchanges import refinement
 from flwr_fisher.tangent import (
     HeadSums,
     chosen_ridge,
@@ -583,6 +584,27 @@ def test_where_nobody_is_left_the_merge_stays(caplog):
     assert same_bits(result.arrays, merged.arrays)
     assert result.unrefined is None
     assert "head: the model stays that of the step before" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "refine"),
+    [
+        ("lda_head", Refinement()),
+        ("damped_inverse", Refinement(head=False, steps=2)),
+    ],
+)
+def test_whatever_fails_on_the_server_the_merge_stays(
+    name, refine, monkeypatch, caplog
+):
+    def out_of_memory(*args, **options):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(refinement, name, out_of_memory)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        result = run(refine=refine)
+    assert same_bits(result.arrays, run(refine=None).arrays)
+    assert "its step failed: OutOfMemoryError('no memory left')" in caplog.text
+    assert "in out_of_memory" in caplog.text  # its traceback
 
 
 def test_a_run_that_goes_on_is_the_run_of_all_its_rounds(tmp_path):

@@ -14,7 +14,13 @@ from flwr.app import (
 from flwr.serverapp import Grid
 
 from flwr_fisher.callbacks import Callback
-from flwr_fisher.errors import ConfigurationError, RoundError, listed, printable
+from flwr_fisher.errors import (
+    ConfigurationError,
+    FlwrFisherError,
+    RoundError,
+    listed,
+    printable,
+)
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.server.door import (
     TRAIN,
@@ -153,11 +159,12 @@ class Driver:
             except RoundError as error:
                 if not exchange.optional:
                     raise
-                run.state = before
+                run.state, cause = before, error.__cause__
                 logger.warning(
                     "%s: the model stays that of the step before, because %s",
                     exchange.log_name,
                     error,
+                    exc_info=None if isinstance(cause, FlwrFisherError) else cause,
                 )
 
     def _exchanges(self) -> Sequence[Exchange[Any]]:
@@ -207,10 +214,13 @@ class Driver:
         try:
             under_way.gather(partial(self._take_late, server_round))
             step, uploads, metrics = under_way.step()
-        except RoundError:
-            if exchange.optional:  # a resumed run does not try it again
-                under_way.close([])
-            raise
+        except Exception as error:
+            if not exchange.optional:
+                raise
+            under_way.close([])  # a resumed run does not try it again
+            if isinstance(error, RoundError):
+                raise
+            raise RoundError(f"its step failed: {error!r}") from error
         under_way.close(uploads)
         run.take_step(server_round, exchange, step, uploads, metrics)
         # Before the policy's limits, which the next exchange has, too.

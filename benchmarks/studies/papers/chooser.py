@@ -28,6 +28,8 @@ from studies.unseen.data import IMAGES
 Numbers = Callable[[str], Any]
 NO_DATA = ("FedAvg", "OTFusion", "Git Re-Basin, then FedAvg", "FisherMerge")
 MERGES = ("FedAvg", "FisherMerge", "FedFisher diagonal", "RegMean")
+HEAD, STEPS = "FedFisher, head", "FedFisher, head, 3 steps"
+OF_MEAN = "FedAvg, head, 3 steps"
 SUMS = "FedFisher K-FAC from sums"
 PAGES = {f"rivals_{name}": title for name, title in DATA.items()}
 
@@ -100,20 +102,44 @@ def distilled(numbers: Numbers) -> Choice:
     )
 
 
+def after_merges(numbers: Numbers) -> dict[str, list[Mapping[str, Any]]]:
+    """Return what follows a merge scores, and RegMean++, one a split, by data set."""
+    found = {}
+    for name, title in DATA.items():
+        theirs = numbers(f"rivals_{name}")["exchanges"]
+        own = numbers(f"refinement_{name}")
+        found[title] = [own[split] | {PLUS: theirs[split][PLUS]} for split in own]
+    return found
+
+
 def asked_again(numbers: Numbers) -> Choice:
-    """One training, an exchange for each layer."""
-    leads = {}
-    for page, data in PAGES.items():
-        pairs = beside_ours(numbers, page, numbers(page)["exchanges"], PLUS)
-        leads[data] = [theirs - ours for theirs, ours in pairs]
+    """One training, and two short requests."""
+    splits = after_merges(numbers)
+    leads = {data: gain(own, HEAD, PLUS) for data, own in splits.items()}
     shown = (f"{data} {with_error(each, 1)}" for data, each in leads.items())
     return Choice(
-        "One training, but clients answer once more for each layer, and upload second "
-        "moments of the merged model's features",
-        "RegMean++ (the strategy in `examples/own_exchanges.py`)",
-        f"points over FedFisher: {', '.join(shown)}",
-        "rivals_mnist",
+        "One training, and clients stay for two short requests without training",
+        "`FedFisherOneShot()`, which solves for the head after the merge",
+        "points over RegMean++, which asks once for each layer: " + ", ".join(shown),
+        "refinement_mnist",
         all(map(ahead, leads.values())),
+    )
+
+
+def some_requests(numbers: Numbers) -> Choice:
+    """One training, and some requests for gradients."""
+    splits = after_merges(numbers)
+    gains = {data: gain(own, STEPS, HEAD) for data, own in splits.items()}
+    shown = (f"{data} {with_error(each, 1)}" for data, each in gains.items())
+    other = [lead for own in splits.values() for lead in gain(own, STEPS, OF_MEAN)]
+    return Choice(
+        "One training, and clients stay for six requests, four of them for a gradient "
+        "or a loss",
+        "`FedFisherOneShot(refine=Refinement(steps=3))`",
+        f"points over the head alone: {', '.join(shown)}; over FedAvg with the same "
+        f"requests {with_error(other, 1)}",
+        "refinement_cifar10",
+        all(map(ahead, gains.values())),
     )
 
 
@@ -308,6 +334,7 @@ CHOICES: tuple[Callable[[Numbers], Choice], ...] = (
     tables_and_texts,
     pretrained,
     asked_again,
+    some_requests,
     six_exchanges,
     unlike_starts,
     extreme_skew,

@@ -5,7 +5,7 @@ from functools import partial
 from harness.page import RESULTS, numbers_of
 from harness.quotes import QuoteError, Table, first
 from harness.tables import head, row
-from merges import ALPHAS, results_in
+from merges import ALPHAS, PROBLEMS, results_in, splits_of
 
 from studies.rivals.tables import accuracy_of, shown
 
@@ -13,13 +13,17 @@ DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 
 
 def one_shot(*names: str) -> list[str]:
-    """Return methods' accuracies on both data sets' splits."""
+    """Return methods' accuracies on both data sets' splits.
+
+    Of the page of rivals, or of what follows a merge.
+    """
     found = {data: results_in(numbers_of(f"rivals_{data}"), data) for data in DATA}
     titles = (f"{DATA[data]}: α = {alpha}" for data in found for alpha in ALPHAS)
     lines = head("test accuracy, %", *titles)
     for name in names:
         columns = [
             accuracy_of(found[data][alpha], name.strip("*") if "**" in name else name)
+            or refined(data, alpha, name.strip("*"))
             for data in found
             for alpha in ALPHAS
         ]
@@ -27,6 +31,14 @@ def one_shot(*names: str) -> list[str]:
             raise QuoteError(f"no method {name!r} among the one-shot ones")
         lines.append(row(name, *(shown(own) if own else "–" for own in columns)))
     return lines
+
+
+def refined(data: str, alpha: float, name: str) -> list[float]:
+    """Return the accuracies of a row of the page of what follows a merge."""
+    numbers = numbers_of(f"refinement_{data}")
+    splits = [split.folder.name for split in splits_of(PROBLEMS[data])[alpha]]
+    known = [numbers[split] for split in splits if split in numbers]
+    return [scores[name]["accuracy"] for scores in known if name in scores]
 
 
 def figures(*places: str) -> list[str]:

@@ -13,6 +13,7 @@ needs two requests for a step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
@@ -22,13 +23,13 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord
 from harness.jobs import kept
-from harness.page import CACHE
+from harness.page import CACHE, blocks
 from harness.size import sized
 from harness.stats import spread
 from harness.tables import head, row
 from harness.uploads import Setting
 from merges import ALPHAS
-from rivals import GIANT
+from rivals import GIANT, regmean_plus_plus
 from torch import Tensor
 
 from flwr_fisher.client import LocalSGD
@@ -42,9 +43,10 @@ from flwr_fisher.wire import (
     curvature_to_tensors,
     tensors_to_curvature,
 )
-from studies.refinement.runs import FEDFISHER, Clients, refined
+from studies.refinement.runs import FEDAVG, FEDFISHER, Clients, refined
 
 FAGH_RHO = 0.1
+LAYERS, OFF_DIAGONALS, EXAMPLES = "RegMean++, then a head", (0.95, 0.1), 1024
 COUNTS = sized((1, 3, 8), (1,))  # of requests, after which a model is scored
 # By method and value: what it scores after each of these.
 Found = dict[str, dict[str, list[dict[str, float]]]]
@@ -218,6 +220,20 @@ def models(pooled: Pooled, name: str, value: float) -> Models:
     return descent(pooled, damped_inverse(kfac), renewed=name != OURS)
 
 
+def layer_by_layer(clients: Clients, off_diagonal: float) -> list[dict[str, float]]:
+    """Return what RegMean++ scores, and with a head after it.
+
+    Each layer is a request, then two for the head.
+    """
+    some = [[*islice(loader, EXAMPLES // 256)] for loader in clients.loaders]
+    merged = regmean_plus_plus(
+        clients.model, clients.trained, some, clients.sizes, off_diagonal=off_diagonal
+    )
+    same = replace(clients, trained=[merged] * len(clients.trained))
+    _, (headed,), _ = refined(same, FEDAVG, Refinement())
+    return [clients.score(merged), clients.score(headed)]
+
+
 def of_setting(
     setting: Setting, data_dir: Path, chosen: Mapping[str, float] | None = None
 ) -> Found:
@@ -229,7 +245,8 @@ def of_setting(
     clients = Clients.of_setting(setting, data_dir)
     _, (begun,), _ = refined(clients, FEDFISHER, Refinement())
     pooled = Pooled(clients, begun)
-    found: Found = {}
+    grid = OFF_DIAGONALS if chosen is None else [chosen[LAYERS]]
+    found: Found = {LAYERS: {str(a): layer_by_layer(clients, a) for a in grid}}
     for name, grid in GRIDS.items():
         for value in grid if chosen is None else [chosen[name]]:
             every = [*islice(models(pooled, name, value), COUNTS[-1])]
@@ -264,6 +281,8 @@ def table(tried: Found, found: Sequence[Found]) -> list[str]:
     chosen = "chosen, of"
     lines = head("test accuracy, %", *titles, chosen, "passes a request", "numbers")
     for name, grid in tried.items():
+        if name == LAYERS:
+            continue
         own = [next(iter(split[name].values())) for split in found]
         (value,) = found[0][name]
         cells = [
@@ -272,4 +291,9 @@ def table(tried: Found, found: Sequence[Found]) -> list[str]:
         ]
         of = f"{value}, of {', '.join(grid)}" if len(grid) > 1 else ""
         lines.append(row(name, *cells, of, *COSTS.get(name, ("1", "1"))))
-    return lines
+    layers = [next(iter(split[LAYERS].values())) for split in found]
+    before, after = (spread([own[i]["accuracy"] for own in layers]) for i in (0, 1))
+    said = (
+        f"RegMean++, a request for each of five layers: {before}; a head then: {after}."
+    )
+    return blocks(lines, said)
