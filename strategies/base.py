@@ -78,13 +78,13 @@ class Refinement(Options):
 
     head: bool | str = option(
         "auto",
-        "Solve for the model's last linear layer: clients send sums over their data at "
-        "the new model, then the losses of a few candidates. A classifier's layer is "
-        "that of a linear discriminant analysis, scaled to the least loss; a "
-        "regression's is least squares, with a ridge. It is taken only if its loss is "
-        "below that of the layer that is there. With ``auto`` clients send no sums of "
-        "more numbers than the exchanged parameters have, as those of a frozen "
-        "backbone's features would have.",
+        "Solve for the model's last linear layer: clients send sums over their data "
+        "at the new model, then the losses of a few candidates. A classifier's layer "
+        "is that of a linear discriminant analysis, scaled to the least loss, and a "
+        "step of logistic regression from there; a regression's is least squares, "
+        "with a ridge. It is taken only if its loss is below that of the layer that "
+        "is there. With ``auto`` clients send no sums of more numbers than the "
+        "exchanged parameters have: of few, as with a frozen backbone, none.",
         choices=("auto",),
     )
     steps: int = option(

@@ -207,7 +207,7 @@ def test_a_heads_sums_and_losses_are_those_of_the_cpu(device):
         sums = head_sums(there, batches, "5")
         solved = closed_form_head(sums, bias=True, ridge=0.1)
         asked = there, batches, "5", solved, [0.5, 1.0], nn.functional.cross_entropy
-        found.append((sums.gram, sums.cross, head_losses(*asked)))
+        found.append((sums.gram, sums.cross, *head_losses(*asked)))
     for here, other in zip(*found, strict=True):
         assert other.device.type == "cpu"
         assert relative(other, here) < 1e-5

@@ -45,7 +45,7 @@ from flwr_fisher.tangent import (
     head_sums,
     lda_head,
 )
-from flwr_fisher.tangent.frozen_head import head_losses, least_loss, output_layer
+from flwr_fisher.tangent.frozen_head import head_losses, majorizer, output_layer
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
     arrays_to_tensors,
@@ -189,7 +189,7 @@ def test_losses_are_those_of_the_model_and_of_each_scale():
     model, loader = tiny_model().eval(), [tiny_data(0).tensors, tiny_data(1).tensors]
     weight, bias = torch.randn(3, 4).double(), torch.randn(3).double()
     scales = [0.5, 2.0]
-    losses = head_losses(model, loader, "3", [weight, bias], scales, F.cross_entropy)
+    losses, _ = head_losses(model, loader, "3", [weight, bias], scales, F.cross_entropy)
     x, y = (torch.cat(each) for each in zip(*loader, strict=True))
     wanted = [F.cross_entropy(model(x), y)]
     for scale in scales:
@@ -198,15 +198,50 @@ def test_losses_are_those_of_the_model_and_of_each_scale():
     torch.testing.assert_close(losses, torch.stack(wanted).double(), rtol=1e-5, atol=0)
 
 
-def test_the_scale_of_least_loss_is_found_between_those_tried():
-    scales = [2.0**k for k in range(-4, 4)]
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoids"])
+def test_a_step_from_any_head_lowers_its_loss(kind, bias):
+    """By more than half of what is left, of a head that is far away."""
+    z, y = features(classes=CLASSES)
+    layer = nn.Linear(WIDTH, CLASSES, bias=bias)
+    loss_fn, bound, targets = {
+        "softmax": (F.cross_entropy, 0.5, y),
+        "sigmoids": (
+            F.binary_cross_entropy_with_logits,
+            0.25 / CLASSES,
+            F.one_hot(y, CLASSES).float(),
+        ),
+    }[kind]
+    batches = [(z.float(), targets)]
+    sums = head_sums(layer, batches, "", classes=kind == "softmax")
+    metric = majorizer(sums, bias=bias, bound=bound, ridge=1e-6)
+    for seed in range(5):
+        solved = [randn(seed, CLASSES, WIDTH), *[randn(9 + seed, CLASSES)] * bias]
+        asked = layer, batches, "", solved, [1.0], loss_fn
+        losses, (slope,) = head_losses(*asked, classes=kind == "softmax")
+        step = (slope @ metric).float()
+        parts = step.split([WIDTH, *[1] * bias], 1)
+        moved = [v - p.reshape(v.shape) for v, p in zip(solved, parts, strict=True)]
+        with torch.no_grad():
+            after = loss_fn(F.linear(z.float(), *moved), targets)
+        assert after < losses[1]
 
-    def parabola(scale):
-        return (torch.tensor(scale).log2() + 1.3).square().item()
 
-    assert least_loss([*map(parabola, scales)], scales) == pytest.approx(2**-1.3)
-    assert least_loss([3.0, 2.0, 1.0], [1.0, 2.0, 4.0]) == 4.0
-    assert least_loss([1.0, 1.0, 1.0], [1.0, 2.0, 4.0]) == 1.0
+def test_slopes_are_the_losss():
+    model, loader = tiny_model().double().eval(), [tiny_data(0).tensors]
+    loader = [(x.double(), y) for x, y in loader]
+    solved = [randn(0, 3, 4).double(), randn(1, 3).double()]
+    asked = model, loader, "3", solved, [0.5, 2.0], F.cross_entropy
+    losses, slopes = head_losses(*asked)
+    for scale, loss, slope in zip([0.5, 2.0], losses[1:], slopes, strict=True):
+        own = [(scale * part).requires_grad_() for part in solved]
+        head, model[3] = model[3], nn.Identity()
+        there = F.cross_entropy(F.linear(model(loader[0][0]), *own), loader[0][1])
+        model[3] = head
+        weight, offset = torch.autograd.grad(there, own)
+        wanted = torch.cat([weight, offset.unsqueeze(1)], 1)
+        assert float(loss) == pytest.approx(there.item())
+        assert relative(slope, wanted) < 1e-10
 
 
 # --- which layer it is
@@ -350,15 +385,19 @@ def test_fedfisher_ends_in_a_head_and_keeps_its_merge():
     before, after = (arrays_to_tensors(r.arrays) for r in (merged, refined))
     changed = [k for k in before if not torch.equal(before[k], after[k])]
     assert changed == ["3.weight", "3.bias"]
-    # It is the discriminant analysis of all data on the merged model's features.
+    # It is the discriminant analysis of all data on the merged model's features, at the
+    # scale of least loss, and a step from there.
     model = tiny_model().eval()
     model.load_state_dict(before)
-    x, y = pooled()
-    sums = head_sums(model, [(x, y)], "3")
-    weight, _ = lda_head(sums, bias=True)
-    found = after["3.weight"].double()
-    cosine = (found * weight).sum() / found.norm() / weight.norm()
-    assert float(cosine) == pytest.approx(1.0)
+    loader = [pooled()]
+    sums = head_sums(model, loader, "3")
+    solved = lda_head(sums, bias=True)
+    scale = refined.train_metrics_clientapp[1]["head-scale"]
+    asked = model, loader, "3", solved, [scale], F.cross_entropy
+    _, (slope,) = head_losses(*asked)
+    step = slope @ majorizer(sums, bias=True, bound=0.5)
+    for name, part, own in zip(changed, solved, step.split([4, 1], 1), strict=True):
+        assert relative(after[name], scale * part - own.reshape(part.shape)) < 1e-6
     metrics = refined.train_metrics_clientapp[1]
     assert metrics["loss-before-head"] == pytest.approx(loss_of(merged.arrays))
     assert loss_of(refined.arrays) < loss_of(merged.arrays)

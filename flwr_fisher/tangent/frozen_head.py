@@ -7,7 +7,6 @@ layer: ridge regression (AFL; He et al., CVPR 2025), or linear discriminant anal
 with a shared covariance (as FedCGS and GH-OFL). The split does not matter.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from flwr_fisher.tangent.head import check_called_once, find_head, linear_layer
 _RIDGES = [10 ** (k / 2) for k in range(-12, 5)]
 _UNSEEN = 0.5  # examples of a class that has none, for its prior probability
 _ROUNDING = torch.finfo(torch.float64).eps
+_RELAXED = 1.9  # of a step by a bound of the Hessian
 _FOLD = 1e-8  # the ridge of the feature that stands for a bias, as a share
 
 
@@ -56,23 +56,17 @@ class HeadSums:
     square: float
     count: float
 
-    def times(self, factor: float) -> "HeadSums":
-        """Return the sums of so many times as many examples."""
-        return HeadSums(
-            self.gram * factor,
-            self.cross * factor,
-            self.square * factor,
-            self.count * factor,
-        )
-
     @staticmethod
-    def total(every: Sequence["HeadSums"]) -> "HeadSums":
-        """Return the sums over several clients."""
+    def total(
+        every: Sequence["HeadSums"], factors: Sequence[float] | None = None
+    ) -> "HeadSums":
+        """Return the sums over several clients, each times its factor."""
+        pairs = [*zip(every, factors or [1.0] * len(every), strict=True)]
         return HeadSums(
-            torch.stack([each.gram for each in every]).sum(0),
-            torch.stack([each.cross for each in every]).sum(0),
-            sum(each.square for each in every),
-            sum(each.count for each in every),
+            torch.stack([each.gram * factor for each, factor in pairs]).sum(0),
+            torch.stack([each.cross * factor for each, factor in pairs]).sum(0),
+            sum(each.square * factor for each, factor in pairs),
+            sum(each.count * factor for each, factor in pairs),
         )
 
 
@@ -247,7 +241,7 @@ def head_losses(
     loss_fn: Loss,
     *,
     classes: bool = True,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Return the mean losses of a model with its own last layer, and with others.
 
     Parameters
@@ -263,24 +257,33 @@ def head_losses(
 
     Returns
     -------
-    Tensor
+    losses : Tensor
         ``[1 + len(scales)]`` in float64: of the model's own layer, then of each scale.
+    slopes : Tensor
+        ``[len(scales), C, f]`` in float64: each candidate's loss, differentiated by the
+        weight. With a bias, ``f + 1``: the bias is the last column.
     """
     layer, count = linear_layer(model, head), 0
-    total = layer.weight.new_zeros(1 + len(scales), dtype=torch.float64)
+    losses = layer.weight.new_zeros(1 + len(scales), dtype=torch.float64)
+    slopes: Tensor | float = 0.0
     for z, y, _ in head_rows(model, loader, head, classes=classes):
         if not len(z):
             continue
         z, here = z.to(torch.promote_types(z.dtype, torch.float32)), layer.weight.device
         own = [p.to(z) for p in (layer.weight, layer.bias) if p is not None]
         other = F.linear(z, *(part.to(here, z.dtype) for part in solved))
-        candidates = [F.linear(z, *own), *(scale * other for scale in scales)]
-        losses = torch.stack([loss_of(loss_fn, each, y) for each in candidates])
-        total += len(z) * losses.detach().double()
+        with torch.enable_grad():
+            outputs = [(scale * other).requires_grad_() for scale in scales]
+            candidates = [loss_of(loss_fn, each, y) for each in outputs]
+            slope = torch.stack(torch.autograd.grad(candidates, outputs))
+        candidates = [loss_of(loss_fn, F.linear(z, *own), y), *candidates]
+        losses += len(z) * torch.stack(candidates).detach().double()
+        x = F.pad(z, (0, len(solved) - 1), value=1.0)
+        slopes = slopes + len(z) * (slope.mT @ x).double()
         count += len(z)
     if not count:
         raise DataError("the loader has no examples with a label")
-    return total.cpu() / count
+    return losses.cpu() / count, torch.as_tensor(slopes).cpu() / count
 
 
 def _rows(z: Tensor, own: Tensor, outputs: Tensor) -> Tensor | None:
@@ -309,12 +312,8 @@ def _rows(z: Tensor, own: Tensor, outputs: Tensor) -> Tensor | None:
     return None
 
 
-def _labels(labels: Any, rows: int, outputs: int) -> Tensor:
+def _labels(labels: Tensor, rows: int, outputs: int) -> Tensor:
     """Return classes ``[rows]``, or numbers ``[rows, C]``, that fit the layer."""
-    if not isinstance(labels, Tensor):
-        raise DataError(
-            f"labels must be a tensor, and they are a {type(labels).__name__}"
-        )
     if labels.is_floating_point():
         if labels.numel() != rows * outputs:
             raise DataError(
@@ -488,28 +487,39 @@ def lda_head(
     return (weight + torch.outer(offset - fixed.mean(), one),)
 
 
-def least_loss(losses: Sequence[float], scales: Sequence[float]) -> float:
-    """Return the scale of least loss, between those that were tried.
+def majorizer(
+    sums: HeadSums, *, bias: bool, bound: float, ridge: float | None = None
+) -> Tensor:
+    r"""Return the matrix of steps that cannot raise a head's convex loss.
 
-    The minimum of the parabola through the best scale and its neighbours, over the
-    logarithm of the scale. At an end it is the end.
+    The step is minus the slope of the mean loss (:func:`head_losses`) times
 
-    Examples
-    --------
-    >>> least_loss([3.0, 1.0, 3.0], [0.25, 0.5, 1.0])
-    0.5
+    .. math:: \frac{1.9}{b}\, \Big(\tfrac1n \big(\sum z z^\top + \lambda I\big)
+              \Big)^{-1}
+
+    where :math:`\tfrac bn \sum z z^\top` is above the Hessian everywhere (Böhning
+    1992). With 1 for 1.9 the step would go to the bound's minimum, with 2 it would be
+    level with the start.
+
+    Parameters
+    ----------
+    sums, bias, ridge
+        As for :func:`closed_form_head`.
+    bound : float
+        b: 1/2 for a softmax, 1/4 over their number for the mean of several sigmoids.
+
+    Returns
+    -------
+    Tensor
+        ``[f, f]`` in float64, or ``[f + 1, f + 1]`` with a bias.
     """
-    best = min(range(len(losses)), key=losses.__getitem__)
-    if not 0 < best < len(losses) - 1:
-        return scales[best]
-    x = [math.log(scale) for scale in scales[best - 1 : best + 2]]
-    left, middle, right = losses[best - 1 : best + 2]
-    a, b = (middle - left) / (x[1] - x[0]), (right - middle) / (x[2] - x[1])
-    if not b > a:  # all three are equal
-        return scales[best]
-    # The slope is linear: a and b are its values at the middles of both intervals.
-    first, second = (x[0] + x[1]) / 2, (x[1] + x[2]) / 2
-    return math.exp(first - a * (second - first) / (b - a))
+    size = len(sums.gram) - (not bias)
+    moments = sums.gram[:size, :size].clone()
+    penalty = _penalty(sums, bias=bias, ridge=ridge)
+    moments[: len(penalty), : len(penalty)] += penalty
+    factor = _RELAXED / bound * float(sums.gram[-1, -1])
+    inverse: Tensor = torch.linalg.pinv(moments, hermitian=True)
+    return factor * inverse
 
 
 def _moments(sums: HeadSums, *, centred: bool) -> tuple[Tensor, Tensor, float, float]:

@@ -11,7 +11,13 @@ from flwr_fisher.wire.arrays import (
 from flwr_fisher.wire.budget import resolve
 from flwr_fisher.wire.codec import LOSSLESS, Codec
 from flwr_fisher.wire.fisher_upload import FisherUpload
-from flwr_fisher.wire.head_upload import HeadUpload, LossUpload, NoHead, read_head
+from flwr_fisher.wire.head_upload import (
+    HeadLossUpload,
+    HeadUpload,
+    LossUpload,
+    NoHead,
+    read_head,
+)
 from flwr_fisher.wire.layout import (
     PREFIX,
     checked_to_curvature,
@@ -42,6 +48,7 @@ __all__ = [
     "Codec",
     "ConfigValue",
     "FisherUpload",
+    "HeadLossUpload",
     "HeadUpload",
     "LossUpload",
     "NoHead",

@@ -10,8 +10,9 @@
     JSON with the name of the head's weight, the same for all clients;
 ``head/none/format``
     JSON with the reason why a client's model has no such head, in place of all this;
-``losses``
-    the mean losses of several models, float64.
+``losses``, ``slopes``
+    the mean losses of several models, float64, and those of a head's candidates
+    differentiated by its weight and bias, ``[s, C, f]``.
 
 The server adds them up, but they are no :class:`~flwr_fisher.wire.Additive`. Their
 shapes depend on the head that they name, the moments must be positive semi-definite,
@@ -225,3 +226,37 @@ class LossUpload(Payload):
     def lengths(cls, like: Params) -> dict[str, int]:
         """Return the largest number of models that are compared."""
         return {"k": _MOST_LOSSES}
+
+
+@dataclass(frozen=True)
+class HeadLossUpload(LossUpload):
+    """A client's mean losses of a head's candidates, and their slopes.
+
+    Parameters
+    ----------
+    losses, slopes : Tensor
+        As :func:`~flwr_fisher.tangent.frozen_head.head_losses` returns them.
+    """
+
+    slopes: Tensor = part("slopes", torch.float64, ("s", "C", "f"), limit="step")
+
+    @classmethod
+    def lengths(cls, like: Params) -> dict[str, int]:
+        """Return the largest number of candidates, and of a head's sizes."""
+        return {**HeadUpload.lengths(like), "k": _MOST_LOSSES, "s": _MOST_LOSSES}
+
+    @classmethod
+    def read_slopes(
+        cls, shape: tuple[int, ...], record: ArrayRecord, like: Params
+    ) -> Self:
+        """Read and check losses of candidates whose slopes have this shape.
+
+        Raises
+        ------
+        WireError
+            As :meth:`Payload.read` does, or if a shape is another.
+        """
+        upload = cls.read(record, like)
+        check_same_shape("slopes", upload.slopes.shape, shape)
+        check_same_shape("losses", upload.losses.shape, (1 + shape[0],))
+        return upload

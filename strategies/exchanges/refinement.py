@@ -35,10 +35,11 @@ from flwr_fisher.tangent.frozen_head import (
     HeadSums,
     closed_form_head,
     lda_head,
-    least_loss,
+    majorizer,
 )
 from flwr_fisher.wire import (
     PREFIX,
+    HeadLossUpload,
     HeadUpload,
     LossUpload,
     NoHead,
@@ -59,8 +60,11 @@ _FACTS = ("loss", "gamma", "weight")
 _KFAC_OPTIONS = FisherOptions(expectation="empirical", examples=1000)
 # What the closed form's outputs may be multiplied by: LDA's logits are too sure, and a
 # regression on -1 and 1 is not sure enough.
-_OF_LDA = [2.0**k for k in range(-6, 3)]
-_OF_SIGNS = [2.0**k for k in range(-1, 7)]
+_SCALES_OF = {
+    "categorical": [2.0**k for k in range(-4, 1)],
+    "bernoulli": [2.0**k for k in range(5)],
+}
+_BOUNDS = {"categorical": 0.5, "bernoulli": 0.25}  # of an output's Hessian, over zz^T
 
 
 def refinements(
@@ -128,7 +132,7 @@ def _head_exchanges(*, bounded: bool) -> Sequence[Exchange[Any]]:
     sums = replace(known, read=read_head, step=_solve_head)
     losses = Exchange(
         {"job": "head-losses"},
-        LossUpload.read,
+        HeadLossUpload.read,
         _choose_head,
         send=lambda state: {_SOLVED: state.group(_SOLVED)},
         additive=Summation(),
@@ -142,12 +146,19 @@ def _head_exchanges(*, bounded: bool) -> Sequence[Exchange[Any]]:
         most = numbers if bounded else _ANY_NUMBER
         return replace(sums, options={**sums.options, "most": most})
 
-    def compared(before: ServerState, now: ServerState) -> Exchange[LossUpload] | None:
+    def compared(before: ServerState, now: ServerState) -> Exchange[Any] | None:
         """Ask for losses if this round has solved for a head."""
         if now.group(_SCALES) is before.group(_SCALES) or not now.group(_SCALES):
             return None
         scales = now.group(_SCALES)["scales"].tolist()
-        return replace(losses, options={**losses.options, "scales": scales})
+        parts = now.group(_SOLVED).values()
+        classes = len(next(iter(parts)))
+        shape = len(scales), classes, sum(part.numel() for part in parts) // classes
+        return replace(
+            losses,
+            options={**losses.options, "scales": scales},
+            read=partial(HeadLossUpload.read_slopes, shape),
+        )
 
     return [replace(sums, prepare=within), replace(losses, prepare=compared)]
 
@@ -161,9 +172,7 @@ def _solved(
     counts = [float(upload.payload.count) for upload in uploads]
     unit = sum(counts) / sum(weights_of(uploads))
     factors = [unit * u.num_examples / n for u, n in zip(uploads, counts, strict=True)]
-    sums = HeadSums.total(
-        [u.payload.sums.times(f) for u, f in zip(uploads, factors, strict=True)]
-    )
+    sums = HeadSums.total([upload.payload.sums for upload in uploads], factors)
     solve = lda_head if lda else closed_form_head
     solution = solve(sums, bias=first.bias is not None, ridge=ridge)
     names = [name for name in (first.weight, first.bias) if name is not None]
@@ -184,31 +193,45 @@ def _solve_head(state: ServerState, uploads: Uploads[Any]) -> Step:
         logger.info("head: it stays as it was trained, since %s", none.reason)
         return Step(state)
     likelihood = uploads[0].payload.likelihood
-    solution, _ = _solved(None, likelihood == "categorical", uploads)
-    scales = {"categorical": _OF_LDA, "bernoulli": _OF_SIGNS}.get(likelihood, [1.0])
-    groups = {_SOLVED: solution, _SCALES: {"scales": torch.tensor(scales)}}
-    return Step(ServerState(state.params, {**state.groups, **groups}))
+    solution, sums = _solved(None, likelihood == "categorical", uploads)
+    scales = _SCALES_OF.get(likelihood, [1.0])
+    facts = {"scales": torch.tensor(scales)}
+    if bound := _BOUNDS.get(likelihood):
+        bias = uploads[0].payload.bias is not None
+        bound /= sums.cross.shape[1] if likelihood == "bernoulli" else 1
+        facts["majorizer"] = majorizer(sums, bias=bias, bound=bound)
+    groups = {**state.groups, _SOLVED: solution, _SCALES: facts}
+    return Step(ServerState(state.params, groups))
 
 
-def _choose_head(state: ServerState, uploads: Uploads[LossUpload]) -> Step:
-    """Take the solution at its best scale, or leave the head that is there."""
+def _choose_head(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
+    """Take the solution at its best scale, a step further, or leave the head."""
     own, *others = _mean_losses(uploads)
-    scales = state.group(_SCALES)["scales"].tolist()
     metrics = {"loss-before-head": own, "head-loss": min(others)}
     params = state.params
     if min(others) < own:
-        metrics["head-scale"] = factor = least_loss(others, scales)
-        solution = state.group(_SOLVED)
-        params = _with(params, {k: v * factor for k, v in solution.items()})
-        text = "head: solved for; the clients' loss is %.3g, and was %.3g"
-        logger.info(text, min(others), own)
+        best, facts = others.index(min(others)), state.group(_SCALES)
+        metrics["head-scale"] = factor = float(facts["scales"][best])
+        solved = state.group(_SOLVED)
+        names = sorted(solved, key=lambda name: -solved[name].dim())  # weight, bias
+        solution = {name: factor * solved[name] for name in names}
+        if "majorizer" in facts:
+            every = [{"": upload.payload.slopes[best]} for upload in uploads]
+            slope = weighted_mean(every, weights_of(uploads))[""]
+            step = slope @ facts["majorizer"]
+            sizes = [v.numel() // len(v) for v in solution.values()]
+            parts = torch.split(step, sizes, 1)
+            pairs = zip(solution.items(), parts, strict=True)
+            solution = {k: v - part.reshape(v.shape) for (k, v), part in pairs}
+        params = _with(params, solution)
+        text = "head: solved for; the clients' loss is below %.3g, and was %.3g"
     else:
-        text = "head: it stays, since its loss of %.3g is not above %.3g in closed form"
-        logger.info(text, own, min(others))
+        text = "head: it stays; in closed form the clients' loss is %.3g, with it %.3g"
+    logger.info(text, min(others), own)
     return Step(ServerState(params, _without(state, _SOLVED, _SCALES)), metrics)
 
 
-def _mean_losses(uploads: Uploads[LossUpload]) -> list[float]:
+def _mean_losses(uploads: Uploads[Any]) -> list[float]:
     every = [{"": upload.payload.losses} for upload in uploads]
     return [float(loss) for loss in weighted_mean(every, weights_of(uploads))[""]]
 
@@ -269,35 +292,30 @@ def _begin_descent(state: ServerState, uploads: Uploads[GradientUpload]) -> Step
 def _go_on(state: ServerState, uploads: Uploads[GradientUpload]) -> Step:
     """Take the step that was tried, or take it back, and choose the next."""
     gradient, loss = _pooled(uploads)
-    descent, weight = _descent(state)
-    comparable = _are_as_before(uploads, weight)
-    taken = descent.is_better(loss) or not comparable
-    _tell(descent, loss, taken)
-    params = _tried(state) if taken else state.params
+    descent, comparable = _descent(state, uploads)
+    state = _taken(state, descent, loss, descent.is_better(loss) or not comparable)
     descent = descent.after(gradient, loss, _inverse(state), comparable=comparable)
-    return Step(_into(replace(state, params=params), descent, uploads))
+    return Step(_into(state, descent, uploads))
 
 
 def _end_descent(state: ServerState, uploads: Uploads[LossUpload]) -> Step:
     """Take the last step, or take it back."""
     (loss,) = _mean_losses(uploads)
-    descent, weight = _descent(state)
-    taken = descent.is_better(loss) and _are_as_before(uploads, weight)
-    _tell(descent, loss, taken)
-    params = _tried(state) if taken else state.params
+    descent, comparable = _descent(state, uploads)
+    taken = descent.is_better(loss) and comparable
+    params = _taken(state, descent, loss, taken).params
     metrics = {"loss-after-steps": loss if taken else descent.loss}
     return Step(ServerState(params, _without(state, _DESCENT, _KFAC)), metrics)
 
 
-def _are_as_before(uploads: Uploads[Any], weight: float) -> bool:
-    """Return whether no client has left since: a sum's weight is rounded."""
-    return math.isclose(weight, sum(weights_of(uploads)), rel_tol=1e-6)
-
-
-def _tell(descent: Descent, loss: float, taken: bool) -> None:
+def _taken(
+    state: ServerState, descent: Descent, loss: float, taken: bool
+) -> ServerState:
+    """Return the state with the model tried, if it is taken; tell which."""
     what = "taken" if taken else "taken back"
     text = "step: %s; the clients' loss there is %.3g, and was %.3g"
     logger.info(text, what, loss, descent.loss)
+    return replace(state, params=_tried(state)) if taken else state
 
 
 def _pooled(uploads: Uploads[GradientUpload]) -> tuple[Params, float]:
@@ -331,18 +349,18 @@ def _into(
     return replace(state, groups={**state.groups, _DESCENT: group})
 
 
-def _descent(state: ServerState) -> tuple[Descent, float]:
-    """Return the descent, and the weight of its clients."""
+def _descent(state: ServerState, uploads: Uploads[Any]) -> tuple[Descent, bool]:
+    """Return the descent, and whether no client has left since."""
     numbers, vectors = split_groups(state.group(_DESCENT))
     loss, gamma, weight = (float(numbers[name]) for name in _FACTS)
     count = sum(name.startswith("s") for name in vectors) - 1  # but for "step"
     pairs = [(vectors[f"s{i}"], vectors[f"y{i}"]) for i in range(count)]
     descent = Descent(vectors["gradient"], loss, vectors["step"], gamma, pairs)
-    return descent, weight
+    # A secure sum's weight is rounded.
+    return descent, math.isclose(weight, sum(weights_of(uploads)), rel_tol=1e-6)
 
 
 def _tried(state: ServerState) -> dict[str, Tensor]:
     """Return the model that a descent tries."""
-    descent, _ = _descent(state)
-    moved = add(double(state.params, descent.step), descent.step)
-    return _with(state.params, moved)
+    step = split_groups(state.group(_DESCENT))[1]["step"]
+    return _with(state.params, add(double(state.params, step), step))

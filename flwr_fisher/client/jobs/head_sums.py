@@ -11,7 +11,7 @@ from flwr_fisher.errors import ClientError, StructureError
 from flwr_fisher.params import select
 from flwr_fisher.tangent.frozen_head import head_losses, head_sums, output_layer
 from flwr_fisher.tangent.head import find_head, linear_layer
-from flwr_fisher.wire import HeadUpload, LossUpload, NoHead
+from flwr_fisher.wire import HeadLossUpload, HeadUpload, NoHead
 
 
 @register_job("head-sums")
@@ -84,7 +84,7 @@ def head_names(problem: LocalProblem, head: str) -> tuple[str, str | None]:
 
 @register_job("head-losses")
 def head_losses_job(problem: LocalProblem, request: Request) -> Reply:
-    """Return the losses of the model with its own head, and with the server's.
+    """Return the losses of the model with its own head and the server's, and slopes.
 
     The server's is in the group ``head``, under its parameters' names. The option
     ``scales`` has the factors by which its outputs are multiplied.
@@ -106,7 +106,7 @@ def head_losses_job(problem: LocalProblem, request: Request) -> Reply:
     if not fits or not isinstance(scales, list):
         raise ClientError("the server sent no head that fits this model, or no scales")
     problem.bound_reading()
-    losses = head_losses(
+    losses, slopes = head_losses(
         problem.model,
         problem.train_batches,
         head,
@@ -115,4 +115,4 @@ def head_losses_job(problem: LocalProblem, request: Request) -> Reply:
         LOSSES.get(str(problem.likelihood), cross_entropy),
         classes=problem.has_classes,
     )
-    return Reply({}, LossUpload(losses).to_arrays())
+    return Reply({}, HeadLossUpload(losses, slopes).to_arrays())
