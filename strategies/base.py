@@ -82,8 +82,8 @@ class Refinement(Options):
         "at the new model, then the losses of a few candidates. A classifier's layer "
         "is that of a linear discriminant analysis, scaled to the least loss, and a "
         "step of logistic regression from there; a regression's is least squares, "
-        "with a ridge. It is taken only if its loss is below that of the layer that "
-        "is there. With ``auto`` clients send no sums of more numbers than the "
+        "with a ridge. If the layer that is there has a lower loss, it stays, but for "
+        "that step. With ``auto`` clients send no sums of more numbers than the "
         "exchanged parameters have: of few, as with a frozen backbone, none.",
         choices=("auto",),
     )

@@ -218,7 +218,7 @@ def test_a_step_from_any_head_lowers_its_loss(kind, bias):
     for seed in range(5):
         solved = [randn(seed, CLASSES, WIDTH), *[randn(9 + seed, CLASSES)] * bias]
         asked = layer, batches, "", solved, [1.0], loss_fn
-        losses, (slope,) = head_losses(*asked, classes=kind == "softmax")
+        losses, (_, slope) = head_losses(*asked, classes=kind == "softmax")
         step = (slope @ metric).float()
         parts = step.split([WIDTH, *[1] * bias], 1)
         moved = [v - p.reshape(v.shape) for v, p in zip(solved, parts, strict=True)]
@@ -233,7 +233,7 @@ def test_slopes_are_the_losss():
     solved = [randn(0, 3, 4).double(), randn(1, 3).double()]
     asked = model, loader, "3", solved, [0.5, 2.0], F.cross_entropy
     losses, slopes = head_losses(*asked)
-    for scale, loss, slope in zip([0.5, 2.0], losses[1:], slopes, strict=True):
+    for scale, loss, slope in zip([0.5, 2.0], losses[1:], slopes[1:], strict=True):
         own = [(scale * part).requires_grad_() for part in solved]
         head, model[3] = model[3], nn.Identity()
         there = F.cross_entropy(F.linear(model(loader[0][0]), *own), loader[0][1])
@@ -365,6 +365,17 @@ def run(make=FedFisherOneShot, app=None, clients=3, *, arrays=None, **own):
     return strategy.start(grid, arrays or tiny_arrays(), **start)
 
 
+def untrained_app():
+    """Clients that keep the model as it is."""
+
+    def client_fn(context):
+        own = DataLoader(tiny_data(context.node_config["partition-id"]), 4)
+        keep = lambda *_: {}  # noqa: E731
+        return FisherClient(tiny_model(), own, train_fn=keep, device="cpu")
+
+    return make_client_app(client_fn)
+
+
 def pooled(clients=3):
     x, y = zip(*(tiny_data(client).tensors for client in range(clients)), strict=True)
     return torch.cat(x), torch.cat(y)
@@ -394,7 +405,7 @@ def test_fedfisher_ends_in_a_head_and_keeps_its_merge():
     solved = lda_head(sums, bias=True)
     scale = refined.train_metrics_clientapp[1]["head-scale"]
     asked = model, loader, "3", solved, [scale], F.cross_entropy
-    _, (slope,) = head_losses(*asked)
+    _, (_, slope) = head_losses(*asked)
     step = slope @ majorizer(sums, bias=True, bound=0.5)
     for name, part, own in zip(changed, solved, step.split([4, 1], 1), strict=True):
         assert relative(after[name], scale * part - own.reshape(part.shape)) < 1e-6
@@ -402,6 +413,17 @@ def test_fedfisher_ends_in_a_head_and_keeps_its_merge():
     assert metrics["loss-before-head"] == pytest.approx(loss_of(merged.arrays))
     assert loss_of(refined.arrays) < loss_of(merged.arrays)
     assert type(refined.details) is type(merged.details)
+
+
+def test_a_head_that_is_better_stays_but_for_a_step():
+    """As after many steps of logistic regression on the same features."""
+    again = run()
+    for _ in range(8):  # each from the model that the clients do not train any more
+        again = run(FedAvg, untrained_app(), arrays=again.arrays, refine=Refinement())
+    metrics = again.train_metrics_clientapp[1]
+    assert metrics["head-scale"] == 0.0
+    assert metrics["head-loss"] == metrics["loss-before-head"]
+    assert loss_of(again.arrays) < metrics["head-loss"]
 
 
 @pytest.mark.parametrize("make", [FedFisherOneShot, FedAvg, AFL])

@@ -260,8 +260,8 @@ def head_losses(
     losses : Tensor
         ``[1 + len(scales)]`` in float64: of the model's own layer, then of each scale.
     slopes : Tensor
-        ``[len(scales), C, f]`` in float64: each candidate's loss, differentiated by the
-        weight. With a bias, ``f + 1``: the bias is the last column.
+        ``[1 + len(scales), C, f]`` in float64: each loss, differentiated by the weight.
+        With a bias, ``f + 1``: the bias is the last column.
     """
     layer, count = linear_layer(model, head), 0
     losses = layer.weight.new_zeros(1 + len(scales), dtype=torch.float64)
@@ -272,11 +272,11 @@ def head_losses(
         z, here = z.to(torch.promote_types(z.dtype, torch.float32)), layer.weight.device
         own = [p.to(z) for p in (layer.weight, layer.bias) if p is not None]
         other = F.linear(z, *(part.to(here, z.dtype) for part in solved))
+        outputs = [F.linear(z, *own), *(scale * other for scale in scales)]
         with torch.enable_grad():
-            outputs = [(scale * other).requires_grad_() for scale in scales]
+            outputs = [each.detach().requires_grad_() for each in outputs]
             candidates = [loss_of(loss_fn, each, y) for each in outputs]
             slope = torch.stack(torch.autograd.grad(candidates, outputs))
-        candidates = [loss_of(loss_fn, F.linear(z, *own), y), *candidates]
         losses += len(z) * torch.stack(candidates).detach().double()
         x = F.pad(z, (0, len(solved) - 1), value=1.0)
         slopes = slopes + len(z) * (slope.mT @ x).double()

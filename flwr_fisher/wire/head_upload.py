@@ -12,7 +12,7 @@
     JSON with the reason why a client's model has no such head, in place of all this;
 ``losses``, ``slopes``
     the mean losses of several models, float64, and those of a head's candidates
-    differentiated by its weight and bias, ``[s, C, f]``.
+    differentiated by its weight and bias, ``[k, C, f]``.
 
 The server adds them up, but they are no :class:`~flwr_fisher.wire.Additive`. Their
 shapes depend on the head that they name, the moments must be positive semi-definite,
@@ -238,12 +238,12 @@ class HeadLossUpload(LossUpload):
         As :func:`~flwr_fisher.tangent.frozen_head.head_losses` returns them.
     """
 
-    slopes: Tensor = part("slopes", torch.float64, ("s", "C", "f"), limit="step")
+    slopes: Tensor = part("slopes", torch.float64, ("k", "C", "f"), limit="step")
 
     @classmethod
     def lengths(cls, like: Params) -> dict[str, int]:
         """Return the largest number of candidates, and of a head's sizes."""
-        return {**HeadUpload.lengths(like), "k": _MOST_LOSSES, "s": _MOST_LOSSES}
+        return {**HeadUpload.lengths(like), **super().lengths(like)}
 
     @classmethod
     def read_slopes(
@@ -258,5 +258,4 @@ class HeadLossUpload(LossUpload):
         """
         upload = cls.read(record, like)
         check_same_shape("slopes", upload.slopes.shape, shape)
-        check_same_shape("losses", upload.losses.shape, (1 + shape[0],))
         return upload

@@ -153,7 +153,7 @@ def _head_exchanges(*, bounded: bool) -> Sequence[Exchange[Any]]:
         scales = now.group(_SCALES)["scales"].tolist()
         parts = now.group(_SOLVED).values()
         classes = len(next(iter(parts)))
-        shape = len(scales), classes, sum(part.numel() for part in parts) // classes
+        shape = 1 + len(scales), classes, sum(part.numel() for part in parts) // classes
         return replace(
             losses,
             options={**losses.options, "scales": scales},
@@ -205,29 +205,24 @@ def _solve_head(state: ServerState, uploads: Uploads[Any]) -> Step:
 
 
 def _choose_head(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
-    """Take the solution at its best scale, a step further, or leave the head."""
-    own, *others = _mean_losses(uploads)
-    metrics = {"loss-before-head": own, "head-loss": min(others)}
-    params = state.params
-    if min(others) < own:
-        best, facts = others.index(min(others)), state.group(_SCALES)
-        metrics["head-scale"] = factor = float(facts["scales"][best])
-        solved = state.group(_SOLVED)
-        names = sorted(solved, key=lambda name: -solved[name].dim())  # weight, bias
-        solution = {name: factor * solved[name] for name in names}
-        if "majorizer" in facts:
-            every = [{"": upload.payload.slopes[best]} for upload in uploads]
-            slope = weighted_mean(every, weights_of(uploads))[""]
-            step = slope @ facts["majorizer"]
-            sizes = [v.numel() // len(v) for v in solution.values()]
-            parts = torch.split(step, sizes, 1)
-            pairs = zip(solution.items(), parts, strict=True)
-            solution = {k: v - part.reshape(v.shape) for (k, v), part in pairs}
-        params = _with(params, solution)
-        text = "head: solved for; the clients' loss is below %.3g, and was %.3g"
-    else:
-        text = "head: it stays; in closed form the clients' loss is %.3g, with it %.3g"
-    logger.info(text, min(others), own)
+    """Take the solution at its best scale or the head that is there, a step further."""
+    losses, facts = _mean_losses(uploads), state.group(_SCALES)
+    best, solved = losses.index(min(losses)), state.group(_SOLVED)
+    factor = float(facts["scales"][best - 1]) if best else 0.0
+    metrics = {"loss-before-head": losses[0], "head-loss": losses[best]}
+    metrics["head-scale"] = factor
+    names = sorted(solved, key=lambda name: -solved[name].dim())  # weight, bias
+    head = {k: factor * solved[k] if best else double(state.params)[k] for k in names}
+    if "majorizer" in facts:
+        every = [{"": upload.payload.slopes[best]} for upload in uploads]
+        step = weighted_mean(every, weights_of(uploads))[""] @ facts["majorizer"]
+        parts = torch.split(step, [v.numel() // len(v) for v in head.values()], 1)
+        pairs = zip(head.items(), parts, strict=True)
+        head = {k: v - part.reshape(v.shape) for (k, v), part in pairs}
+    what = "solved for" if best else "it stays, but for a step"
+    text = "head: %s; the clients' loss is below %.3g, and was %.3g"
+    logger.info(text, what, losses[best], losses[0])
+    params = _with(state.params, head)
     return Step(ServerState(params, _without(state, _SOLVED, _SCALES)), metrics)
 
 
