@@ -12,7 +12,7 @@
     JSON with the reason why a client's model has no such head, in place of all this;
 ``losses``, ``slopes``
     the mean losses of several models, float64, and those of a head's candidates
-    differentiated by its weight and bias, ``[k, C, f]``.
+    differentiated by its weight and bias, ``[k, C, f]`` in float32.
 
 The server adds them up, but they are no :class:`~flwr_fisher.wire.Additive`. Their
 shapes depend on the head that they name, the moments must be positive semi-definite,
@@ -238,7 +238,7 @@ class HeadLossUpload(LossUpload):
         As :func:`~flwr_fisher.tangent.frozen_head.head_losses` returns them.
     """
 
-    slopes: Tensor = part("slopes", torch.float64, ("k", "C", "f"), limit="step")
+    slopes: Tensor = part("slopes", torch.float32, ("k", "C", "f"), limit="step")
 
     @classmethod
     def lengths(cls, like: Params) -> dict[str, int]:

@@ -61,8 +61,8 @@ _KFAC_OPTIONS = FisherOptions(expectation="empirical", examples=1000)
 # What the closed form's outputs may be multiplied by: LDA's logits are too sure, and a
 # regression on -1 and 1 is not sure enough.
 _SCALES_OF = {
-    "categorical": [2.0**k for k in range(-4, 1)],
-    "bernoulli": [2.0**k for k in range(5)],
+    "categorical": [0.125, 0.25, 0.5, 1.0],
+    "bernoulli": [1.0, 2.0, 4.0, 8.0],
 }
 _BOUNDS = {"categorical": 0.5, "bernoulli": 0.25}  # of an output's Hessian, over zz^T
 
@@ -214,7 +214,7 @@ def _choose_head(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
     names = sorted(solved, key=lambda name: -solved[name].dim())  # weight, bias
     head = {k: factor * solved[k] if best else double(state.params)[k] for k in names}
     if "majorizer" in facts:
-        every = [{"": upload.payload.slopes[best]} for upload in uploads]
+        every = [{"": upload.payload.slopes[best].double()} for upload in uploads]
         step = weighted_mean(every, weights_of(uploads))[""] @ facts["majorizer"]
         parts = torch.split(step, [v.numel() // len(v) for v in head.values()], 1)
         pairs = zip(head.items(), parts, strict=True)

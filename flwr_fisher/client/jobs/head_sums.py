@@ -115,4 +115,4 @@ def head_losses_job(problem: LocalProblem, request: Request) -> Reply:
         LOSSES.get(str(problem.likelihood), cross_entropy),
         classes=problem.has_classes,
     )
-    return Reply({}, HeadLossUpload(losses, slopes).to_arrays())
+    return Reply({}, HeadLossUpload(losses, slopes.float()).to_arrays())
