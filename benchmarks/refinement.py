@@ -8,7 +8,7 @@ The clients of merges.py (5, ``dirichlet-client``, 30 epochs, LeNet and the CNN 
 biases), trained once, and the shipped strategies with their clients in memory: a client
 loads what it has trained. *Head*: `Refinement()`, *k steps*: `Refinement(steps=k)`; of
 the merge by ``FedFisherOneShot``, of ``FedAvg``'s mean, and of the network as it was
-before training, which has the same data whatever the split: at one α alone. One run
+before training (at one α: the split does not matter to it). One run
 with all steps gives the model after fewer, too. Requests are those after the training.
 *kB* are what a client uploads in all of them, as they are on the wire; *passes* are a
 client's passes over its data (a forward pass counts as a third).
@@ -86,7 +86,7 @@ def costs(results: Results) -> list[str]:
             f"{fmean(split[name]['kB'] for split in own):.0f}"
             for own in results.values()
         ]
-        passes = f"{1 + steps:.1f}, one of at most 1000 examples"
+        passes = f"{1 + steps:.1f}, and one of at most 1000 examples"
         requests = str(3 + steps if steps else 2)
         lines.append(row(titled(steps), requests, passes if steps else "0.7", *sent))
     return lines

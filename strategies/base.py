@@ -84,7 +84,8 @@ class Refinement(Options):
         "step of logistic regression from there; a regression's is least squares, "
         "with a ridge. If the layer that is there has a lower loss, it stays, but for "
         "that step. With ``auto`` clients send no sums of more numbers than the "
-        "exchanged parameters have: of few, as with a frozen backbone, none.",
+        "exchanged parameters have; ``True`` asks for them all the same, ``False`` "
+        "never.",
         choices=("auto",),
     )
     steps: int = option(

@@ -201,7 +201,7 @@ def test_losses_are_those_of_the_model_and_of_each_scale():
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoids"])
 def test_a_step_from_any_head_lowers_its_loss(kind, bias):
-    """By more than half of what is left, of a head that is far away."""
+    """Also of a head that is far away."""
     z, y = features(classes=CLASSES)
     layer = nn.Linear(WIDTH, CLASSES, bias=bias)
     loss_fn, bound, targets = {
@@ -227,14 +227,76 @@ def test_a_step_from_any_head_lowers_its_loss(kind, bias):
         assert after < losses[1]
 
 
-def test_slopes_are_the_losss():
+def test_the_bound_is_right_where_clients_label_unlike_shares():
+    """One has a label in each sequence, the other ten: losses are by examples."""
+    torch.manual_seed(0)
+    layer, sums, found = nn.Linear(WIDTH, CLASSES, bias=False), [], []
+    for labelled, offset in ((1, 3.0), (10, 0.0)):
+        x = torch.randn(30, 10, WIDTH) + offset
+        y = torch.randint(CLASSES, (30, 10))
+        y[:, labelled:] = -100
+        sums.append(head_sums(layer, [(x, y)], ""))
+        found.append((x, y))
+    solved = [torch.zeros(CLASSES, WIDTH, dtype=torch.float64)]
+
+    def pooled_losses(solved):
+        every = [
+            head_losses(layer, [own], "", solved, [1.0], F.cross_entropy)
+            for own in found
+        ]
+        losses, slopes = zip(*every, strict=True)
+        return torch.stack(losses).mean(0)[1], torch.stack(slopes).mean(0)[1]
+
+    metric = majorizer(HeadSums.total(sums), bias=False, bound=0.5, ridge=0.0)
+    for _ in range(5):
+        before, slope = pooled_losses(solved)
+        solved = [solved[0] - slope @ metric]
+        assert pooled_losses(solved)[0] < before + 1e-5  # float32
+
+
+def test_a_head_takes_no_step_if_a_client_has_left_since_the_sums(caplog):
+    """The bound would be that of more data than the slopes are of."""
+    app = Watched(
+        tamper={1: lambda content: fail(content) if next(asked) > 2 else None}
+    )
+    asked = iter(range(1, 1000))
+    with caplog.at_level(logging.INFO, "flwr"):
+        run(app=app, refine=Refinement(), norm_statistics="average")
+    assert "head: solved for; the clients' loss before the step" in caplog.text
+
+
+@pytest.mark.parametrize("unit", [1.0, 1000.0])
+def test_steps_of_a_regression_do_not_depend_on_the_targets_unit(unit):
+    def model():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1, bias=False))
+        net[2].weight.data *= unit
+        return net
+
+    def client_fn(context):
+        x, y = tiny_data(context.node_config["partition-id"]).tensors
+        data = TensorDataset(x, unit * y.float().unsqueeze(1))
+        own = DataLoader(data, 4)
+        likelihood = {"loss_fn": F.mse_loss, "likelihood": "gaussian"}
+        keep = lambda *_: {}  # noqa: E731
+        return FisherClient(model(), own, train_fn=keep, device="cpu", **likelihood)
+
+    refine = Refinement(head=False, steps=4)
+    arrays = ArrayRecord(model().state_dict())
+    result = run(app=make_client_app(client_fn), arrays=arrays, refine=refine)
+    metrics = result.train_metrics_clientapp[1]
+    assert metrics["loss-after-steps"] < 0.9 * metrics["loss-before-steps"]
+
+
+def test_slopes_are_the_gradients_of_the_losses():
     model, loader = tiny_model().double().eval(), [tiny_data(0).tensors]
     loader = [(x.double(), y) for x, y in loader]
     solved = [randn(0, 3, 4).double(), randn(1, 3).double()]
     asked = model, loader, "3", solved, [0.5, 2.0], F.cross_entropy
     losses, slopes = head_losses(*asked)
-    for scale, loss, slope in zip([0.5, 2.0], losses[1:], slopes[1:], strict=True):
-        own = [(scale * part).requires_grad_() for part in solved]
+    heads = [[*model[3].parameters()], *([s * p for p in solved] for s in (0.5, 2.0))]
+    for candidate, loss, slope in zip(heads, losses, slopes, strict=True):
+        own = [part.detach().requires_grad_() for part in candidate]
         head, model[3] = model[3], nn.Identity()
         there = F.cross_entropy(F.linear(model(loader[0][0]), *own), loader[0][1])
         model[3] = head
@@ -406,7 +468,8 @@ def test_fedfisher_ends_in_a_head_and_keeps_its_merge():
     scale = refined.train_metrics_clientapp[1]["head-scale"]
     asked = model, loader, "3", solved, [scale], F.cross_entropy
     _, (_, slope) = head_losses(*asked)
-    step = slope @ majorizer(sums, bias=True, bound=0.5)
+    ridge = chosen_ridge(sums, bias=True)
+    step = slope @ majorizer(sums, bias=True, bound=0.5, ridge=ridge)
     for name, part, own in zip(changed, solved, step.split([4, 1], 1), strict=True):
         assert relative(after[name], scale * part - own.reshape(part.shape)) < 1e-6
     metrics = refined.train_metrics_clientapp[1]
@@ -664,7 +727,7 @@ def test_whatever_fails_on_the_server_the_merge_stays(
     with caplog.at_level(logging.WARNING, "flwr"):
         result = run(refine=refine)
     assert same_bits(result.arrays, run(refine=None).arrays)
-    assert "its step failed: OutOfMemoryError('no memory left')" in caplog.text
+    assert "it failed: OutOfMemoryError('no memory left')" in caplog.text
     assert "in out_of_memory" in caplog.text  # its traceback
 
 

@@ -82,7 +82,7 @@ class Descent:
         >>> import torch
         >>> gradient = {"w": torch.ones(1, dtype=torch.float64)}
         >>> Descent.begin(gradient, 1.0, lambda v: {"w": v["w"] / 2}).step
-        {'w': tensor([-0.0150], dtype=torch.float64)}
+        {'w': tensor([-0.0250], dtype=torch.float64)}
         """
         return cls(double(gradient), loss, {})._turned(inverse, 1.0)
 

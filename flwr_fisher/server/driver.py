@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.callbacks import Callback
 from flwr_fisher.errors import (
+    CheckpointError,
     ConfigurationError,
     FlwrFisherError,
     RoundError,
@@ -215,12 +216,13 @@ class Driver:
             under_way.gather(partial(self._take_late, server_round))
             step, uploads, metrics = under_way.step()
         except Exception as error:
-            if not exchange.optional:
+            if not exchange.optional or isinstance(error, CheckpointError):
                 raise
-            under_way.close([])  # a resumed run does not try it again
+            if under_way.journal.record is not None:
+                under_way.close([])  # a resumed run does not try it again
             if isinstance(error, RoundError):
                 raise
-            raise RoundError(f"its step failed: {error!r}") from error
+            raise RoundError(f"it failed: {error!r}") from error
         under_way.close(uploads)
         run.take_step(server_round, exchange, step, uploads, metrics)
         # Before the policy's limits, which the next exchange has, too.

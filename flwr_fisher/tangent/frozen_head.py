@@ -4,7 +4,8 @@ Each client runs the model over its data once. For every row z of the last linea
 layer's inputs and its target y it adds up :math:`zz^\top`, :math:`zy^\top` and
 :math:`y^\top y`. These sums are added over clients. From them the server solves for the
 layer: ridge regression (AFL; He et al., CVPR 2025), or linear discriminant analysis
-with a shared covariance (as FedCGS and GH-OFL). The split does not matter.
+with a shared covariance (as FedCGS and GH-OFL). The split does not matter. A step of
+logistic regression (Böhning 1992) may follow, from the clients' slopes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from flwr_fisher.tangent.head import check_called_once, find_head, linear_layer
 _RIDGES = [10 ** (k / 2) for k in range(-12, 5)]
 _UNSEEN = 0.5  # examples of a class that has none, for its prior probability
 _ROUNDING = torch.finfo(torch.float64).eps
-_RELAXED = 1.9  # of a step by a bound of the Hessian
+_RELAXED = 1.9  # times the step to a bound's minimum
 _FOLD = 1e-8  # the ridge of the feature that stands for a bias, as a share
 
 
@@ -242,7 +243,9 @@ def head_losses(
     *,
     classes: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean losses of a model with its own last layer, and with others.
+    """Return a model's losses with its own last layer and with others, and slopes.
+
+    Losses are sums over rows for each example: the mean loss, if an example is a row.
 
     Parameters
     ----------
@@ -264,26 +267,28 @@ def head_losses(
         With a bias, ``f + 1``: the bias is the last column.
     """
     layer, count = linear_layer(model, head), 0
-    losses = layer.weight.new_zeros(1 + len(scales), dtype=torch.float64)
-    slopes: Tensor | float = 0.0
-    for z, y, _ in head_rows(model, loader, head, classes=classes):
+    shape = 1 + len(scales), layer.out_features, layer.in_features + len(solved) - 1
+    slopes = layer.weight.new_zeros(shape, dtype=torch.float64)
+    losses = slopes.new_zeros(len(slopes))
+    for z, y, batch in head_rows(model, loader, head, classes=classes):
+        count += len(batch)
         if not len(z):
             continue
         z, here = z.to(torch.promote_types(z.dtype, torch.float32)), layer.weight.device
+        x = F.pad(z, (0, len(solved) - 1), value=1.0)
         own = [p.to(z) for p in (layer.weight, layer.bias) if p is not None]
         other = F.linear(z, *(part.to(here, z.dtype) for part in solved))
-        outputs = [F.linear(z, *own), *(scale * other for scale in scales)]
-        with torch.enable_grad():
-            outputs = [each.detach().requires_grad_() for each in outputs]
-            candidates = [loss_of(loss_fn, each, y) for each in outputs]
-            slope = torch.stack(torch.autograd.grad(candidates, outputs))
-        losses += len(z) * torch.stack(candidates).detach().double()
-        x = F.pad(z, (0, len(solved) - 1), value=1.0)
-        slopes = slopes + len(z) * (slope.mT @ x).double()
-        count += len(z)
+        # One candidate at a time: outputs may be as many as a vocabulary has words.
+        for i, scale in enumerate([0.0, *scales]):
+            outputs = scale * other if i else F.linear(z, *own)
+            with torch.enable_grad():
+                loss = loss_of(loss_fn, outputs.requires_grad_(), y)
+                (slope,) = torch.autograd.grad(loss, outputs)
+            losses[i] += len(z) * loss.detach().double()
+            slopes[i] += len(z) * (slope.mT @ x).double()
     if not count:
-        raise DataError("the loader has no examples with a label")
-    return losses.cpu() / count, torch.as_tensor(slopes).cpu() / count
+        raise DataError("the loader has no examples")
+    return losses.cpu() / count, slopes.cpu() / count
 
 
 def _rows(z: Tensor, own: Tensor, outputs: Tensor) -> Tensor | None:
@@ -487,26 +492,24 @@ def lda_head(
     return (weight + torch.outer(offset - fixed.mean(), one),)
 
 
-def majorizer(
-    sums: HeadSums, *, bias: bool, bound: float, ridge: float | None = None
-) -> Tensor:
+def majorizer(sums: HeadSums, *, bias: bool, bound: float, ridge: float) -> Tensor:
     r"""Return the matrix of steps that cannot raise a head's convex loss.
 
-    The step is minus the slope of the mean loss (:func:`head_losses`) times
+    The step is minus the slope of the loss (:func:`head_losses`) times
 
     .. math:: \frac{1.9}{b}\, \Big(\tfrac1n \big(\sum z z^\top + \lambda I\big)
               \Big)^{-1}
 
-    where :math:`\tfrac bn \sum z z^\top` is above the Hessian everywhere (Böhning
-    1992). With 1 for 1.9 the step would go to the bound's minimum, with 2 it would be
-    level with the start.
+    where n is the number of examples, and :math:`\tfrac bn \sum z z^\top` bounds the
+    Hessian from above everywhere (Böhning 1992). Slopes must be those of the same data.
+    A factor of 1 goes to the bound's minimum, at 2 the bound is as high as here.
 
     Parameters
     ----------
     sums, bias, ridge
-        As for :func:`closed_form_head`.
+        As for :func:`closed_form_head`. With a bias, z ends in a 1, which has no ridge.
     bound : float
-        b: 1/2 for a softmax, 1/4 over their number for the mean of several sigmoids.
+        b: 1/2 for a softmax, 1/(4 C) for the mean over C sigmoids.
 
     Returns
     -------
@@ -517,9 +520,8 @@ def majorizer(
     moments = sums.gram[:size, :size].clone()
     penalty = _penalty(sums, bias=bias, ridge=ridge)
     moments[: len(penalty), : len(penalty)] += penalty
-    factor = _RELAXED / bound * float(sums.gram[-1, -1])
     inverse: Tensor = torch.linalg.pinv(moments, hermitian=True)
-    return factor * inverse
+    return _RELAXED / bound * sums.count * inverse
 
 
 def _moments(sums: HeadSums, *, centred: bool) -> tuple[Tensor, Tensor, float, float]:

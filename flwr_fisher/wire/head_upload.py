@@ -11,8 +11,9 @@
 ``head/none/format``
     JSON with the reason why a client's model has no such head, in place of all this;
 ``losses``, ``slopes``
-    the mean losses of several models, float64, and those of a head's candidates
-    differentiated by its weight and bias, ``[k, C, f]`` in float32.
+    the losses of several models, float64, and those of a head's candidates
+    differentiated by its weight and its bias, the last column: ``[k, C, f]`` or ``[k,
+    C, f + 1]`` in float32.
 
 The server adds them up, but they are no :class:`~flwr_fisher.wire.Additive`. Their
 shapes depend on the head that they name, the moments must be positive semi-definite,
@@ -235,7 +236,8 @@ class HeadLossUpload(LossUpload):
     Parameters
     ----------
     losses, slopes : Tensor
-        As :func:`~flwr_fisher.tangent.frozen_head.head_losses` returns them.
+        As :func:`~flwr_fisher.tangent.frozen_head.head_losses` returns them, the
+        slopes in float32.
     """
 
     slopes: Tensor = part("slopes", torch.float32, ("k", "C", "f"), limit="step")

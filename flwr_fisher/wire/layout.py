@@ -215,8 +215,8 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
 def checked_to_curvature(tensors: Parts, params: Params) -> Curvature:
     """Return the curvature of tensors whose values need no check, such as a mean.
 
-    The smallest floats of a float32 upload are no second moment any more in float64:
-    its check would find their rounding.
+    In float64 the check would refuse what it allows for in float32: the rounding of the
+    smallest floats.
     """
     blocks = [
         block_of({key: tensors[key] for key in keys}, params)

@@ -1,10 +1,10 @@
 r"""Exchanges after a round's step, which improve the model that it has made.
 
 The merge is the best guess from what each client knew before it. Then clients meet the
-merged model, once, without training: first its last layer is solved for in closed form,
-then the server takes steps by the clients' pooled K-FAC. Every exchange is optional for
-the round: a client that has left is skipped by name, and if nobody replies, the model
-stays as it is.
+merged model, once, without training: first its last layer is solved for in closed form
+(a classifier's then takes a step of logistic regression), then the server takes steps
+by the clients' pooled K-FAC. Every exchange is optional for the round: a client that
+has left is skipped by name, and if nobody replies, the model stays as it is.
 """
 
 import math
@@ -33,6 +33,7 @@ from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
 from flwr_fisher.tangent.frozen_head import (
     HeadSums,
+    chosen_ridge,
     closed_form_head,
     lda_head,
     majorizer,
@@ -142,8 +143,7 @@ def _head_exchanges(*, bounded: bool) -> Sequence[Exchange[Any]]:
 
     def within(before: ServerState, now: ServerState) -> Exchange[Any]:
         """Ask for sums, if `bounded` of no more numbers than the model has."""
-        numbers = sum(value.numel() for value in now.params.values())
-        most = numbers if bounded else _ANY_NUMBER
+        most = sum(v.numel() for v in now.params.values()) if bounded else _ANY_NUMBER
         return replace(sums, options={**sums.options, "most": most})
 
     def compared(before: ServerState, now: ServerState) -> Exchange[Any] | None:
@@ -165,41 +165,41 @@ def _head_exchanges(*, bounded: bool) -> Sequence[Exchange[Any]]:
 
 def _solved(
     ridge: float | None, lda: bool, uploads: Uploads[HeadUpload]
-) -> tuple[dict[str, Tensor], HeadSums]:
-    """Return the solution by the parameters' names, and the sums of all clients."""
+) -> tuple[dict[str, Tensor], HeadSums, float]:
+    """Return the solution by parameters' names, all clients' sums, and the ridge."""
     first = uploads[0].payload
     # With another weight than its examples, a client's sums count by its weight.
     counts = [float(upload.payload.count) for upload in uploads]
     unit = sum(counts) / sum(weights_of(uploads))
     factors = [unit * u.num_examples / n for u, n in zip(uploads, counts, strict=True)]
     sums = HeadSums.total([upload.payload.sums for upload in uploads], factors)
-    solve = lda_head if lda else closed_form_head
-    solution = solve(sums, bias=first.bias is not None, ridge=ridge)
+    bias, solve = first.bias is not None, lda_head if lda else closed_form_head
+    ridge = chosen_ridge(sums, bias=bias) if ridge is None else ridge
     names = [name for name in (first.weight, first.bias) if name is not None]
-    return dict(zip(names, solution, strict=True)), sums
+    solution = solve(sums, bias=bias, ridge=ridge)
+    return dict(zip(names, solution, strict=True)), sums, ridge
 
 
 def _set_head(
     ridge: float | None, state: ServerState, uploads: Uploads[HeadUpload]
 ) -> Step:
     """Set the head to the ridge regression."""
-    solution, sums = _solved(ridge, False, uploads)
+    solution, sums, _ = _solved(ridge, False, uploads)
     return Step(ServerState(_with(state.params, solution), state.groups), {}, sums)
 
 
 def _solve_head(state: ServerState, uploads: Uploads[Any]) -> Step:
     """Solve for the head, which is not yet taken."""
-    if isinstance(none := uploads[0].payload, NoHead):
-        logger.info("head: it stays as it was trained, since %s", none.reason)
+    if isinstance(first := uploads[0].payload, NoHead):
+        logger.info("head: it stays as it was trained, since %s", first.reason)
         return Step(state)
-    likelihood = uploads[0].payload.likelihood
-    solution, sums = _solved(None, likelihood == "categorical", uploads)
-    scales = _SCALES_OF.get(likelihood, [1.0])
-    facts = {"scales": torch.tensor(scales)}
+    likelihood, bias = first.likelihood, first.bias is not None
+    solution, sums, ridge = _solved(None, likelihood == "categorical", uploads)
+    facts = {"scales": torch.tensor(_SCALES_OF.get(likelihood, [1.0]))}
     if bound := _BOUNDS.get(likelihood):
-        bias = uploads[0].payload.bias is not None
         bound /= sums.cross.shape[1] if likelihood == "bernoulli" else 1
-        facts["majorizer"] = majorizer(sums, bias=bias, bound=bound)
+        facts["majorizer"] = majorizer(sums, bias=bias, bound=bound, ridge=ridge)
+        facts["clients"] = torch.tensor(_clients(uploads))
     groups = {**state.groups, _SOLVED: solution, _SCALES: facts}
     return Step(ServerState(state.params, groups))
 
@@ -212,18 +212,25 @@ def _choose_head(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
     metrics = {"loss-before-head": losses[0], "head-loss": losses[best]}
     metrics["head-scale"] = factor
     names = sorted(solved, key=lambda name: -solved[name].dim())  # weight, bias
-    head = {k: factor * solved[k] if best else double(state.params)[k] for k in names}
-    if "majorizer" in facts:
+    own = double(state.params, names)
+    head = {name: factor * solved[name] if best else own[name] for name in names}
+    # The bound is that of the clients that sent the sums.
+    steps = "majorizer" in facts and int(facts["clients"]) == _clients(uploads)
+    if steps:
         every = [{"": upload.payload.slopes[best].double()} for upload in uploads]
         step = weighted_mean(every, weights_of(uploads))[""] @ facts["majorizer"]
         parts = torch.split(step, [v.numel() // len(v) for v in head.values()], 1)
         pairs = zip(head.items(), parts, strict=True)
         head = {k: v - part.reshape(v.shape) for (k, v), part in pairs}
-    what = "solved for" if best else "it stays, but for a step"
-    text = "head: %s; the clients' loss is below %.3g, and was %.3g"
-    logger.info(text, what, losses[best], losses[0])
+    text = "head: %s%s; the clients' loss before the step is %.3g, and was %.3g"
+    what = "solved for" if best else "it stays", ", and a step" if steps else ""
+    logger.info(text, *what, losses[best], losses[0])
     params = _with(state.params, head)
     return Step(ServerState(params, _without(state, _SOLVED, _SCALES)), metrics)
+
+
+def _clients(uploads: Uploads[Any]) -> int:
+    return sum(len(upload.members) or 1 for upload in uploads)
 
 
 def _mean_losses(uploads: Uploads[Any]) -> list[float]:
@@ -315,11 +322,10 @@ def _taken(
 
 def _pooled(uploads: Uploads[GradientUpload]) -> tuple[Params, float]:
     """Return the gradient and the loss of all clients' data."""
-    weights = weights_of(uploads)
     vectors = [
         {**double(u.payload.part(GRADIENT)), LOSS: u.payload.loss} for u in uploads
     ]
-    mean = weighted_mean(vectors, weights)
+    mean = weighted_mean(vectors, weights_of(uploads))
     return mean, float(mean.pop(LOSS))
 
 
@@ -336,11 +342,8 @@ def _into(
     for i, (step, change) in enumerate(descent.pairs):
         vectors |= {f"s{i}": step, f"y{i}": change}
     facts = descent.loss, descent.gamma, sum(weights_of(uploads))
-    named = dict(zip(_FACTS, facts, strict=True))
-    group = {
-        **{name: torch.tensor(n, dtype=torch.float64) for name, n in named.items()},
-        **join_groups(vectors),
-    }
+    numbers = map(partial(torch.tensor, dtype=torch.float64), facts)
+    group = dict(zip(_FACTS, numbers, strict=True)) | join_groups(vectors)
     return replace(state, groups={**state.groups, _DESCENT: group})
 
 

@@ -34,7 +34,9 @@ def main(grid: Grid, context: Context) -> None:
         solver=str(config["solver"]),
         codec=Codec(str(config["codec"]), float(config["budget"]) or None),
         aggregate=str(config["aggregate"]).removeprefix("secure-"),
-        refine=Refinement(head=bool(config["head"]), steps=int(config["steps"])),
+        refine=Refinement(
+            head="auto" if config["head"] else False, steps=int(config["steps"])
+        ),
         secure=SecureSums() if config["aggregate"] == "secure-sums" else None,
         seed=int(config["seed"]),
         fraction_evaluate=0.0,

@@ -108,7 +108,8 @@ def after_merges(numbers: Numbers) -> dict[str, list[Mapping[str, Any]]]:
     for name, title in DATA.items():
         theirs = numbers(f"rivals_{name}")["exchanges"]
         own = numbers(f"refinement_{name}")
-        found[title] = [own[split] | {PLUS: theirs[split][PLUS]} for split in own]
+        both = [split for split in own if split in theirs]
+        found[title] = [own[split] | {PLUS: theirs[split][PLUS]} for split in both]
     return found
 
 

@@ -5,8 +5,9 @@
 MNIST, the clients of merges.py, from FedFisher's merge with its head. Three test splits
 (seed 0 of each α; means ± standard deviations). What a method has to choose was chosen
 by validation accuracy on a split of another seed (α = 0.1). A request brings a gradient
-of all data, or what the method asks for instead; K-FAC's factors, once, come with the
-first one. *Levenberg and Marquardt*: after a step with which the loss fell, the next is
+of all data, or what the method asks for instead. With k + 1 requests a method that
+tests its steps has made k, any other k + 1; K-FAC's factors, once, come with the first
+one. *Levenberg and Marquardt*: after a step with which the loss fell, the next is
 half as long again; otherwise it is taken back, with three times the damping and a third
 of the length. *FOOF* (Benzing, ICML 2022) is K-FAC without the outputs' factors. GIANT
 needs two requests for a step.
@@ -47,7 +48,7 @@ from studies.refinement.runs import FEDAVG, FEDFISHER, Clients, refined
 
 FAGH_RHO = 0.1
 LAYERS, OFF_DIAGONALS, EXAMPLES = "RegMean++, then a head", (0.95, 0.1), 1024
-COUNTS = sized((1, 3, 8), (1,))  # of requests, after which a model is scored
+COUNTS = sized((2, 4, 9), (2,))  # of requests, after which a model is scored
 # By method and value: what it scores after each of these.
 Found = dict[str, dict[str, list[dict[str, float]]]]
 Models = Iterator[Params]  # after each request
@@ -119,6 +120,7 @@ def descent(
     if first is not None:
         factor = first / begun.gamma
         begun = Descent(slope, loss, scale(begun.step, factor), first)
+    yield x  # the first gradient is at the head's model
     for request in count(1):
         tried = pooled.moved(x, begun.step)
         slope, loss = pooled.gradient(tried)
@@ -133,8 +135,9 @@ def marquardt(pooled: Pooled, kfac: Curvature, length: float, inputs: bool) -> M
     """Yield the models of steps by one metric; damping and length by the losses."""
     x, damping = pooled.params, DAMPING
     slope, loss = pooled.gradient(x)
+    yield x  # the first gradient is at the head's model
     while True:
-        inverse = inputs_inverse(kfac) if inputs else damped_inverse(kfac, damping)
+        inverse = (inputs_inverse if inputs else damped_inverse)(kfac, damping)
         tried = pooled.moved(x, scale(inverse(slope), -length))
         there, new = pooled.gradient(tried)
         if new <= loss:
@@ -144,7 +147,7 @@ def marquardt(pooled: Pooled, kfac: Curvature, length: float, inputs: bool) -> M
         yield x
 
 
-def inputs_inverse(kfac: Curvature, damping: float = 1e-3) -> Inverse:
+def inputs_inverse(kfac: Curvature, damping: float = DAMPING) -> Inverse:
     """Return the product with the inverse of the inputs' factors alone (FOOF).
 
     (Benzing, ICML 2022.) The damping is a share of a factor's mean eigenvalue.
@@ -277,7 +280,7 @@ def _mean(values: Mapping[str, list[dict[str, float]]], value: str) -> float:
 
 def table(tried: Found, found: Sequence[Found]) -> list[str]:
     """Return a row for each method."""
-    titles = [f"{count} requests" if count > 1 else "1 request" for count in COUNTS]
+    titles = [f"{count} requests" for count in COUNTS]
     chosen = "chosen, of"
     lines = head("test accuracy, %", *titles, chosen, "passes a request", "numbers")
     for name, grid in tried.items():

@@ -1,6 +1,7 @@
 """The jobs that differentiate a client's loss."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,7 +71,10 @@ def step_job(problem: LocalProblem, request: Request) -> Reply:
         vector, loss = {k: torch.zeros_like(v) for k, v in vector.items()}, TOO_FAR
     kfac = None
     if request.options.get("kfac") is True:
-        job = TrainingJob("kfac", FisherOptions.from_options(request.options), LOSSLESS)
+        options = FisherOptions.from_options(request.options)
+        if problem.likelihood == "gaussian":  # residuals have the unit of the targets
+            options = replace(options, expectation="exact")
+        job = TrainingJob("kfac", options, LOSSLESS)
         kfac = job.curvature(problem, problem.train_batches)
     value = torch.tensor(loss, dtype=torch.float64)
     return Reply({}, GradientUpload.of(vector, value, kfac).to_arrays())
