@@ -495,7 +495,7 @@ def lda_head(
 def majorizer(sums: HeadSums, *, bias: bool, bound: float, ridge: float) -> Tensor:
     r"""Return the matrix of steps that cannot raise a head's convex loss.
 
-    The step is minus the slope of the loss (:func:`head_losses`) times
+    The step is minus the slope of the loss (``head_losses``) times
 
     .. math:: \frac{1.9}{b}\, \Big(\tfrac1n \big(\sum z z^\top + \lambda I\big)
               \Big)^{-1}

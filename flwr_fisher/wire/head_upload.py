@@ -236,8 +236,8 @@ class HeadLossUpload(LossUpload):
     Parameters
     ----------
     losses, slopes : Tensor
-        As :func:`~flwr_fisher.tangent.frozen_head.head_losses` returns them, the
-        slopes in float32.
+        As ``flwr_fisher.tangent.frozen_head.head_losses`` returns them, the slopes in
+        float32.
     """
 
     slopes: Tensor = part("slopes", torch.float32, ("k", "C", "f"), limit="step")
