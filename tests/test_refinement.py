@@ -26,7 +26,12 @@ from virtual import (
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.curvature import FisherOptions, Kronecker, fisher, gradient
-from flwr_fisher.errors import ConfigurationError, DataError, StructureError
+from flwr_fisher.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    StructureError,
+)
 from flwr_fisher.params import double, flatten, unflatten
 from flwr_fisher.rounds.quasi_newton import (
     DAMPING,
@@ -678,6 +683,16 @@ def test_a_run_that_stops_anywhere_ends_in_the_same_bits(asked, tmp_path):
     assert same_bits(resumed.arrays, whole.arrays)
     assert same_bits(resumed.unrefined, whole.unrefined)
     assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
+
+
+def test_sums_that_a_head_was_made_of_may_not_get_lost(tmp_path):
+    """Or else the resumed run would end in another model without a word."""
+    with pytest.raises(KeyboardInterrupt):
+        run(app=killing_app(8, 3), refine=Refinement(), checkpoint_dir=tmp_path)
+    path = tmp_path / "uploads-0001" / "exchange-2" / "partition-1.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match="partition-1 is damaged"):
+        run(refine=Refinement(), checkpoint_dir=tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("request_number", range(2, 8))
