@@ -243,7 +243,7 @@ def head_losses(
     *,
     classes: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return a model's losses with its own last layer and with others, and slopes.
+    """Return the losses of a model with its own head and with others, and slopes.
 
     Losses are sums over rows for each example: the mean loss, if an example is a row.
 

@@ -41,8 +41,8 @@ from flwr_fisher.strategies import FAGH, FedAvg, Refinement
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
     arrays_to_tensors,
+    checked_to_curvature,
     curvature_to_tensors,
-    tensors_to_curvature,
 )
 from studies.refinement.runs import FEDAVG, FEDFISHER, Clients, refined
 
@@ -99,7 +99,7 @@ class Pooled:
         ]
         factors = [double(curvature_to_tensors(own)) for own in every]
         mean = weighted_mean(factors, self.clients.sizes)
-        return tensors_to_curvature(mean, double(params))
+        return checked_to_curvature(mean, double(params))
 
     def moved(self, params: Params, step: Params) -> dict[str, Tensor]:
         """Return a model some way from another."""
