@@ -33,11 +33,8 @@ class _Beside(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != f"{__name__}.strategies":
             return None
-        folder = _HERE.parent / "strategies"
         return spec_from_file_location(
-            fullname,
-            folder / "__init__.py",
-            submodule_search_locations=[str(folder)],
+            fullname, _HERE.parent / "strategies/__init__.py"
         )
 
 

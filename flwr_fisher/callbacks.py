@@ -6,6 +6,7 @@
 from collections.abc import Iterable, Mapping
 from math import inf, isnan
 from pathlib import Path
+from re import split
 from typing import Protocol
 
 from flwr.app import ArrayRecord
@@ -30,6 +31,14 @@ History = Mapping[int, Mapping[str, Value]]
 and ``server/…`` is what ``evaluate_fn`` returned. Round 0 is before the first."""
 
 
+# The fields of Flower's `Result` that hold metrics, by the name of their source.
+HISTORIES = {
+    "train": "train_metrics_clientapp",
+    "evaluate": "evaluate_metrics_clientapp",
+    "server": "evaluate_metrics_serverapp",
+}
+
+
 def history_of(result: Result) -> dict[int, dict[str, Value]]:
     """Return all metrics of a run so far.
 
@@ -38,14 +47,9 @@ def history_of(result: Result) -> dict[int, dict[str, Value]]:
     result : Result
         Flower's result, or this library's.
     """
-    sources = {
-        "train": result.train_metrics_clientapp,
-        "evaluate": result.evaluate_metrics_clientapp,
-        "server": result.evaluate_metrics_serverapp,
-    }
     joined: dict[int, dict[str, Value]] = {}
-    for source, rounds in sources.items():
-        for number, record in rounds.items():
+    for source, field in HISTORIES.items():
+        for number, record in getattr(result, field).items():
             named = {f"{source}/{name}": value for name, value in record.items()}
             joined.setdefault(number, {}).update(named)
     return joined
@@ -134,17 +138,32 @@ def call(
     return ending
 
 
+# What the words of a metric's name say of its direction.
+_BETTER = {
+    "max": {"accuracy", "acc", "auc", "auroc", "f1", "precision", "recall", "dice"},
+    "min": {"loss", "error", "perplexity", "mse", "rmse", "mae", "nll"},
+}
+
+
 class _Watched:
     """A metric, and whether larger or smaller values are better."""
 
-    def __init__(self, name: str, mode: str) -> None:
-        check_known("mode", mode, ("max", "min"))
+    def __init__(self, name: str, mode: str | None) -> None:
         source, slash, _ = str(name).partition("/")
         if not slash or source not in ("server", "evaluate", "train"):
             raise ConfigurationError(
                 f"{name!r:.80} is not the name of a metric, such as 'server/accuracy', "
                 "'evaluate/loss' or 'train/train_loss'"
             )
+        if mode is None:
+            words = {*split(r"[^a-z0-9]+", name.lower())}
+            mode, *others = [m for m, known in _BETTER.items() if words & known] or [""]
+            if others or not mode:
+                raise ConfigurationError(
+                    f"the name '{name}' does not say whether a larger value is better: "
+                    'pass mode="max" or mode="min"'
+                )
+        check_known("mode", mode, _BETTER)
         self.name, self._source = name, f"{source}/"
         self._sign = 1.0 if mode == "max" else -1.0
 
@@ -189,8 +208,9 @@ class BestModel:
     metric : str, default "server/accuracy"
         The metric that decides. Measure it on validation data: the accuracy of the best
         round on a test set would be too optimistic.
-    mode : "max" | "min", default "max"
-        Whether a larger or a smaller value is better.
+    mode : "max" | "min", optional
+        Whether a larger or a smaller value is better. By default it follows from a word
+        of the name, such as ``accuracy`` or ``loss``; a name without one is refused.
 
     Examples
     --------
@@ -200,7 +220,10 @@ class BestModel:
     """
 
     def __init__(
-        self, path: str | Path, metric: str = "server/accuracy", mode: str = "max"
+        self,
+        path: str | Path,
+        metric: str = "server/accuracy",
+        mode: str | None = None,
     ) -> None:
         self.path = Path(path).expanduser()
         self._watched = _Watched(metric, mode)
@@ -227,8 +250,9 @@ class EarlyStopping:
     ----------
     metric : str, default "server/accuracy"
         The metric that decides, which must not be measured on the test set.
-    mode : "max" | "min", default "max"
-        Whether a larger or a smaller value is better.
+    mode : "max" | "min", optional
+        Whether a larger or a smaller value is better. By default it follows from a word
+        of the name, such as ``accuracy`` or ``loss``; a name without one is refused.
     patience : int, default 5
         How many rounds may pass without an improvement.
     min_delta : float, default 0
@@ -236,7 +260,7 @@ class EarlyStopping:
 
     Examples
     --------
-    >>> stop = EarlyStopping("server/loss", mode="min", patience=2)
+    >>> stop = EarlyStopping("server/loss", patience=2)
     >>> losses = {1: 0.9, 2: 0.5, 3: 0.6, 4: 0.5}
     >>> history = {n: {"server/loss": loss} for n, loss in losses.items()}
     >>> stop.on_round_end(4, ArrayRecord(), history)
@@ -246,7 +270,7 @@ class EarlyStopping:
     def __init__(
         self,
         metric: str = "server/accuracy",
-        mode: str = "max",
+        mode: str | None = None,
         *,
         patience: int = 5,
         min_delta: float = 0.0,

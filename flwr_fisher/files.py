@@ -5,7 +5,9 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -98,12 +100,21 @@ def load_record(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, texts
 
 
-def sweep(folders: Iterable[Path]) -> None:
-    """Delete the partial files of killed processes; no other process may write here."""
-    for folder in folders:
-        for path in folder.glob("*"):
-            if is_aside(path):
-                path.unlink(missing_ok=True)
+def sweep(folder: Path, older_than: float = 0.0) -> None:
+    """Delete the partial files of killed processes.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder.
+    older_than : float
+        Seconds after which no process still writes a partial file; 0 if no other
+        process may write here.
+    """
+    for path in filter(is_aside, folder.glob("*")):
+        with suppress(OSError):  # another process may sweep, too
+            if time.time() - path.stat().st_mtime >= older_than:
+                path.unlink()
 
 
 def digest_of(record: object, tensors: Mapping[str, Tensor] | None = None) -> str:

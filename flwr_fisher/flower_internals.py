@@ -37,18 +37,12 @@ except ImportError:  # before 1.38 the grid writes the ids, as it sends a messag
 __all__ = [
     "SUPERLINK_NODE_ID",
     "ErrorCode",
-    "NodeInfo",
     "Run",
     "combine_shares",
     "create_shares",
     "decrypt",
     "encrypt",
     "generate_shared_key",
-    "identify_process",
-    "nodes_of",
-    "object_sizes",
-    "round_trip",
-    "set_message_id",
 ]
 
 

@@ -104,11 +104,6 @@ class Progress:
         """Whether it is time for a line."""
         return time.monotonic() - self._told >= EVERY
 
-    @property
-    def seconds(self) -> float:
-        """How many seconds it has taken so far."""
-        return time.monotonic() - self._began
-
     def tell(self, text: str) -> None:
         """Log a line at once, whether or not it is :attr:`due`."""
         self._told = time.monotonic()
@@ -123,7 +118,8 @@ class Progress:
         """Count `count` more as done; log the progress when a line is due."""
         self.done += count
         if self.unit is not None and self.due:
-            self.tell(f"{self._done()}, {self.seconds:.0f} s so far")
+            seconds = time.monotonic() - self._began
+            self.tell(f"{self._done()}, {seconds:.0f} s so far")
 
     def _done(self) -> str:
         if self.total is None or self.done > self.total:

@@ -5,7 +5,7 @@ This library keeps a model's parameters, a gradient or a direction as a
 shapes. If not, a :class:`~flwr_fisher.errors.ParamsError` names the difference.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,55 +19,6 @@ Shapes = Mapping[str, torch.Size]
 NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class DeferredParams(Mapping[str, Tensor]):
-    """Named tensors that are computed at each access, and not kept.
-
-    Parameters
-    ----------
-    like : Mapping[str, Tensor]
-        Tensors with the same keys, shapes and dtypes; their values are not kept.
-    make : Callable[[str], Tensor]
-        Makes the tensor of a key.
-
-    Examples
-    --------
-    >>> later = DeferredParams({"w": torch.zeros(2)}, lambda key: torch.ones(2))
-    >>> later["w"], list(later)
-    (tensor([1., 1.]), ['w'])
-    """
-
-    def __init__(self, like: Params, make: Callable[[str], Tensor]) -> None:
-        self.layout: Params = (
-            like.layout  # which does not change, and is shared
-            if isinstance(like, DeferredParams)
-            else {k: torch.empty_like(v, device="meta") for k, v in like.items()}
-        )
-        self._make = make
-
-    def __getitem__(self, key: str) -> Tensor:
-        if key not in self.layout:
-            raise KeyError(key)
-        return self._make(key)
-
-    def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
-        """Pickle and copy what it computes, since its function may be a local one."""
-        return dict, (dict(self),)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.layout
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layout)
-
-    def __len__(self) -> int:
-        return len(self.layout)
-
-
-def layout_of(params: Params) -> Params:
-    """Return tensors of the same keys, shapes and dtypes, without computing any."""
-    return params.layout if isinstance(params, DeferredParams) else params
-
-
 def check_same_layout(reference: Params, other: Params, what: str = "params") -> None:
     """Raise :class:`ParamsError` unless both have the same keys and shapes.
 
@@ -78,7 +29,6 @@ def check_same_layout(reference: Params, other: Params, what: str = "params") ->
     what : str
         The name of `other` in the message.
     """
-    reference, other = layout_of(reference), layout_of(other)
     if missing := reference.keys() - other.keys():
         raise ParamsError(f"{what} lacks the keys {sorted(missing)}")
     if extra := other.keys() - reference.keys():
@@ -172,7 +122,7 @@ def dot(left: Params, right: Params) -> Tensor:
     """
     check_same_layout(left, right, "the right-hand side")
     if not left:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     return torch.stack([torch.sum(v * right[k]) for k, v in left.items()]).sum()
 
 
@@ -297,7 +247,7 @@ def weighted_mean(
     shares = shares_of(weights)
     return {
         key: rounded(_mean_of((p[key] for p in params), shares), value.dtype)
-        for key, value in layout_of(params[0]).items()
+        for key, value in params[0].items()
     }
 
 
@@ -376,10 +326,7 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     >>> list(shared_state(model))
     ['1.weight', '1.bias']
     """
-    trained = trainable(model)
-    # Also the second names of tied parameters.
-    named = nn.Module.named_parameters(model, remove_duplicate=False)
-    parameters = {name for name, _ in named}  # as state_dict has them
+    trained, state = trainable(model), state_of(model)
     for name, parameter in trained.items():
         if parameter.dtype not in _SENDABLE:
             raise ParamsError(
@@ -389,18 +336,66 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
             )
     return {
         name: value.detach()
-        for name, value in model.state_dict().items()
-        if name in trained or (name not in parameters and _travels(value))
+        for name, value in state.items()
+        if name in trained or (not isinstance(value, nn.Parameter) and _travels(value))
     }
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's own parameters and buffers, by their names in ``state_dict``.
+
+    What a module adds there (its extra state, or how its weight is quantised) is left
+    out. A curvature is of parameters as they are in the model, so they must be saved as
+    they are, too.
+
+    Raises
+    ------
+    ParamsError
+        If ``state_dict`` has something else for a trainable parameter.
+    """
+    state = model.state_dict()
+    for name, own in trainable(model).items():
+        saved = state.get(name)
+        if saved is None or _place(saved) != _place(own):
+            raise ParamsError(
+                f"model.state_dict() has another tensor than the parameter '{name}', "
+                "or none: a hook renames, reorders or converts it. Remove the hook, "
+                "and convert where you save the model"
+            )
+    # By nn.Module's methods, with the second names of what is tied.
+    every = {
+        **dict(nn.Module.named_parameters(model, remove_duplicate=False)),
+        **dict(nn.Module.named_buffers(model, remove_duplicate=False)),
+    }
+    return {name: every[name] for name in state if name in every}
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def load_state(model: nn.Module, params: Params) -> None:
+    """Copy tensors into a model's own parameters and buffers of these names.
+
+    It calls no hook of ``load_state_dict``, which may want more than tensors.
+
+    Raises
+    ------
+    ParamsError
+        If the model has no such entry, or one of another shape.
+    """
+    state = state_of(model)
+    check_same_layout(select(state, state.keys() & params.keys()), params)
+    with torch.no_grad():
+        for name, value in params.items():
+            state[name].copy_(value)
 
 
 _SENDABLE = (torch.float16, torch.float32, torch.float64)
 
 
-def _travels(value: object) -> bool:
-    if not isinstance(value, Tensor) or value.is_complex():
-        return False
-    if value.layout != torch.strided:
+def _travels(value: Tensor) -> bool:
+    if value.is_complex() or value.layout != torch.strided:
         return False
     if not value.is_floating_point():
         return True
@@ -410,12 +405,6 @@ def _travels(value: object) -> bool:
 def widened(tensor: Tensor) -> Tensor:
     """Return a detached tensor in at least float32, for squares and sums."""
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def within(tolerance: float, computed: Tensor, expected: Tensor) -> Tensor:
-    """Return, as a tensor, whether the distance is at most this share of the norm."""
-    a, b = widened(computed), widened(expected)
-    return torch.dist(a, b).le(tolerance * torch.linalg.vector_norm(b))
 
 
 class Sums:

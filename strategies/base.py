@@ -350,7 +350,8 @@ class CurvatureStrategy(Strategy):
             If a callback failed. Its round is finished then.
 
         Whatever is raised, the strategy's `partial_result` then has the rounds that
-        were merged, or is None if there were none.
+        were merged, and the uploads that the failed one had admitted. It is None if
+        there are neither.
         """
         callbacks = checked_callbacks(callbacks)
         check_default_device()
@@ -403,11 +404,13 @@ class CurvatureStrategy(Strategy):
                 callbacks,
             )
         except BaseException:  # also of the user's own functions, and Ctrl+C
-            if run.has_merged:
+            if run.has_something:
                 self.partial_result = run.result()
                 logger.error(
-                    "The run ends with an error after a merge. The strategy's "
-                    "partial_result.arrays has the model"
+                    "The run ends with an error. The strategy's partial_result has "
+                    "the %s, and the %s uploads of the last exchange",
+                    "merged model" if run.has_merged else "initial model",
+                    len(self.partial_result.uploads),
                 )
             raise
         finally:

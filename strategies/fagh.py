@@ -165,7 +165,7 @@ class FAGH(CurvatureStrategy):
         gradient = mean_vector(uploads, "gradient")
         if self.probe == "none":
             product = {k: torch.zeros_like(v) for k, v in gradient.items()}
-            along = torch.zeros(())
+            along = torch.zeros((), dtype=torch.float32)
         else:
             product = mean_vector(uploads, "hvp")
             along = self._along(state, product)
@@ -216,14 +216,7 @@ def _read(record: ArrayRecord, like: Params) -> Additive:
 
 
 def _send(state: ServerState) -> Groups:
-    direction = _last_direction(state)
-    if not direction:
-        raise ConfigurationError(
-            "probe='momentum' needs the last step's direction after round 1, but this "
-            "strategy has taken no step: begin at round 1, or resume a run of `start` "
-            "from its checkpoint_dir"
-        )
-    return {"probe": direction}
+    return {"probe": _last_direction(state)}
 
 
 def _last_direction(state: ServerState) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """FedFish: federated averaging with each parameter weighted by the clients' Fishers."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor, nn
 
 from flwr_fisher.errors import ConfigurationError, check_range, plain
 from flwr_fisher.params import (
-    DeferredParams,
     Params,
     double,
     norm,
+    scale,
     select,
     subtract,
     weighted_mean,
@@ -37,6 +36,7 @@ from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.refinement import refinements
 from flwr_fisher.wire import Additive, Codec, FisherUpload, resolve
 
+_TRACE = 2.0  # the largest that counts, where honest clients' are 1 but for rounding
 _OPTIMIZER = "optimizer"
 
 
@@ -178,16 +178,16 @@ class FedFish(CurvatureStrategy):
     def _step(self, state: ServerState, uploads: Uploads[FisherUpload]) -> Step:
         """Return a step along the Fisher-weighted mean of the clients' updates."""
         fishers = [upload.payload.curvature.diagonal() for upload in uploads]
+        if self.fisher.balance == 1:  # then a client has divided its own by its trace
+            fishers = [scale(F, min(1, _TRACE / max(1, _trace(F)))) for F in fishers]
         trained = [upload.payload.params for upload in uploads]
-        before = double(state.params, fishers[0])
-        layout = DeferredParams(before, before.__getitem__)
-        # in float64, computed one after another
-        deltas = [
-            DeferredParams(layout, partial(_update, before, params))
-            for params in trained
-        ]
-        gradient = fedfish_average(deltas, fishers, weights_of(uploads))
-        return self._descend(state, gradient, fishers, trained, weights_of(uploads))
+        weights, gradient = weights_of(uploads), dict[str, Tensor]()
+        # One parameter after another: its updates are in float64.
+        for name, start in double(state.params, fishers[0]).items():
+            deltas = [{name: start - params[name].double()} for params in trained]
+            of_name = [{name: fisher[name]} for fisher in fishers]
+            gradient |= fedfish_average(deltas, of_name, weights)
+        return self._descend(state, gradient, fishers, trained, weights)
 
     def _step_of_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return a step along the quotient of two sums over all clients."""
@@ -243,5 +243,5 @@ class FedFish(CurvatureStrategy):
         }
 
 
-def _update(before: Params, trained: Params, name: str) -> Tensor:
-    return before[name] - trained[name].double()
+def _trace(fisher: Params) -> float:
+    return float(sum(entries.sum() for entries in fisher.values()))

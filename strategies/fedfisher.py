@@ -10,7 +10,7 @@ import torch
 from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import FisherOptions
-from flwr_fisher.devices import default_device, usable_device
+from flwr_fisher.devices import CPU, default_device, usable_device
 from flwr_fisher.errors import ConfigurationError, check_known, check_number, plain
 from flwr_fisher.log_lines import Progress, logger
 from flwr_fisher.merge import (
@@ -210,8 +210,7 @@ class FedFisherOneShot(CurvatureStrategy):
                 Exchange(options, self._read, step, require_same_parameters=True)
             ]
         elif self.structure == "kfac":
-            limits = self.policy.limits
-            merging = KfacSums(self._filled, options, limits).exchanges()
+            merging = KfacSums(self._filled, options).exchanges()
         else:
             read = Additive.reader(*SUMS, of_one=False)
             mean = Summation[Additive](read=read, mean=exact_mean)
@@ -265,14 +264,21 @@ class FedFisherOneShot(CurvatureStrategy):
         by_default = merge.solver == "pcg" and merge.iterations is None
         if by_default and 2 * regressions > len(uploads):
             merge = replace(merge, iterations=1)
-        merged = merge_posteriors(
+        merged_on = partial(
+            merge_posteriors,
             [u.payload.posterior(u.num_examples) for u in uploads],
             merge,
             score=self.score,
             progress=Progress("merging").tell_if_due,
-            device=self.device,
         )
-        return step_of(merged)
+        try:
+            return step_of(merged_on(device=self.device))
+        except RuntimeError as error:  # such as too little memory
+            if self.device == CPU:
+                raise
+            text = "merging failed on %s, so it is done on the CPU: %s"
+            logger.warning(text, self.device, error)
+            return step_of(merged_on(device=CPU))
 
     def _merge_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return the step to the merge of the uploads' means."""

@@ -326,3 +326,28 @@ NETS = {
     "frozen head": Net(frozen("2.weight", "2.bias"), VECTORS),
     "dropout": Net(lambda: mlp(nn.Linear(3, 3), nn.Dropout(0.9)), VECTORS),
 }
+
+
+class Mixes(nn.Linear):
+    """Each example's outputs depend on the others."""
+
+    def __init__(self, mix):
+        super().__init__(3, 3)
+        self.mix = mix
+
+    def forward(self, x):
+        return super().forward(x + self.mix(super().forward(x)))
+
+
+def capacity(x, most=5):
+    """Let no more examples pass than an expert takes of a batch."""
+    return x * (torch.arange(len(x)).unsqueeze(1) < most)
+
+
+MIXES = {
+    "all": lambda x: x.mean(0),
+    "those-before": lambda x: x.cumsum(0),
+    "those-after": lambda x: x.flip(0).cumsum(0).flip(0),
+    "the-one-before": lambda x: x.roll(1, 0),
+    "the-first-five-only": capacity,
+}

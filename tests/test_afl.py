@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord
+from nets import MIXES, Mixes
 from oracles import randn
 from test_strategy_contract import Row
 from torch import nn
@@ -214,3 +215,10 @@ def test_the_strategys_head_is_the_pooled_regression(bias, ridge):
 def test_other_weights_than_the_sums_own_are_refused():
     with pytest.raises(ConfigurationError, match=r"^AFL needs weighted_by_key"):
         AFL(weighted_by_key="trust")
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_features_that_depend_on_other_examples_are_refused(mix):
+    x = randn(3, 9, 3)
+    with pytest.raises(StructureError, match="depend on the other examples"):
+        head_sums(nn.Sequential(Mixes(mix)), [(x, torch.arange(9) % 3)], "0")

@@ -146,11 +146,34 @@ def test_a_metric_that_is_not_there_is_named():
     with pytest.raises(
         CallbackError, match=r"no round .* 'server/accurac'. The metrics are: "
     ):
-        run(BestModel("unused", "server/accurac"), scores="01234")
+        run(BestModel("unused", "server/accurac", "max"), scores="01234")
     with pytest.raises(ConfigurationError, match="'train/x' is a list"):
-        EarlyStopping("train/x").on_round_end(1, ArrayRecord(), {1: {"train/x": [1.0]}})
+        EarlyStopping("train/x", "max").on_round_end(
+            1, ArrayRecord(), {1: {"train/x": [1.0]}}
+        )
     for name in ("accuracy", "evaluation/accuracy", 0.5):
         with pytest.raises(ConfigurationError, match="is not the name of a metric"):
             EarlyStopping(name)
     with pytest.raises(ConfigurationError, match="unknown mode 'up'"):
         EarlyStopping(mode="up")
+
+
+@pytest.mark.parametrize(
+    "name", ["evaluate/loss", "train/train_loss", "server/val-MSE"]
+)
+def test_a_loss_is_better_if_it_is_smaller(name, tmp_path):
+    stop, best = EarlyStopping(name, patience=2), BestModel(tmp_path / "best", name)
+    falling = {1: 0.9, 2: 0.5, 3: 0.4, 4: 0.3}
+    assert not stop.on_round_end(4, ArrayRecord(), history_of(name, falling))
+    for number in falling:
+        so_far = {n: falling[n] for n in range(1, number + 1)}
+        best.on_round_end(number, tiny_arrays(), history_of(name, so_far))
+    with safe_open(tmp_path / "best", "pt") as file:
+        assert file.metadata()["round"] == "4"
+
+
+@pytest.mark.parametrize("name", ["evaluate/brier", "server/loss_accuracy"])
+def test_a_name_that_does_not_say_what_is_better_is_refused(name):
+    with pytest.raises(ConfigurationError, match='pass mode="max" or mode="min"'):
+        EarlyStopping(name)
+    EarlyStopping(name, mode="min")

@@ -264,7 +264,7 @@ def test_arrays_that_do_not_fit_are_refused_by_name(kind, arrays, names):
 def test_two_array_records_are_refused():
     content = RecordDict({"a": tiny_arrays(), "b": tiny_arrays()})
     message = Message(content, 1, "train")
-    with pytest.raises(ClientError, match="send one ArrayRecord, but it sent 2"):
+    with pytest.raises(ClientError, match="have one ArrayRecord, but this one has 2"):
         tiny_client().fit(message, Context(1, 1, {}, RecordDict(), {}))
 
 

@@ -7,12 +7,12 @@ from oracles import seeded
 from torch import nn
 
 from flwr_fisher.curvature import (
-    EXPECTATIONS,
     LIKELIHOODS,
     STRUCTURES,
     FisherOptions,
     fisher,
 )
+from flwr_fisher.curvature.estimate.options import EXPECTATIONS
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,

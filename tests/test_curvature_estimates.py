@@ -105,7 +105,7 @@ def test_no_more_passes_than_by_groups_of_alike(kinds, batch, memory):
     # Beside the largest of their group: as many as the next power of two, less one.
     most = (2 ** (count.log2().floor() + 1) - 1).sum()
     once = len(x)  # forwards, before a group's own
-    of_check = 5 + 1 + 3 * batch
+    of_check = 5 + 1 + 5 * batch
     assert once + count.sum() <= model.seen.passes - of_check <= 2 * once + most
     want = diagonal_fisher(model, x)["logits.weight"]
     assert relative(found.diagonal()["logits.weight"], want) <= 1e-6

@@ -391,7 +391,7 @@ def test_it_is_nngeometrys():
     factors = theirs(pspace.PMatKFAC).data
     for block in fisher(model, loader, options=EXACT).blocks():
         A, G = factors[block.weight.rpartition(".")[0]]  # each scaled in its own way
-        assert relative(block.dense_blocks()[0], torch.kron(G, A)) <= 1e-5
+        assert relative(torch.kron(block.G[0], block.A[0]), torch.kron(G, A)) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["small", "attention", "batch norm"])
@@ -482,6 +482,16 @@ def test_all_examples_of_the_first_batch_are_checked():
         assert Forms.of(model, Inputs((batch,))).others == ["0.weight", "0.bias"]
         # Also where memory allows only a few at once.
         assert Forms.of(model, Inputs((batch,)), 1).others == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_first_batch_of_zeros_shows_nothing_by_itself(bias):
+    model = seeded(then_tanh(SquaredWeight, 3, 3, bias)).double().eval()
+    own = {"0.weight", "0.bias"} if bias else {"0.weight"}
+    assert set(Forms.of(model, Inputs((torch.zeros(5, 3).double(),))).others) == own
+    # Nor does it show that a layer is another than its type says.
+    plain = seeded(then_tanh(nn.Linear, 3, 3, bias)).double().eval()
+    assert not Forms.of(plain, Inputs((torch.zeros(5, 3).double(),))).others
 
 
 def test_a_gradient_that_is_only_rounding_shows_nothing():

@@ -16,12 +16,12 @@ from virtual import ask, metrics_of
 
 from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.curvature import (
-    EXPECTATIONS,
     LIKELIHOODS,
     FisherOptions,
     Likelihood,
     fisher,
 )
+from flwr_fisher.curvature.estimate.options import EXPECTATIONS
 from flwr_fisher.curvature.estimate.pieces import Pieces, SoftmaxVectors, backward_plan
 from flwr_fisher.errors import (
     ClientError,

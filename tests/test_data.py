@@ -97,6 +97,23 @@ def test_a_batch_in_place_of_a_loader_is_refused(loader):
         fisher(MODEL, loader)
 
 
+class Annotated(torch.Tensor):
+    """As MONAI's MetaTensor, which has rules of its own for slices."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.__getitem__, torch.clone, torch.cat):
+            raise TypeError(f"{function} of annotated tensors")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_subclass_of_tensor_is_the_tensor_that_it_holds():
+    made = read((X.as_subclass(Annotated), Y.as_subclass(Annotated)), MODEL)
+    assert {type(made.labels), *map(type, made.inputs.tensors)} == {torch.Tensor}
+    assert torch.equal(made.inputs.tensors[0], X)
+    assert torch.equal(made.labels, Y)
+
+
 @pytest.mark.parametrize("batch", [X, {"img": X, "fine_label": Y}])
 def test_labels_under_another_name_need_a_batch_fn(batch):
     with pytest.raises(DataError, match="'label'"):

@@ -119,7 +119,7 @@ def test_nan_in_the_data_ends_the_training(config):
     train_fn = LocalSGD(epochs=5, on_epoch=lambda epoch, _: epochs.append(epoch))
     x = torch.where(torch.arange(len(X)) == 7, torch.nan, X.T).T
     client = FisherClient(tiny_model(), [(x, Y)], train_fn=train_fn)
-    with pytest.raises(ClientError, match=r"NaN or infinity in '.*the data"):
+    with pytest.raises(ClientError, match="NaN or infinity"):
         ask(client, config=config)
     assert not epochs
 

@@ -426,7 +426,8 @@ def test_another_layer_or_a_frozen_one_makes_another_upload(tmp_path):
     assert len({digest_of(one) for one in (client(tmp_path), tanh, frozen)}) == 3
 
 
-def test_another_frozen_backbone_is_trained_with(tmp_path):
+@pytest.mark.parametrize("tells", [{}, {"tell-frozen": True}], ids=["", "window"])
+def test_another_frozen_backbone_is_trained_with(tmp_path, tells):
     """The upload and its digest belong to one backbone."""
 
     def replies(seed):
@@ -434,7 +435,7 @@ def test_another_frozen_backbone_is_trained_with(tmp_path):
         one.problem.model[0].load_state_dict(tiny_model(seed)[0].state_dict())
         one.problem.model[0].requires_grad_(False)
         arrays = tensors_to_arrays(shared_state(one.problem.model))
-        config = {"run": RUN, "server-round": 1, "tell-frozen": True, **KFAC}
+        config = {"run": RUN, "server-round": 1, **tells, **KFAC}
         return arrays_of(ask(one, arrays, config))
 
     first, other, again = replies(0), replies(1), replies(1)

@@ -86,7 +86,19 @@ WRONG = {
     ),
     "half-a-model": (
         lambda s: Step(ServerState({"0.weight": s.params["0.weight"]})),
-        r"returned params without 0\.bias, 1\.bias, .* return all of them",
+        r"not the model's in 0\.bias, 1\.bias, .* is torch.float32 of .* and absent",
+    ),
+    "one-key-more": (
+        lambda s: Step(ServerState({**s.params, "9.bias": s.params["0.bias"]})),
+        r"the model's in 9\.bias: '9\.bias' is absent in the model, and torch\.float32",
+    ),
+    "another-dtype": (
+        lambda s: Step(ServerState({k: v.double() for k, v in s.params.items()})),
+        r"is torch\.float32 of .* in the model, and torch\.float64 of",
+    ),
+    "another-shape": (
+        lambda s: Step(ServerState({**s.params, "0.bias": s.params["0.bias"][:-1]})),
+        r"the model's in 0\.bias: ",
     ),
     "no-model": (
         lambda s: Step(ServerState({"w": 0.5})),

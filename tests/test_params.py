@@ -5,13 +5,16 @@ import torch
 from oracles import randn
 from torch import nn
 
+from flwr_fisher.client import FisherClient
 from flwr_fisher.errors import ParamsError
 from flwr_fisher.params import (
+    NORM_STATISTICS,
     add,
     check_finite,
     check_same_layout,
     dot,
     flatten,
+    load_state,
     norm,
     scale,
     select,
@@ -183,3 +186,55 @@ def test_a_tied_weight_is_shared_under_one_name_and_frozen_under_none():
     assert list(shared_state(model)) == ["0.weight"]
     model[0].weight.requires_grad_(False)
     assert shared_state(model) == {}
+
+
+def permuted(module, state, prefix, _):
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].flip(0)
+
+
+def transposed(module, state, prefix, _):
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+
+
+def halved(module, state, prefix, _):
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].half()
+
+
+def renamed(module, state, prefix, _):
+    state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+
+@pytest.mark.parametrize("hook", [permuted, transposed, halved, renamed])
+def test_a_model_that_is_saved_as_another_is_refused_before_it_trains(hook):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1]._register_state_dict_hook(hook)
+    for use in (
+        shared_state,
+        lambda model: FisherClient(model, [(randn(0, 2, 3), torch.arange(2))]),
+    ):
+        with pytest.raises(ParamsError, match=r"another tensor .* '1\.weight'"):
+            use(model)
+
+
+class Quantised(nn.Linear):
+    """Its frozen weight is saved with how it is quantised, and loaded with it."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.scale"] = torch.ones(3)
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        raise RuntimeError("no version")
+
+
+def test_what_is_neither_parameter_nor_buffer_stays_where_it_is():
+    model = nn.Sequential(Quantised(3, 3).requires_grad_(False), nn.BatchNorm1d(3))
+    names = ["weight", "bias", *NORM_STATISTICS]
+    assert list(shared_state(model)) == [f"1.{name}" for name in names]
+    load_state(model, {"1.weight": torch.full((3,), 2.0)})
+    assert model[1].weight.tolist() == [2.0] * 3
+    assert model[1].weight.requires_grad
+    with pytest.raises(ParamsError, match=r"'1.weight' has shape \(1,\), expected"):
+        load_state(model, {"1.weight": torch.ones(1)})
+    with pytest.raises(ParamsError, match=r"unexpected keys .*'2\.weight'"):
+        load_state(model, {"2.weight": torch.ones(1)})

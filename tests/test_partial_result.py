@@ -1,13 +1,19 @@
 """What a run that ends with an error leaves: the rounds that it merged."""
 
 import pytest
+import torch
 import tutorials
 from flwr.app import MetricRecord
 from virtual import Watched, quick_app, same_bits, tiny_arrays
 
+from flwr_fisher import merge
 from flwr_fisher.errors import RoundError
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.server.door import Door
+from flwr_fisher.server.round import ExchangeRun
+from flwr_fisher.server.run import Run
+from flwr_fisher.strategies import Exchange, FedFisherOneShot, Policy, fedfisher
 from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import tensors_to_arrays
 
 OWN = tutorials.load("own_exchanges", "Three runs")
 
@@ -34,7 +40,7 @@ def test_it_has_the_model_where_the_servers_evaluation_fails(server_round, caplo
     whole = run(FedFisherOneShot(refine=None), num_rounds=server_round)
     assert same_bits(strategy.partial_result.arrays, whole.arrays)
     assert len(strategy.partial_result.uploads) == 3
-    assert "partial_result.arrays has the model" in caplog.text
+    assert "partial_result has the merged model, and the 3 uploads" in caplog.text
 
 
 @pytest.mark.parametrize("finished", [0, 1])
@@ -52,10 +58,40 @@ def test_it_has_whole_rounds_alone(finished):
     strategy = own()
     with pytest.raises(RoundError):
         run(strategy, Watched(tamper=dict.fromkeys(range(3), dies)))
-    if not finished:
-        assert strategy.partial_result is None
-        return
-    assert same_bits(strategy.partial_result.arrays, run(own(), num_rounds=1).arrays)
-    assert not strategy.partial_result.uploads  # those of the failed round
+    merged = run(own(), num_rounds=1).arrays if finished else tiny_arrays()
+    assert same_bits(strategy.partial_result.arrays, merged)
+    assert len(strategy.partial_result.uploads) == 1  # of the exchange that failed
     run(strategy, num_rounds=1)
     assert strategy.partial_result is None
+
+
+@pytest.mark.parametrize(
+    ("owner", "function"),
+    [
+        (Policy, "references"),
+        (Policy, "limit"),
+        (Exchange, "take"),
+        (fedfisher, "merge_posteriors"),
+        (Door, "metrics"),
+        (ExchangeRun, "close"),
+        (Run, "take_step"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyError, KeyboardInterrupt])
+def test_whatever_fails_after_the_door_leaves_the_uploads(
+    owner, function, error, monkeypatch
+):
+    def fails(*args, **options):
+        raise error("of a test")
+
+    monkeypatch.setattr(owner, function, fails)
+    options = {"norm_statistics": "average", "refine": None}
+    strategy = FedFisherOneShot(**options)
+    with pytest.raises(error, match="of a test"):
+        run(strategy, num_rounds=1)
+    monkeypatch.undo()
+    uploads = strategy.partial_result.uploads
+    by_hand = merge.fedfisher([u.payload.posterior(u.num_examples) for u in uploads])
+    want = run(FedFisherOneShot(**options), num_rounds=1).arrays
+    assert same_bits(tensors_to_arrays(by_hand.params), want)

@@ -66,6 +66,7 @@ from flwr_fisher.strategies import (
     FedFisherOneShot,
     FisherOptions,
     MergeOptions,
+    Refinement,
     Scaffold,
 )
 from flwr_fisher.strategies import FedAvg as OurFedAvg
@@ -144,6 +145,7 @@ OF_THE_BASE = {
 }
 # What an option of a method changes is what its rounds give, and where they go on.
 OF_ROUNDS = {
+    "test_another_default_dtype_changes_nothing",
     "test_node_ids_and_the_order_of_replies_do_not_matter",
     "test_the_model_is_not_the_start_and_each_round_goes_on",
     "test_a_stopped_run_goes_on_bit_for_bit",
@@ -274,6 +276,37 @@ def test_node_ids_and_the_order_of_replies_do_not_matter(row):
     assert [u.client for u in one.uploads] == [f"partition-{i}" for i in range(3)]
     ids = [[upload.node_id for upload in result.uploads] for result in results]
     assert ids[0] != ids[1]
+
+
+def in_float32(dtype):
+    """Clients in float32, in a process whose default dtype is another."""
+
+    def client_fn(context):
+        torch.set_default_dtype(torch.float32)
+        client = tiny_client(int(context.node_config["partition-id"]))
+        torch.set_default_dtype(dtype)
+        return client
+
+    return make_client_app(client_fn)
+
+
+def check_default_dtype(row, dtype):
+    want = run(row(), in_float32(torch.float32)).arrays
+    got = run(row(), in_float32(dtype)).arrays
+    torch.set_default_dtype(torch.float32)
+    assert same_bits(got, want)
+
+
+def test_another_default_dtype_changes_nothing(row):
+    check_default_dtype(row, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_nor_for_packed_uploads_and_steps(dtype):
+    refine = Refinement(head=True, steps=2)
+    check_default_dtype(
+        Row(fedfisher_with, {"codec": "fedavg", "refine": refine}), dtype
+    )
 
 
 def scaled_weights(*factors):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from flwr.app import ArrayRecord
+from nets import MIXES, Mixes
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_data, tiny_model
@@ -91,12 +92,12 @@ FAILURES = {
     ),
     "dtype": fails(
         DataError,
-        r"model fails on .*, \(4, 3\) of torch.float64: .*Double.*batch_fn",
+        r"model fails on .*, \(12, 3\) of torch.float64: .*Double.*batch_fn",
         loader=with_inputs(lambda x: x.double()),
     ),
     "broadcast": fails(
         DataError,
-        r"labels of shape \(4,\) do not fit outputs of shape \(4, 1\)",
+        r"labels of shape \(12,\) do not fit outputs of shape \(12, 1\)",
         model=lambda: nn.Linear(3, 1),
         loader=with_inputs(lambda x: x, REAL),
         likelihood="gaussian",
@@ -107,6 +108,15 @@ FAILURES = {
     "nan-inputs": fails(
         ClientError, "NaN", loader=with_inputs(lambda x: x * float("nan"))
     ),
+    **{
+        name: fails(
+            StructureError,
+            "depend on the other examples",
+            model=lambda mix=mix: Mixes(mix),
+            loader=with_inputs(lambda x: x),
+        )
+        for name, mix in MIXES.items()
+    },
     "nan-model": fails(ClientError, "hold NaN", model=lambda: NaN(3, 3)),
 }
 
@@ -137,7 +147,7 @@ def test_probabilities_are_told(caplog):
     assert "returns probabilities" in caplog.text
 
 
-def test_it_is_made_once_a_process_by_one_forward_pass(monkeypatch):
+def test_it_is_made_once_a_process_by_three_forward_passes(monkeypatch):
     calls, tries = [], []
     original = train.try_upload
 
@@ -154,8 +164,8 @@ def test_it_is_made_once_a_process_by_one_forward_pass(monkeypatch):
     monkeypatch.setattr(train, "try_upload", counted)
     for config in ({}, {"server-round": 2}, {"structure": "diagonal"}):
         asked(client_of(lambda: Counting(3, 3)), **config)
-    assert tries == [1, 0, 1]
-    assert calls[0] == (4, False, False)
+    assert tries == [3, 0, 3]  # the batch, its first example, and the batch reversed
+    assert calls[:3] == [(4, False, False), (1, False, False), (4, False, False)]
     ask(client_of(), tiny_arrays())  # without a Fisher
     assert len(tries) == 3
 

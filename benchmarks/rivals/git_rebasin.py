@@ -17,7 +17,7 @@ from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
 from flwr_fisher.curvature.operators.base import Diagonal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
-from flwr_fisher.params import Params, bias_of, layout_of, weighted_mean
+from flwr_fisher.params import Params, bias_of, weighted_mean
 
 Order = Tensor  # of integers: the old number of each new unit
 
@@ -72,12 +72,11 @@ def chain_of(params: Params) -> list[Layer]:
     Layer(weight='0.weight', bias='0.bias', outputs=2, repeats=1)
     Layer(weight='2.weight', bias='2.bias', outputs=3, repeats=4)
     """
-    layout = layout_of(params)
     layers: list[Layer] = []
-    for name, value in layout.items():
+    for name, value in params.items():
         if value.dim() >= 2:
             layers.append(_after(layers[-1] if layers else None, name, value))
-        elif layers and name == bias_of(layers[-1].weight, layout):
+        elif layers and name == bias_of(layers[-1].weight, params):
             layers[-1] = replace(layers[-1], bias=name)
         else:
             raise StructureError(

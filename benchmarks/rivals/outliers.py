@@ -12,7 +12,7 @@ from flwr_fisher.curvature import Curvature, WeightedSum
 from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.merge.linear_system import Device
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
-from flwr_fisher.params import dot, layout_of
+from flwr_fisher.params import dot
 
 MAJORITY = 3  # at least so many clients have a majority without any one of them
 JUDGES = 20  # at most so many clients' Fishers measure the others
@@ -101,7 +101,7 @@ def _distances_by_layer(
         away = _moves_from_median(posteriors, list(together.shapes), device)
         yield [_squared_distances(parts[judge], away, device) for judge in judges]
     covered = posteriors[0].curvature.shapes
-    for name, like in layout_of(posteriors[0].params).items():
+    for name, like in posteriors[0].params.items():
         if name not in covered and like.is_floating_point():
             away = _moves_from_median(posteriors, [name], device)
             yield [[float(dot(move, move)) for move in away]] * len(judges)

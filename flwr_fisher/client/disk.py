@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flwr_fisher.errors import ClientError, ConfigurationError
-from flwr_fisher.files import is_aside, load_record, save_record
+from flwr_fisher.files import load_record, save_record, sweep
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 
@@ -195,7 +195,7 @@ class ClientDisk:
         self.check_room(num_bytes, f"the {name} of run {self.key}")
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _sweep(self.path)
+            sweep(self.path, older_than=_STALE)
             save_record(path, tensors, {"note": note}, durable=durable)
         except (SafetensorError, OSError) as error:
             raise ClientError(
@@ -250,7 +250,7 @@ class ClientDisk:
     def _make_room(self) -> None:
         """Delete the oldest entries until the others are within the limits."""
         entries: dict[str, list[Path]] = {}
-        for path in _listed(self.path):  # without those that are still written
+        for path in self.path.iterdir():  # without those that are still written
             if file := _FILE.fullmatch(path.name):
                 entries.setdefault(file["key"], []).append(path)
         sizes = {
@@ -299,22 +299,6 @@ def _deleted(paths: Collection[Path]) -> bool:
     except OSError:  # it is locked, or this user may not lock it
         return False
     return True
-
-
-def _listed(folder: Path) -> list[Path]:
-    """Return a folder's entries, sorted; none if it does not exist."""
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _sweep(folder: Path) -> None:
-    """Delete partial files that a crash left: those that nobody still writes."""
-    for path in _listed(folder):
-        age = time.time_ns() - _stat(path, "st_mtime_ns")
-        if is_aside(path) and age > _STALE * 10**9:
-            _delete(path)
 
 
 def _stat(path: Path, what: str) -> int:

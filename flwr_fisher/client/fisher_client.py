@@ -165,8 +165,8 @@ class FisherClient:
         problem.load(request.params)
         if request.from_library:
             problem.check_dtypes(request.params)
-        frozen = ""
-        if request.options.get("tell-frozen"):
+        frozen, tells = "", request.options.get("tell-frozen")
+        if tells or "run" in request.options:
             frozen = digest_of_frozen(problem.model, request.params)
         with watching(name_of(context), unit=None):
             if (run := request.options.get("run")) is None:
@@ -184,7 +184,7 @@ class FisherClient:
                     if kept is None:
                         outbox.keep(reply)
         arrays = reply.arrays
-        if arrays is not None and frozen:
+        if arrays is not None and frozen and tells:
             arrays = with_frozen(arrays, frozen)
         return _message(message, MetricRecord({**reply.metrics}), arrays)
 

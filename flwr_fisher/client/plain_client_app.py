@@ -177,11 +177,6 @@ def check_client(client: FisherClient, **options: Any) -> None:
         dry_run(client.problem, Request(params, options={"structure": "kfac", **named}))
 
 
-def _trained_before(*arguments: object) -> dict[str, float]:
-    """Return no metrics: the app has trained already."""
-    return {}
-
-
 def _read(
     message: Message,
     context: Context,
@@ -196,7 +191,7 @@ def _read(
     problem = LocalProblem(
         model,
         trainloader,
-        train_fn=_trained_before,
+        train_fn=lambda *_: {},  # the app has trained already
         likelihood=likelihood,
         device=place_of(model) or CPU,
         limits=ClientLimits(max_examples=max_examples),

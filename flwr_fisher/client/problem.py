@@ -39,7 +39,14 @@ from flwr_fisher.errors import (
     plain,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import Params, select, trainable, trainable_names
+from flwr_fisher.params import (
+    Params,
+    load_state,
+    select,
+    state_of,
+    trainable,
+    trainable_names,
+)
 from flwr_fisher.wire.options import NUM_EXAMPLES, client_name, some
 
 _ENDLESS = 10**7  # examples of a loader that is read to be counted
@@ -160,7 +167,7 @@ class LocalProblem:
             raise ConfigurationError(
                 f"model must be an nn.Module, such as Net(), got {self.model!r:.80}"
             )
-        trainable(self.model)  # which refuses lazy layers
+        state_of(self.model)  # which refuses lazy layers, and hooks
         check_functions(self, ("train_fn", "evaluate_fn", "loss_fn", "batch_fn"))
         for name in ("train_fn", "evaluate_fn"):
             _check_loop(name, getattr(self, name))
@@ -352,8 +359,8 @@ class LocalProblem:
 
         They are on the device of those of `like`, even if a loop has moved the model.
         """
-        state = select(self.model.state_dict(), like)
-        return {name: value.to(like[name].device) for name, value in state.items()}
+        state = select(state_of(self.model), like)
+        return {n: v.detach().to(like[n].device) for n, v in state.items()}
 
     def count_examples(self, client: int) -> int:
         """Return the number of the client's examples: what it has read of them.
@@ -407,7 +414,7 @@ class LocalProblem:
             If they are not this model's.
         """
         self.check_layout(params)
-        self.model.load_state_dict(dict(params), strict=False)
+        load_state(self.model, params)
         self.model.zero_grad()  # a loop may have left gradients at former values
         return self
 
@@ -417,7 +424,7 @@ class LocalProblem:
         Other strategies of Flower take any precision. This library's expect the
         precision that they sent.
         """
-        model = self.model.state_dict()
+        model = state_of(self.model)
         for name, tensor in params.items():
             if model[name].dtype != tensor.dtype:
                 raise ClientError(
@@ -428,7 +435,7 @@ class LocalProblem:
 
     def check_layout(self, params: Params) -> None:
         """Raise :class:`ClientError` for parameters that do not fit this model."""
-        model = self.model.state_dict()
+        model = state_of(self.model)
         for name, tensor in params.items():
             if name not in model or model[name].shape != tensor.shape:
                 has = tuple(model[name].shape) if name in model else "no such entry"

@@ -239,7 +239,7 @@ def arrays_of(message: Message) -> ArrayRecord:
     records = list(message.content.array_records.values())
     if len(records) != 1:
         raise ClientError(
-            f"the server must send one ArrayRecord, but it sent {len(records)}"
+            f"a message must have one ArrayRecord, but this one has {len(records)}"
         )
     return records[0]
 

@@ -156,7 +156,7 @@ class LocalSGD(Options):
             loader = MappedLoader(loader, batch_fn)
         model.train()
         for epoch in range(first, self.epochs + 1):
-            total, count = torch.zeros((), device=device), 0
+            total, count = torch.zeros((), dtype=torch.float32, device=device), 0
             for batch in batches_of(loader, model, device, labelled=True, report=False):
                 if not (labels := batch.num_labels):
                     continue  # their mean loss would be 0 / 0

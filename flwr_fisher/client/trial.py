@@ -10,25 +10,29 @@ from torch import Tensor, nn
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
 from flwr_fisher.curvature import Curvature
+from flwr_fisher.curvature.data import are_probabilities
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
-from flwr_fisher.curvature.models import evaluating, place_of
+from flwr_fisher.curvature.models import check_rows, evaluating, place_of
 from flwr_fisher.errors import ClientError, DataError, FlwrFisherError
 from flwr_fisher.log_lines import log_once
 
-_FEW = 4  # examples of the first batch that are checked
 _COLUMNS, _NAMED = 100, 6  # characters of a line; layers up to which all are named
 _KINDS = {"Kronecker": "K-FAC", "Diagonal": "diagonal"}
 _tried: set[Hashable] = set()  # what this process has tried
 
 
 def try_upload(
-    problem: LocalProblem, request: Request, job: Hashable, batch: Any
+    problem: LocalProblem,
+    request: Request,
+    job: Hashable,
+    by_example: bool,
+    batch: Any,
 ) -> None:
-    """Check the first batch of a process's first training, by one forward pass.
+    """Check the first batch of a process's first training, by forward passes.
 
-    A few examples show, before hours of training, whether the Fisher can be computed
-    after it: whether the model takes the batch, and its outputs are one finite tensor
-    that fits the labels and the likelihood.
+    It shows, before hours of training, whether the Fisher can be computed after it:
+    whether the model takes the batch, and its outputs are one finite tensor that fits
+    the labels and the likelihood, with a row for each example that is its own.
 
     Parameters
     ----------
@@ -36,6 +40,8 @@ def try_upload(
         The job's.
     job : Hashable
         The job with its options: another one is checked, too.
+    by_example : bool
+        Whether the job takes a batch's examples apart.
     batch : Any
         The first batch that the training reads, as its loader yields it.
 
@@ -45,9 +51,10 @@ def try_upload(
         If the model fails on the inputs; if the outputs are not finite; or if labels
         name classes that the outputs do not have.
     StructureError
-        If the outputs are no tensor, or their classes are not the last dimension.
+        If the outputs are no tensor, their classes are not the last dimension, or an
+        example's outputs depend on the others of its batch.
     """
-    read = problem.read(batch)[:_FEW]
+    read = problem.read(batch)
     forms = [(t.dtype, t.shape[1:]) for t in read.inputs.tensors]
     key = (request.client, str(problem.likelihood), job, repr(problem.model), *forms)
     if key in _tried:
@@ -67,6 +74,8 @@ def try_upload(
                 f"{type(error).__name__}: {error}. Change the data set, or pass "
                 "batch_fn=... if your own loop converts its batches"
             ) from error
+        if by_example:
+            check_rows(model, inputs, outputs)
     if not outputs.isfinite().all():
         raise ClientError(
             "the model's outputs of the first training examples hold NaN or infinity: "
@@ -76,11 +85,7 @@ def try_upload(
     likelihood.sample_score(outputs, torch.Generator().manual_seed(0))
     if isinstance(labels := read.labels, Tensor):
         likelihood.check_labels(outputs, labels.cpu())
-    total = outputs.sum(-1)
-    are_shares = bool((outputs >= 0).all()) and torch.allclose(
-        total, total.new_ones(())
-    )
-    if problem.has_classes and are_shares:
+    if problem.has_classes and are_probabilities(outputs):
         log_once(
             "The model returns probabilities, but the Fisher is that of logits: leave "
             "out the softmax, unless your loss is F.cross_entropy"

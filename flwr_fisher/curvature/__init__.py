@@ -3,11 +3,7 @@
 from flwr_fisher.curvature.data import Batch, Inputs, MappedLoader
 from flwr_fisher.curvature.estimate.fisher import fisher
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS, Likelihood
-from flwr_fisher.curvature.estimate.options import (
-    EXPECTATIONS,
-    WEIGHT_SHARINGS,
-    FisherOptions,
-)
+from flwr_fisher.curvature.estimate.options import FisherOptions
 from flwr_fisher.curvature.gradients import gradient
 from flwr_fisher.curvature.operators.base import BlockDiagonal, Curvature, Diagonal
 from flwr_fisher.curvature.operators.kronecker import Kronecker
@@ -16,10 +12,8 @@ from flwr_fisher.curvature.second_order import gradient_and_hvp, hvp
 from flwr_fisher.curvature.structures import STRUCTURES
 
 __all__ = [
-    "EXPECTATIONS",
     "LIKELIHOODS",
     "STRUCTURES",
-    "WEIGHT_SHARINGS",
     "Batch",
     "BlockDiagonal",
     "Curvature",

@@ -301,7 +301,10 @@ def read(batch: Any, model: Callable[..., Any]) -> Batch:
         inputs = _inputs(first[0] if len(first) == 1 else tuple(first))
     else:
         inputs, labels = _inputs(batch), None
+    # A subclass, such as MONAI's MetaTensor, does more than compute.
+    inputs = inputs.mapped(lambda tensor: tensor.as_subclass(Tensor))
     if isinstance(labels, Tensor):
+        labels = labels.as_subclass(Tensor)
         if labels.shape[:1] != (len(inputs),):
             raise DataError(
                 f"a batch has {len(inputs)} rows of inputs, and labels of shape "

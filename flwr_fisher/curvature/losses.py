@@ -80,17 +80,18 @@ _OTHER_LOSS = (
 
 def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the mean squared error, without broadcasting."""
-    _check_shapes(outputs, labels)
+    check_same_shape(outputs, labels)
     return F.mse_loss(outputs, labels)
 
 
 def sigmoid_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the mean binary cross-entropy of logits and labels from 0 to 1."""
-    _check_shapes(outputs, labels)
+    check_same_shape(outputs, labels)
     return F.binary_cross_entropy_with_logits(outputs, labels.to(outputs.dtype))
 
 
-def _check_shapes(outputs: Tensor, labels: Tensor) -> None:
+def check_same_shape(outputs: Tensor, labels: Tensor) -> None:
+    """Raise :class:`DataError` unless there is a label for each output."""
     if outputs.shape != labels.shape:
         raise DataError(
             f"labels of shape {tuple(labels.shape)} do not fit outputs of shape "

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flwr_fisher.curvature.data import Inputs
 from flwr_fisher.devices import check_default_device
 from flwr_fisher.errors import ConfigurationError, StructureError
-from flwr_fisher.params import trainable, within
+from flwr_fisher.params import trainable, widened
 
 TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one example
 _OWN = (
@@ -177,16 +177,12 @@ def outputs_with(
 
 
 def check_outputs(model: nn.Module, inputs: Inputs, outputs: Tensor) -> None:
-    """Raise unless each example has a row of outputs that is its own.
+    """Raise unless each example has a row of outputs that is its own, with a gradient.
 
     Parameters
     ----------
-    model : nn.Module
-        In eval mode. It is called again, on the first example.
-    inputs : Inputs
-        A few examples.
-    outputs : Tensor
-        What the model returned for them, with a gradient.
+    model, inputs, outputs
+        As for :func:`check_rows`.
 
     Raises
     ------
@@ -208,17 +204,47 @@ def check_outputs(model: nn.Module, inputs: Inputs, outputs: Tensor) -> None:
             "numbers, so they have no gradient: return logits, before any argmax() or "
             "detach(), and without torch.no_grad"
         )
+    check_rows(model, inputs, outputs)
+
+
+def check_rows(model: nn.Module, inputs: Inputs, outputs: Tensor) -> None:
+    """Raise unless each example's row of outputs depends on this example alone.
+
+    The batch in the reverse order shows what depends on the examples before or after,
+    and the first example by itself what depends on all of them.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode.
+    inputs : Inputs
+        Some examples.
+    outputs : Tensor
+        What the model returned for them.
+
+    Raises
+    ------
+    StructureError
+        If outputs depend on the other examples of a batch or on former calls.
+    """
+    back = torch.arange(len(inputs) - 1, -1, -1, device=outputs.device)
     try:
-        alone = inputs[:1](model)
+        again = [inputs[:1](model).detach(), inputs[back](model).detach()[back]]
     except (RuntimeError, ValueError) as error:
         raise StructureError(
-            f"the model takes {n} examples, but fails on a single one ({error}): {_OWN}"
+            f"the model takes {len(inputs)} examples, but fails on a single one "
+            f"({error}): {_OWN}"
         ) from error
-    together = outputs[:1]
-    same = alone.shape == together.shape and within(_ALONE, alone, together)
-    if not same and together.isfinite().all():  # NaN shows nothing
-        raise StructureError(
-            "the model's outputs of an example depend on the other examples of its "
-            "batch, or on former calls, in eval mode, too, so an example has no "
-            f"gradient of its own: {_OWN}, and begin each call from the same state"
-        )
+    together = widened(outputs.detach()).reshape(len(inputs), -1)
+    if not together.isfinite().all():
+        return  # NaN shows nothing
+    most = _ALONE * together.norm(dim=1).mean()
+    for own in again:
+        rows = together[: len(own)]
+        same = own.shape[1:] == outputs.shape[1:] and len(own) == len(rows)
+        if not same or ((widened(own).view_as(rows) - rows).norm(dim=1) > most).any():
+            raise StructureError(
+                "the model's outputs of an example depend on the other examples of its "
+                "batch, or on former calls, in eval mode, too, so an example has no "
+                f"gradient of its own: {_OWN}, and begin each call from the same state"
+            )

@@ -128,7 +128,9 @@ def largest_eigenvalue(matvec: Matvec, like: Params, iterations: int = 100) -> T
     """
     generator = torch.Generator().manual_seed(0)
     vector = {
-        k: torch.randn(v.shape, generator=generator).to(v, non_blocking=True)
+        k: torch.randn(v.shape, generator=generator, dtype=torch.float32).to(
+            v, non_blocking=True
+        )
         for k, v in like.items()
     }
     size = norm(vector).double()

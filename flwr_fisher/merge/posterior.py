@@ -8,12 +8,10 @@ from torch import Tensor
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import ParamsError, check_positive
 from flwr_fisher.params import (
-    DeferredParams,
     Params,
     all_finite,
     check_finite,
     check_same_layout,
-    layout_of,
     weighted_mean,
 )
 
@@ -50,13 +48,11 @@ class LocalPosterior:
 
     def __post_init__(self) -> None:
         check_positive("num_examples", self.num_examples)
-        if not isinstance(self.params, DeferredParams):
-            detached = {name: value.detach() for name, value in self.params.items()}
-            object.__setattr__(self, "params", detached)
-        layout = layout_of(self.params)
+        params = {name: value.detach() for name, value in self.params.items()}
+        object.__setattr__(self, "params", params)
         for name, shape in self.curvature.shapes.items():
-            if name not in layout or layout[name].shape != shape:
-                shown = tuple(layout[name].shape) if name in layout else "no such key"
+            if name not in params or params[name].shape != shape:
+                shown = tuple(params[name].shape) if name in params else "no such key"
                 raise ParamsError(
                     f"the curvature covers '{name}' as {tuple(shape)}, but the params "
                     f"have {shown}"
@@ -77,12 +73,10 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
     """
     if not posteriors:
         raise ParamsError("there is no posterior to merge: pass at least one")
-    first = layout_of(posteriors[0].params)
     for index, posterior in enumerate(posteriors):
-        what, layout = f"posterior {index}", layout_of(posterior.params)
-        if layout is posterior.params:
-            check_finite(posterior.params, what)
-        check_same_layout(first, layout, what)
+        what = f"posterior {index}"
+        check_finite(posterior.params, what)
+        check_same_layout(posteriors[0].params, posterior.params, what)
         for block in posterior.curvature.blocks():
             name, numbers = list(block.shapes), block.non_negative()
             if not all(map(all_finite, [*block.tensors(), *numbers])):

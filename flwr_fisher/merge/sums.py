@@ -266,9 +266,7 @@ def partial_traces(curvature: Curvature) -> Curvature:
         if isinstance(block, Kronecker):
             (A, of_A), (G, of_G) = block.partial_traces()
             factors = A.scaled(of_A).to_dense(), G.scaled(of_G).to_dense()
-            blocks.append(
-                Kronecker(block.weight, block.weight_shape, *factors, block.bias)
-            )
+            blocks.append(block.with_factors(*factors))
         else:
             blocks.append(block)
     return BlockDiagonal(blocks)

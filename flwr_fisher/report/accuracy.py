@@ -13,7 +13,7 @@ from flwr_fisher.curvature.data import batches_of, num_correct
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import default_device
 from flwr_fisher.errors import DataError, ParamsError, check_whole
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, load_state
 from flwr_fisher.server.driver import EvaluateFn
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.wire import arrays_to_tensors
@@ -72,7 +72,7 @@ def ensemble_accuracy(
     correct, count = 0.0, 0
     with torch.no_grad():
         for batch in batches_of(loader, model, device, labelled=True):
-            mean = torch.zeros((), device=device)
+            mean = torch.zeros((), dtype=torch.float32, device=device)
             for member, weight in zip(models, weights, strict=True):
                 mean = mean + batch.inputs(member).softmax(-1) * weight
             correct += num_correct(mean, batch.labels)
@@ -85,9 +85,7 @@ def ensemble_accuracy(
 def _copy_with(model: nn.Module, params: Params) -> nn.Module:
     """Return a copy of the model in eval mode, with these parameters."""
     member = copy.deepcopy(model).eval()
-    unknown = member.load_state_dict(dict(params), strict=False).unexpected_keys
-    if unknown:
-        raise ParamsError(f"the model has no such parameters: {', '.join(unknown)}")
+    load_state(member, params)
     return member
 
 

@@ -9,6 +9,7 @@ import torch
 from flwr.serverapp.strategy import Result
 from torch import nn
 
+from flwr_fisher.callbacks import HISTORIES
 from flwr_fisher.devices import default_device
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.files import save_tensors
@@ -216,14 +217,9 @@ def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
     metrics of ``evaluate_fn``, ``train`` and ``evaluate`` the aggregated metrics of the
     clients. A source without metrics in a round is left out.
     """
-    histories = {
-        "train": result.train_metrics_clientapp,
-        "evaluate": result.evaluate_metrics_clientapp,
-        "server": result.evaluate_metrics_serverapp,
-    }
     rounds: dict[int, dict[str, dict[str, Any]]] = {}
-    for source, history in histories.items():
-        for number, record in history.items():
+    for source, field in HISTORIES.items():
+        for number, record in getattr(result, field).items():
             rounds.setdefault(number, {})[source] = dict(record)
     return dict(sorted(rounds.items()))
 

@@ -7,20 +7,13 @@ from flwr_fisher.rounds.fedfish import (
     fedfish_quotient,
 )
 from flwr_fisher.rounds.scaffold import scaffold_control, scaffold_step
-from flwr_fisher.rounds.server_optimizer import (
-    OPTIMIZERS,
-    OptimizerFactory,
-    make_optimizer,
-    server_step,
-)
+from flwr_fisher.rounds.server_optimizer import make_optimizer, server_step
 from flwr_fisher.rounds.updates import stepped_names
 
 __all__ = [
-    "OPTIMIZERS",
     "FaghMoments",
     "FaghStep",
     "FishOptions",
-    "OptimizerFactory",
     "fagh_step",
     "fedfish_average",
     "fedfish_quotient",

@@ -32,7 +32,7 @@ def make_optimizer(
     Parameters
     ----------
     optimizer : str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-        The name of a ``torch.optim`` class in any case (:data:`OPTIMIZERS`), or a
+        The name of a ``torch.optim`` class in any case, or a
         factory, such as ``functools.partial(torch.optim.SGD, lr=1.0, momentum=0.9)``.
     lr : float, optional
         The server's learning rate, by default torch's. A factory has its own, and this

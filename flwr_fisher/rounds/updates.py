@@ -1,11 +1,9 @@
 """Which of a model's tensors a step moves."""
 
-from collections.abc import Collection
-
 from flwr_fisher.params import NORM_STATISTICS, Params
 
 
-def stepped_names(params: Params, trained: Collection[str] | None = None) -> list[str]:
+def stepped_names(params: Params) -> list[str]:
     """Return the names to step, where uploads do not say which parameters are trained.
 
     A model that a client uploads also has buffers, which a server only averages.
@@ -26,8 +24,6 @@ def stepped_names(params: Params, trained: Collection[str] | None = None) -> lis
     >>> stepped_names(model.state_dict())
     ['0.weight', '1.weight', '1.bias']
     """
-    if trained is not None:
-        return [key for key in params if key in trained]
     return [
         key
         for key, value in params.items()

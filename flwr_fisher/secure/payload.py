@@ -24,7 +24,8 @@ import torch
 from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
-from flwr_fisher.errors import ClientError, ParamsError, WireError
+from flwr_fisher.client.request import arrays_of
+from flwr_fisher.errors import ClientError, WireError
 from flwr_fisher.params import Params, clipped
 from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponent_of
 from flwr_fisher.server.privacy import exponent_for, with_noise
@@ -219,12 +220,7 @@ class Contribution:
             If it has not one ``ArrayRecord``, or an array that cannot be summed, or no
             weight where one is needed.
         """
-        records = list(reply.content.array_records.values())
-        if len(records) != 1:
-            raise ClientError(
-                f"a reply for a secure sum needs one ArrayRecord, not {len(records)}"
-            )
-        tensors = arrays_to_tensors(records[0])
+        tensors = arrays_to_tensors(arrays_of(reply))
         for name, value in tensors.items():
             if value.dtype == torch.uint8 and not is_description(name, value):
                 raise ClientError(
@@ -315,13 +311,5 @@ class Contribution:
         ClientError
             If an entry is too large for the sum. It names the tensor.
         """
-        parts: list[Words] = []
-        entries = self.weighted().items()
-        for (name, value), exponent in zip(entries, exponents, strict=True):
-            try:
-                parts.append(fixed.words(value, exponent))
-            except ParamsError as error:
-                raise ClientError(
-                    f"'{name}' would overflow the sum's residues: {error}"
-                ) from error
-        return np.concatenate(parts)
+        entries = zip(self.weighted().values(), exponents, strict=True)
+        return np.concatenate([fixed.words(value, e) for value, e in entries])

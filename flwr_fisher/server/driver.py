@@ -207,7 +207,7 @@ class Driver:
         """Do one exchange; return the weights of its clients by number."""
         run, server_round = self.run, self.server_round
         if not exchange.optional:  # free uploads before the next ones arrive
-            run.forget_uploads()
+            run.keep_uploads()
         journal = run.journal.exchange_journal(server_round, index)
         under_way = ExchangeRun(
             self.strategy, exchange, run.state, config, self.grid, journal, previous
@@ -215,16 +215,19 @@ class Driver:
         try:
             under_way.gather(partial(self._take_late, server_round))
             step, uploads, metrics = under_way.step()
-        except Exception as error:
-            if not exchange.optional or isinstance(error, CheckpointError):
+            under_way.close(uploads)
+            run.take_step(server_round, exchange, step, uploads, metrics)
+        except BaseException as error:  # also of the user's own functions, and Ctrl+C
+            if not exchange.optional:
+                run.keep_uploads(under_way.door.admitted)
+                raise
+            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
                 raise
             if under_way.journal.record is not None:
                 under_way.close([])  # a resumed run does not try it again
             if isinstance(error, RoundError):
                 raise
             raise RoundError(f"it failed: {error!r}") from error
-        under_way.close(uploads)
-        run.take_step(server_round, exchange, step, uploads, metrics)
         # Before the policy's limits, which the next exchange has, too.
         return {u.number: u.num_examples for u in under_way.door.admitted}
 

@@ -186,6 +186,11 @@ def _check_tensors(tensors: object, what: str) -> None:
         raise ConfigurationError(f"{what} as {tensors!r:.80}, not as a dict of tensors")
 
 
+def _forms(params: Params) -> dict[str, str]:
+    """Return each tensor's dtype and shape, as text."""
+    return {k: f"{v.dtype} of {tuple(v.shape)}" for k, v in params.items()}
+
+
 def metrics_from(returned: object, who: str) -> MetricRecord | None:
     """Return the metrics that a user's function returned, or None for none.
 
@@ -359,21 +364,28 @@ class Exchange(Generic[P]):
         Raises
         ------
         ConfigurationError
-            If the strategy's function returned something else than a step.
+            If the strategy's function returned something else than a step, or params
+            of other names, shapes or dtypes than the model's. It names the function.
         """
         if self.additive is not None and self.additive.mean is not None:
             uploads = [_joined(uploads, self.additive.mean)]
         step: object = self.step(state, uploads)
-        who = getattr(self.step, "__qualname__", repr(self.step))
+        function = getattr(self.step, "func", self.step)  # of a partial
+        who = getattr(function, "__qualname__", repr(function))
         if not isinstance(step, Step) or not isinstance(step.state, ServerState):
             raise ConfigurationError(
                 f"{who} returned {step!r:.80}, but a step must return "
                 "Step(ServerState(params, groups), metrics)"
             )
         _check_tensors(step.state.params, f"{who} returned the params")
-        if missing := [name for name in state.params if name not in step.state.params]:
+        model, made = _forms(state.params), _forms(step.state.params)
+        # TCT's "tct/weight" may be new: no parameter's name has a slash.
+        names = {*model, *(name for name in made if "/" not in name)}
+        if wrong := sorted(k for k in names if model.get(k) != made.get(k)):
+            ours, theirs = (form.get(wrong[0], "absent") for form in (model, made))
             raise ConfigurationError(
-                f"{who} returned params without {listed(missing)}: return all of them, "
+                f"{who} returned params that are not the model's in {listed(wrong)}: "
+                f"'{wrong[0]}' is {ours} in the model, and {theirs} there. Return "
                 "ServerState({**state.params, **changed}, groups)"
             )
         check_groups(step.state.groups, who)

@@ -127,7 +127,8 @@ class Journal:
             with _writing(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = _locked(self.path)
-                sweep([self.path, *self.path.glob("uploads-*/**/")])
+                for folder in (self.path, *self.path.glob("uploads-*/**/")):
+                    sweep(folder)
 
     def release(self) -> None:
         """Release the folder's lock."""

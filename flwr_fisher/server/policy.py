@@ -127,11 +127,6 @@ class Policy(Options):
         return cls(max_weight=1, max_distance=1, max_curvature=1, limit_scores=True)
 
     @property
-    def limits(self) -> bool:
-        """Whether there is any limit."""
-        return min(self.max_weight, self.max_distance, self.max_curvature) < inf
-
-    @property
     def is_stricter(self) -> bool:
         """Whether it limits uploads more than the default does.
 

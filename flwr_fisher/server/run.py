@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
-from flwr_fisher.callbacks import Callback, call, history_of
+from flwr_fisher.callbacks import HISTORIES, Callback, call, history_of
 from flwr_fisher.errors import CheckpointError, ConfigurationError, kept_record
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
@@ -27,11 +27,6 @@ from flwr_fisher.server.journal import Journal, as_kept
 from flwr_fisher.wire import tensors_to_arrays
 
 _UNREFINED = "unrefined"  # group of the state's tensors
-_HISTORIES = (
-    "train_metrics_clientapp",
-    "evaluate_metrics_clientapp",
-    "evaluate_metrics_serverapp",
-)
 
 
 @dataclass(repr=False)
@@ -42,7 +37,8 @@ class CurvatureResult(Result):
     ----------
     uploads : list[Upload]
         The uploads of the last round's last exchange that is not optional, in the
-        clients' order; empty if a resumed run had nothing left to do.
+        clients' order; empty if a resumed run had nothing left to do. Of an exchange
+        that failed: what was admitted, to merge by hand.
     exchange_uploads : dict[str, list[Upload]]
         The uploads of the last round's exchanges that have a name, by it.
     details : Any
@@ -211,19 +207,22 @@ class Run:
             others = {k: v for k, v in self.state.groups.items() if k != _UNREFINED}
             self.state = ServerState(dict(unrefined), others)
 
-    def forget_uploads(self) -> None:
-        """Free the last step's uploads, so that two rounds' are never in memory."""
-        self._result.uploads = []
+    def keep_uploads(self, uploads: Uploads[Any] = ()) -> None:
+        """Keep what a failed exchange has admitted; with nothing, free what is kept.
+
+        So two rounds' uploads are never in memory.
+        """
+        self._result.uploads, self._result.details = list(uploads), None
 
     def undo_round(self, before: ServerState) -> None:
         """Return to the state before a round that failed, perhaps between exchanges."""
         self.state = before
-        self._result.uploads, self._result.details = [], None
         self._result.exchange_uploads = {}
 
     def skip_round(self, server_round: int, reason: object) -> None:
         """Note that the run goes on without a round that failed."""
         logger.warning("[ROUND %s] skipped: %s", server_round, reason)
+        self.keep_uploads()
         self._add_metrics(server_round, {"skipped": 1})
 
     def _add_metrics(self, server_round: int, metrics: Mapping[str, Any]) -> None:
@@ -244,7 +243,7 @@ class Run:
         self.server_round = server_round
         history = {
             name: {n: dict(each) for n, each in getattr(self._result, name).items()}
-            for name in _HISTORIES
+            for name in HISTORIES.values()
         }
         self.journal.finish(server_round, self.state.to_tensors(), history, absences)
 
@@ -261,6 +260,11 @@ class Run:
         for name in ending:
             logger.info("[ROUND %s] %s ended the run", self.server_round, name)
         return bool(ending)
+
+    @property
+    def has_something(self) -> bool:
+        """Whether there is a merged model, or an upload."""
+        return self.has_merged or bool(self._result.uploads)
 
     def result(self) -> CurvatureResult:
         """Return the result, with the current parameters."""

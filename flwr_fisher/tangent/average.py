@@ -7,15 +7,7 @@ from operator import mul
 from torch import Tensor
 
 from flwr_fisher.errors import check_positive, check_range, check_whole
-from flwr_fisher.params import (
-    add,
-    check_finite,
-    finite,
-    scale,
-    shares_of,
-    subtract,
-    weighted_mean,
-)
+from flwr_fisher.params import check_finite, shares_of, weighted_mean
 
 
 def tct_control(
@@ -62,11 +54,12 @@ def tct_control(
     ParamsError
         If shapes differ, or the result is not finite.
     """
-    moved = subtract(*({"control": each.double()} for each in (weight, new_weight)))
-    correction = subtract(*({"control": c.double()} for c in (control_i, control)))
-    exact = add(correction, moved, _gradients_per_move(lr, local_steps))
-    new = {"control": exact["control"].to(control_i.dtype)}
-    return finite(new, f"the client's control variate with lr={lr:g}")["control"]
+    moved = weight.double() - new_weight.double()
+    correction = control_i.double() - control.double()
+    exact = correction.add(moved, alpha=_gradients_per_move(lr, local_steps))
+    new = exact.to(control_i.dtype)
+    check_finite({"control": new}, f"the client's control variate with lr={lr:g}")
+    return new
 
 
 def tct_average(
@@ -137,18 +130,14 @@ def tct_average(
     """
     check_range("participation", participation, 0, 1, above=0)
     wide = [{"weight": local.double()} for local in locals]
-    mean, c = weighted_mean(wide, weights), {"weight": control.double()}
+    mean, c = weighted_mean(wide, weights)["weight"], control.double()
     # All is linear in Theta_i, so one client at the mean stands for the cohort.
-    moved = subtract({"weight": weight.double()}, mean)
-    shares = shares_of(weights)
-    taken = 1.0 if parts is None else fsum(map(mul, parts, shares))
-    shift = add(scale(c, -taken), moved, _gradients_per_move(lr, local_steps))
-    new = {
-        "weight": mean["weight"].to(weight.dtype),
-        "control": add(c, shift, participation)["weight"].to(control.dtype),
-    }
-    check_finite(new, "the new average")
-    return new["weight"], new["control"]
+    moved = weight.double() - mean
+    taken = 1.0 if parts is None else fsum(map(mul, parts, shares_of(weights)))
+    shift = (c * -taken).add(moved, alpha=_gradients_per_move(lr, local_steps))
+    new = mean.to(weight.dtype), c.add(shift, alpha=participation).to(control.dtype)
+    check_finite(dict(zip(("weight", "control"), new, strict=True)), "the new average")
+    return new
 
 
 def _gradients_per_move(lr: float, local_steps: int) -> float:

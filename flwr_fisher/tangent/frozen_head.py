@@ -9,7 +9,10 @@ logistic regression (Böhning 1992) may follow, from the clients' slopes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from math import log
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature.data import IGNORED, Batch, batches_of
 from flwr_fisher.curvature.losses import Loss, loss_of
-from flwr_fisher.curvature.models import evaluating, place_of
+from flwr_fisher.curvature.models import check_rows, evaluating, place_of
 from flwr_fisher.errors import DataError, StructureError, check_range
 from flwr_fisher.tangent.head import check_called_once, find_head, linear_layer
 
@@ -96,22 +99,18 @@ def output_layer(model: nn.Module, loader: Iterable[Any]) -> str:
     """
     calls: list[tuple[str, Tensor]] = []
 
-    def record(name: str, layer: nn.Linear) -> Any:
-        return layer.register_forward_hook(
-            # A copy: what follows may change it in place.
-            lambda _, args, output: calls.append((name, output.clone()))
-        )
+    def record(name: str, _: nn.Module, args: object, output: Tensor) -> None:
+        calls.append((name, output.clone()))  # what follows may change it in place
 
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    handles = [record(name, layer) for name, layer in layers]
-    try:
-        batch = next(batches_of(loader, model, place_of(model), report=False), None)
-        if batch is None:
-            raise DataError("the loader has no examples")
+    batch = next(batches_of(loader, model, place_of(model), report=False), None)
+    if batch is None:
+        raise DataError("the loader has no examples")
+    with ExitStack() as hooks:
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear):
+                hook = layer.register_forward_hook(partial(record, name))
+                hooks.enter_context(hook)
         outputs = batch.inputs(model)
-    finally:
-        for handle in handles:
-            handle.remove()
     for name, own in reversed(calls):
         if _rows(own, own, outputs) is not None:
             check_called_once(name, sum(each == name for each, _ in calls))
@@ -146,29 +145,29 @@ def head_rows(
     """
     layer = linear_layer(model, head)
     calls: list[tuple[Tensor, Tensor]] = []
-    handle = layer.register_forward_hook(
+    hook = layer.register_forward_hook(
         lambda _, args, kwargs, output: calls.append(
             (args[0] if args else kwargs["input"], output.clone())
         ),
         with_kwargs=True,
     )
-    try:
-        with evaluating(model), torch.no_grad():
-            for batch in batches_of(loader, model, layer.weight.device, labelled=True):
-                calls.clear()
-                outputs = batch.inputs(model)
-                check_called_once(head, len(calls))
-                ((z, own),) = calls
-                chosen = _rows(z, own, outputs)
-                z = (z if chosen is None else chosen).flatten(0, -2)
-                labels = batch.tensor_labels()
-                labels = labels if classes else labels.to(torch.float32)
-                y = _labels(labels, len(z), layer.out_features)
-                if not y.is_floating_point() and (y == IGNORED).any():
-                    z, y = z[y != IGNORED], y[y != IGNORED]
-                yield z, y, batch
-    finally:
-        handle.remove()
+    with hook, evaluating(model), torch.no_grad():
+        batches = batches_of(loader, model, layer.weight.device, labelled=True)
+        for number, batch in enumerate(batches):
+            calls.clear()
+            outputs = batch.inputs(model)
+            check_called_once(head, len(calls))
+            ((z, own),) = calls
+            if not number:
+                check_rows(model, batch.inputs, outputs)
+            chosen = _rows(z, own, outputs)
+            z = (z if chosen is None else chosen).flatten(0, -2)
+            labels = batch.tensor_labels()
+            labels = labels if classes else labels.to(torch.float32)
+            y = _labels(labels, len(z), layer.out_features)
+            if not y.is_floating_point() and (y == IGNORED).any():
+                z, y = z[y != IGNORED], y[y != IGNORED]
+            yield z, y, batch
 
 
 def head_sums(
@@ -483,7 +482,7 @@ def lda_head(
     weight, offset = sums.cross[:-1].mT.clone(), counts.clone()
     weight[seen], offset[seen] = solved, fixed
     weight[~seen] = solved.mean(0)
-    offset[~seen] = fixed.mean() + torch.tensor(_UNSEEN / rows).log()
+    offset[~seen] = fixed.mean() + log(_UNSEEN / rows)
     if bias:
         return weight, offset
     gram = sums.gram[:-1, :-1]

@@ -1,11 +1,12 @@
 """A copy of a network with a new linear head that has one output."""
 
 import copy
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from flwr_fisher.curvature.data import Inputs
 from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
@@ -102,22 +103,21 @@ def check_last(network: nn.Module, head: str, inputs: Inputs, *, named: bool) ->
     """
     called: list[str] = []
 
-    def record(name: str, module: nn.Module) -> RemovableHandle:
-        return module.register_forward_pre_hook(lambda *_: called.append(name))
+    def record(name: str, *_: object) -> None:
+        called.append(name)
 
-    linear = [(n, m) for n, m in network.named_modules() if isinstance(m, nn.Linear)]
-    handles = [record(name, module) for name, module in linear]
     failure: Exception | None = None
-    try:
-        with torch.no_grad():
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in network.named_modules():
+            if isinstance(module, nn.Linear):
+                hook = module.register_forward_pre_hook(partial(record, name))
+                hooks.enter_context(hook)
+        try:
             inputs(network)
-    except (RuntimeError, IndexError) as error:
-        if head not in called:
-            raise
-        failure = error
-    finally:
-        for handle in handles:
-            handle.remove()
+        except (RuntimeError, IndexError) as error:
+            if head not in called:
+                raise
+            failure = error
     if called[-1] != head and not named:
         raise StructureError(
             f"layer '{called[-1]}' is called after '{head}', the last linear layer in "

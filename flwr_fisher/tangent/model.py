@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.data import Inputs
 from flwr_fisher.errors import CheckpointError, FlwrFisherError, ParamsError
 from flwr_fisher.files import save_tensors
-from flwr_fisher.params import check_same_layout, shared_state
+from flwr_fisher.params import check_same_layout, load_state, shared_state
 from flwr_fisher.tangent.features import TangentFeatures
 
 _PREFIX = "tct/"
@@ -191,7 +191,7 @@ class TCTModel(nn.Module):
             )
         check_same_layout(shared_state(model), state, "the tensors of the network")
         network = copy.deepcopy(model)
-        network.load_state_dict(state, strict=False)
+        load_state(network, state)
         weight, mean, std = (added[key] for key in ("weight", "mean", "std"))
         head = bytes(added["head"].tolist()).decode()
         return cls(network, weight, mean, std, seed=int(added["seed"]), head=head)
@@ -232,8 +232,6 @@ class TCTModel(nn.Module):
         ParamsError
             If `model` is no module.
         """
-        if not isinstance(model, nn.Module):
-            raise ParamsError(f"load(path, model) takes a module, got {model!r}")
         try:
             tensors = load_file(Path(path).expanduser())
         except (SafetensorError, OSError, ValueError) as error:

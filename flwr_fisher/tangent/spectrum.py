@@ -188,7 +188,11 @@ def largest_gram_eigenvalue(Z: Tensor) -> float:
     8.0
     """
     n = len(Z)
-    start = torch.randn(n, min(n, _VECTORS), generator=torch.Generator().manual_seed(0))
+    start = torch.randn(
+        (n, min(n, _VECTORS)),
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float32,
+    )
     basis = torch.linalg.qr(start.double().to(Z.device)).Q
     for _ in range(_ITERATIONS):
         moved = times(Z, transposed_times(Z, basis, torch.float32)) / n

@@ -319,7 +319,7 @@ def _lighter(block: Curvature, factor: float, of_g: float | None = None) -> Curv
     if not isinstance(block, Kronecker):
         return block.scaled(factor)
     factors = block.A * factor, block.G * (factor if of_g is None else of_g)
-    return Kronecker(block.weight, block.weight_shape, *factors, block.bias)
+    return block.with_factors(*factors)
 
 
 # Gradients with losses, and K-FAC's factors

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import WireError, printable
 from flwr_fisher.flower_internals import object_sizes
-from flwr_fisher.params import Params, all_finite, layout_of
+from flwr_fisher.params import Params, all_finite
 
 _STYPE = "numpy.ndarray"
 # `np.save` needs less than 512 bytes for the longest shape. Python's parser reads the
@@ -411,7 +411,7 @@ LayoutKey = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 def layout_key(params: Params) -> LayoutKey:
     """Return a model's names, shapes and dtypes in order, as a key of caches."""
-    return tuple((name, v.shape, v.dtype) for name, v in layout_of(params).items())
+    return tuple((name, v.shape, v.dtype) for name, v in params.items())
 
 
 def without_values(layout: LayoutKey) -> dict[str, torch.Tensor]:

@@ -245,10 +245,6 @@ class _Matrix:
         least = matrices.size_of_matrices(Packing.COLUMNS, sizes, _CUT_BITS)
         self.least = HEAD + least + 1  # for rounding
 
-    def is_large(self) -> bool:
-        """Return whether its columns take long to compute."""
-        return self.n > matrices.WHOLE
-
     def column(self) -> float:
         """Return the bytes of one more column."""
         return self.groups * (self.n * _CUT_BITS / 8 + SCALE)
@@ -316,7 +312,7 @@ def _to_cut(to_send: list[_Matrix], left: int) -> list[_Matrix]:
     Decomposing a large matrix takes long. Where there is one, a matrix is cut only if
     the smaller ones together lack more than a quarter of their bytes.
     """
-    if not any(m.is_large() for m in to_send):
+    if not any(m.n > matrices.WHOLE for m in to_send):
         return to_send
     missing = sum(m.whole(_FEWEST_BITS) for m in to_send) - left
     smallest = _by_size(to_send)

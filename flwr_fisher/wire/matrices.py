@@ -194,7 +194,9 @@ def leading_vectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if n <= WHOLE or 2 * count >= n:
         return _descending(*eigh(wide))
     generator = torch.Generator().manual_seed(0)
-    columns = torch.randn(len(wide), n, count, generator=generator).to(wide)
+    columns = torch.randn(
+        len(wide), n, count, generator=generator, dtype=torch.float32
+    ).to(wide)
     basis = _orthonormal(wide @ _orthonormal(wide @ columns))
     inner = basis.mT @ (wide @ basis)
     values, rotation = eigh(inner / 2 + inner.mT / 2)
@@ -302,7 +304,7 @@ def _whole(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFac
     # Allocate what is kept before what is freed: a merge keeps many clients' matrices,
     # and holes between them would double its memory.
     small = n <= _SMALL
-    matrices = torch.empty(groups, n, n) if small else torch.empty(0)
+    matrices = torch.empty(groups * small, n, n, dtype=torch.float32)
     codes = unpack(data, bits)
     kept = torch.float32 if small else codes.dtype
     lower = torch.zeros(groups, n, n, dtype=kept)

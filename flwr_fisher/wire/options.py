@@ -174,7 +174,7 @@ def members_from_tensors(tensors: Params) -> tuple[dict[int, int], dict[int, flo
         raise WireError(reason, field=_CLIENTS)
     if (pairs[:, 1] < 0).any():
         raise WireError("a negative step", field=_CLIENTS)
-    parts = tensors.get(_PARTS, torch.ones(len(pairs)))
+    parts = tensors.get(_PARTS, torch.ones(len(pairs), dtype=torch.float64))
     if parts.shape != pairs.shape[:1] or not ((parts >= 0) & (parts <= 1)).all():
         reason = f"{tuple(parts.shape)}, expected {len(pairs)} numbers in [0, 1]"
         raise WireError(reason, field=_PARTS)

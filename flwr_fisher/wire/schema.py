@@ -22,7 +22,6 @@ from flwr_fisher.wire.arrays import (
     Layout,
     announced_shape,
     check_same_keys,
-    check_second_moment,
     description_text,
     read_arrays,
     read_description,
@@ -76,7 +75,6 @@ class Part:
     limit: Limit = ""
     low: float | None = None
     above: float | None = None
-    second_moment: bool = False
     summed: bool = False
     counts: bool = False
     is_text: bool = False
@@ -96,14 +94,6 @@ class Part:
         if self.above is not None and not (value > self.above).all():
             reason = f"must be above {self.above:g}, got {float(value.min()):g}"
             raise WireError(reason, field=self.key)
-        if self.second_moment:
-            check_second_moment(self.key, value.unsqueeze(0))
-
-    def size(self, value: Tensor) -> float:
-        """Return the number that a policy limits."""
-        if self.second_moment:
-            return float(value.diagonal().double().sum())
-        return norm64([value])
 
 
 def part(
@@ -286,7 +276,7 @@ class Payload(ABC):  # noqa: B024
         tensors = self._tensors()
         count = next((float(v) for _, p, v in tensors if p.counts), 1.0)
         return {
-            p.key: p.size(v) / (count if p.summed else 1)
+            p.key: norm64([v]) / (count if p.summed else 1)
             for _, p, v in tensors
             if p.limit == limit
         }

@@ -104,7 +104,6 @@ class KfacSums:
 
     merge: MergeOptions
     options: Mapping[str, ConfigValue]
-    limits: bool
 
     def exchanges(self) -> Sequence[Exchange[Any]]:
         """Return the exchanges: for models, for traces, and for products."""
@@ -163,8 +162,6 @@ class KfacSums:
         return measure
 
     def _step_length(self, traces: Curvature, product: Params) -> dict[str, float]:
-        if not self.limits:
-            return {}  # only a policy needs it
         step = step_of_product(traces, product, self.merge.anchor)
         return {PRODUCT_STEP: float(norm(step))}
 

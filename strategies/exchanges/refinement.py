@@ -195,7 +195,9 @@ def _solve_head(state: ServerState, uploads: Uploads[Any]) -> Step:
         return Step(state)
     likelihood, bias = first.likelihood, first.bias is not None
     solution, sums, ridge = _solved(None, likelihood == "categorical", uploads)
-    facts = {"scales": torch.tensor(_SCALES_OF.get(likelihood, [1.0]))}
+    facts = {
+        "scales": torch.tensor(_SCALES_OF.get(likelihood, [1.0]), dtype=torch.float32)
+    }
     if bound := _BOUNDS.get(likelihood):
         bound /= sums.cross.shape[1] if likelihood == "bernoulli" else 1
         facts["majorizer"] = majorizer(sums, bias=bias, bound=bound, ridge=ridge)

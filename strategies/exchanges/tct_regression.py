@@ -97,7 +97,7 @@ def standardise_features(
     if not standardise:
         mean, std = torch.zeros_like(mean), torch.ones_like(std)
     model = {
-        "weight": torch.zeros(len(mean), about["classes"]),
+        "weight": torch.zeros(len(mean), about["classes"], dtype=torch.float32),
         "mean": mean.float(),
         "std": std.float(),
         "seed": torch.tensor(seed),

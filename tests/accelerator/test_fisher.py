@@ -9,7 +9,7 @@ from oracles import randn, relative, seeded
 from test_devices import case
 from torch import nn
 
-from flwr_fisher.curvature import STRUCTURES, FisherOptions, fisher
+from flwr_fisher.curvature import STRUCTURES, FisherOptions, Likelihood, fisher
 
 DEVICE = pretended.NAME
 
@@ -182,3 +182,52 @@ def test_a_batch_is_not_split_where_each_part_costs_a_pass_of_launches():
         fisher(model.to(device), [x], options=FisherOptions.full(expectation="sampled"))
     assert 1 < seen["cpu"][-1] < 128
     assert seen[DEVICE][-1] == 128
+
+
+class OtherNumbers(torch.Generator):
+    """Draws other numbers on an accelerator, where the pretended one has the CPU's."""
+
+    def manual_seed(self, seed):
+        return super().manual_seed(seed + (self.device.type != "cpu"))
+
+
+class Poisson(Likelihood):
+    """Of a user's own, which draws where its outputs are."""
+
+    def columns(self, outputs):
+        return outputs.detach().mul(0.5).exp().reshape(1, len(outputs), -1, 1)
+
+    def sample_score(self, outputs, generator):
+        return torch.poisson(outputs.exp(), generator) - outputs.exp()
+
+    def score(self, outputs, labels):
+        return labels - outputs.exp()
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "options"),
+    [
+        ("categorical", {"expectation": "sampled"}),
+        ("bernoulli", {"expectation": "sampled"}),
+        ("gaussian", {"expectation": "sampled"}),
+        (Poisson(), {"expectation": "sampled"}),
+        ("categorical", {"max_passes": 2}),
+    ],
+)
+@pytest.mark.parametrize("positions", [(), (3,)])
+def test_a_seed_draws_the_same_on_every_device(
+    likelihood, options, positions, monkeypatch
+):
+    monkeypatch.setattr(torch, "Generator", OtherNumbers)
+    model, x = seeded(lambda: nn.Linear(4, 6)), randn(1, 9, *positions, 4)
+    want, got = (
+        fisher(
+            copy.deepcopy(model).to(device),
+            [x],
+            likelihood=likelihood,
+            options=FisherOptions.full(**options),
+            seed=3,
+        ).to("cpu")
+        for device in ("cpu", DEVICE)
+    )
+    assert relative(got.to_dense(), want.to_dense()) < 1e-5

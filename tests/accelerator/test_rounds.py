@@ -17,6 +17,7 @@ from virtual import ask, fedfisher_with, tensors_of, tiny_arrays, tiny_client
 
 from flwr_fisher.callbacks import BestModel
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
+from flwr_fisher.merge.fedfisher import merge_posteriors
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import FedFish
@@ -86,6 +87,22 @@ def test_each_structure_is_merged_as_on_the_cpu(structure, options):
         for device in (DEVICE, "cpu")
     )
     assert_close(got, want)
+
+
+def test_a_merge_for_which_the_memory_is_too_small_is_done_on_the_cpu(
+    monkeypatch, caplog
+):
+    want, whole = merged(fedfisher_with, app_on("cpu"), num_rounds=1), merge_posteriors
+
+    def small(*args, device, **options):
+        if torch.device(device).type != "cpu":
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        return whole(*args, device=device, **options)
+
+    monkeypatch.setattr("flwr_fisher.strategies.fedfisher.merge_posteriors", small)
+    make = partial(fedfisher_with, device=DEVICE)
+    assert_close(merged(make, app_on("cpu"), num_rounds=1), want)
+    assert "so it is done on the CPU: tried to allocate 9 GiB" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["fedfisher", "kfac"])

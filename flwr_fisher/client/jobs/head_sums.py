@@ -8,7 +8,7 @@ from flwr_fisher.curvature.data import check_can_be_read_again
 from flwr_fisher.curvature.losses import LOSSES, cross_entropy
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import ClientError, StructureError
-from flwr_fisher.params import select
+from flwr_fisher.params import select, state_of
 from flwr_fisher.tangent.frozen_head import head_losses, head_sums, output_layer
 from flwr_fisher.tangent.head import find_head, linear_layer
 from flwr_fisher.wire import HeadLossUpload, HeadUpload, NoHead
@@ -98,7 +98,7 @@ def head_losses_job(problem: LocalProblem, request: Request) -> Reply:
     layers = {name.rpartition(".")[0] for name in solved}
     head = find_head(problem.model, layers.pop() if len(layers) == 1 else None)
     names = [name for name in head_names(problem, head) if name is not None]
-    state = problem.model.state_dict()
+    state = state_of(problem.model)
     fits = solved.keys() == set(names) and all(
         solved[name].shape == state[name].shape for name in names
     )

@@ -198,7 +198,7 @@ class ClientFeatures:
         n = len(labels)
         self.check_room(n)
         logger.info("%s: computing %s features of %s examples", name.capitalize(), p, n)
-        out = torch.empty(n, p)
+        out = torch.empty(n, p, dtype=torch.float32)
         with watching("features", n) as progress:
             start = 0
             for batch in batches:

@@ -173,8 +173,14 @@ class TrainingJob:
         if self.structure is not None:
             device_of(problem.model)
             check_can_be_read_again(problem.counted.loader, "a Fisher is taken of it")
-            options["on_first_batch"] = partial(try_upload, problem, request, self)
+            check = partial(try_upload, problem, request, self, self.by_example)
+            options["on_first_batch"] = check
         return problem.train(request.config, **options)
+
+    @property
+    def by_example(self) -> bool:
+        """Whether the job takes a batch's examples apart."""
+        return self.fisher_options.expectation != "empirical-batch"
 
     def curvature(self, problem: LocalProblem, loader: Iterable[Any]) -> Curvature:
         """Return the Fisher on some of the client's data, within its limits."""
@@ -244,7 +250,7 @@ def dry_run(problem: LocalProblem, request: Request) -> None:
     device_of(problem.model)
     if job.structure is None:
         return
-    try_upload(problem, request, job, batch)
+    try_upload(problem, request, job, job.by_example, batch)
     alone = replace(problem, trainloader=[batch])
     count = alone.count_examples(request.client)
     curvature = job.curvature(alone, alone.train_batches)

@@ -29,7 +29,7 @@ from flwr_fisher.curvature.estimate.model_sums import (
     examples_at_once,
     make_sums,
 )
-from flwr_fisher.curvature.estimate.pieces import Group, backward_plan
+from flwr_fisher.curvature.estimate.pieces import Group, backward_plan, drawn
 from flwr_fisher.curvature.models import device_of
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.params import widened
@@ -87,8 +87,8 @@ class Engine:
         self._tapped = self.layers | {n: x.layer for n, x in sums.direct.items()}
         device = device_of(model)
         self._enough = min(chunk, _QUEUE) if device.type == "cpu" else chunk
-        self._generator = torch.Generator(device)
-        self._generator.manual_seed(expectation.seed)
+        # On the CPU, so that a seed draws the same on every device.
+        self._generator = torch.Generator().manual_seed(expectation.seed)
         self.count = 0
         # By the number of pieces, and the form of the inputs.
         self._queues: dict[Any, list[_Waiting]] = {}
@@ -236,9 +236,8 @@ class Engine:
             return {}
         # A random direction of the outputs: a position that has no gradient for it has
         # none for any other.
-        generator = torch.Generator(outputs.device).manual_seed(0)
-        size, device = outputs.shape, outputs.device
-        direction = torch.randn(size, generator=generator, device=device).to(outputs)
+        generator = torch.Generator().manual_seed(0)
+        direction = drawn(Tensor.normal_, outputs, generator)
         if label_mask is not None and label_mask.shape == outputs.shape[:-1]:
             direction = direction * label_mask.unsqueeze(-1)
         edges = [taps[name].edge() for name in layers]

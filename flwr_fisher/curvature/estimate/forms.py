@@ -25,6 +25,7 @@ example i at a layer, for random gradients :math:`v_i` of the model's outputs.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +42,7 @@ from flwr_fisher.curvature.estimate.layers import (
     Layer,
     layer_of,
 )
+from flwr_fisher.curvature.estimate.pieces import drawn
 from flwr_fisher.curvature.models import check_outputs
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import trainable_names, widened
@@ -88,15 +90,11 @@ def tapped_forward(
             taps[name].append(Tap(args[0].detach(), output.shape, edge))
 
     # These hooks are the last ones, so they see what the user's hooks return.
-    handles = [
-        layer.layer.register_forward_hook(partial(on_call, name))
-        for name, layer in layers.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hook = layer.layer.register_forward_hook(partial(on_call, name))
+            hooks.enter_context(hook)
         return inputs(model), taps
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def tapped_once(
@@ -176,6 +174,7 @@ class Forms:
             If an example has no row of outputs, or its outputs depend on the others.
         """
         layers = layers_by_type(model)
+        inputs = inputs.mapped(_telling)
         # Twice the same example, where there is one: one alone mixes with no other.
         few = concatenated([inputs[:_FEW]] * 2)[:_FEW]
         outputs, taps = tapped_forward(model, few, layers)
@@ -185,8 +184,9 @@ class Forms:
             activations = sum(call.inputs.numel() for call in calls.values())
             entries = 2 * activations + 4 * outputs.numel()
             size = max(1, max_bytes * len(few) // (entries * outputs.itemsize))
-        check_outputs(model, few, outputs)
         del outputs, taps
+        whole = inputs[: max(size, 2)] if len(inputs) > 1 else few
+        check_outputs(model, whole, whole(model))
         for part in inputs.split(size):
             several = part if len(part) > 1 else concatenated([part, part])
             layers = passing(model, several, layers)
@@ -197,6 +197,13 @@ class Forms:
             {name: calls[name].inputs for name in layers},
             [name for name in trainable_names(model) if name not in taken],
         )
+
+
+def _telling(inputs: Tensor) -> Tensor:
+    """Return inputs that show what a layer does: random ones for a batch of zeros."""
+    if not inputs.is_floating_point() or inputs.any():
+        return inputs
+    return drawn(Tensor.normal_, inputs, torch.Generator().manual_seed(0))
 
 
 def layers_by_type(model: nn.Module) -> dict[str, Layer]:
@@ -251,10 +258,9 @@ def passing(
     parameters = [layers[name].parameters() for name in names]
     edges = [calls[name].edge() for name in names]
     leaves = [get_gradient_edge(p) for of_layer in parameters for p in of_layer]
-    device = outputs.device
-    generator = torch.Generator(device).manual_seed(0)
-    v = torch.randn(outputs.shape, generator=generator, device=device).to(outputs)
-    c = torch.randn(len(inputs), generator=generator, device=device).to(outputs)
+    generator = torch.Generator().manual_seed(0)
+    of_one = outputs.reshape(len(inputs), -1)[:, 0]
+    v, c = (drawn(Tensor.normal_, each, generator) for each in (outputs, of_one))
     first = torch.autograd.grad(
         outputs, edges + leaves, v, retain_graph=True, allow_unused=True
     )

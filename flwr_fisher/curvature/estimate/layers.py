@@ -178,10 +178,6 @@ class KroneckerLayer(ABC):
         """Return the weight and bias of such matrices: the inverse of `matrices`."""
         return from_matrices(matrices, self.weight, self.kernel.shape, self.bias)
 
-    def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the weight and the bias."""
-        return {k: v.shape for k, v in self.as_params(self.matrices()).items()}
-
 
 class LinearLayer(KroneckerLayer):
     """A linear layer, applied to examples or to their tokens."""

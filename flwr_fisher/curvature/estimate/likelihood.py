@@ -28,8 +28,10 @@ from flwr_fisher.curvature.estimate.pieces import (
     OutputVectors,
     Pieces,
     SoftmaxVectors,
+    drawn,
     given_pieces,
 )
+from flwr_fisher.curvature.losses import check_same_shape
 from flwr_fisher.curvature.operators.base import Diagonal
 from flwr_fisher.errors import DataError, StructureError, check_known
 from flwr_fisher.params import Sums, trainable, widened
@@ -89,9 +91,9 @@ class Likelihood(ABC):
         Parameters
         ----------
         outputs : Tensor
-            ``[n, ...]``.
+            ``[n, ...]``, on the CPU.
         generator : torch.Generator
-            Draws them; on the outputs' device.
+            Draws them, on the CPU.
 
         Returns
         -------
@@ -197,8 +199,7 @@ class Categorical(Likelihood):
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``onehot(y) - p`` for y drawn from p."""
         p = _at_least_2d(outputs).softmax(-1)
-        # As torch.multinomial draws, but without its check of p, which waits for a GPU.
-        races = torch.empty_like(p).exponential_(generator=generator)
+        races = drawn(Tensor.exponential_, p, generator)
         return _from_probabilities((p / races).argmax(-1), p)
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -270,8 +271,7 @@ class Bernoulli(Likelihood):
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``y - p`` for y drawn from p."""
-        # Not torch.bernoulli, which ends a process with a GPU where p is NaN.
-        numbers = torch.empty_like(outputs).uniform_(generator=generator)
+        numbers = drawn(Tensor.uniform_, outputs, generator)
         return _minus_sigmoid((numbers < outputs.sigmoid()).to(outputs), outputs)
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ class Gaussian(Likelihood):
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return standard normal noise."""
-        return torch.empty_like(outputs).normal_(generator=generator)
+        return drawn(Tensor.normal_, outputs, generator)
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return ``y - output``."""
@@ -346,11 +346,7 @@ def _at_least_2d(outputs: Tensor) -> Tensor:
 
 
 def _same_shape(outputs: Tensor, labels: Tensor) -> Tensor:
-    if labels.shape != outputs.shape:
-        raise DataError(
-            f"labels of shape {tuple(labels.shape)} do not fit outputs of shape "
-            f"{tuple(outputs.shape)}: give a number for each output"
-        )
+    check_same_shape(outputs, labels)
     return labels.to(outputs.dtype)
 
 
@@ -424,7 +420,8 @@ class Expectation:
         label_mask : Tensor | None
             From :meth:`label_mask`. Positions with the label -100 are left out.
         generator : torch.Generator
-            Draws labels, and the random passes that replace those above `max_passes`.
+            Draws labels, and the random passes that replace those above `max_passes`;
+            on the CPU.
         """
         kind = self.options.expectation
         if kind == "empirical":
@@ -438,10 +435,14 @@ class Expectation:
             if label_mask is None:
                 return pieces
             return replace(pieces, mask=label_mask.flatten(1))
-        drawn = self.likelihood.sample_score(outputs, generator).unsqueeze(0)
+        # A likelihood of the user's draws where its outputs are.
+        own = self.likelihood not in LIKELIHOODS.values()
+        seen = outputs.cpu() if own else outputs
+        scores = self.likelihood.sample_score(seen, generator).to(outputs.device)
+        scores = scores.unsqueeze(0)
         if label_mask is not None:
-            drawn = drawn * label_mask.unsqueeze(-1)
-        return given_pieces(drawn)
+            scores = scores * label_mask.unsqueeze(-1)
+        return given_pieces(scores)
 
 
 def _score(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> Tensor:

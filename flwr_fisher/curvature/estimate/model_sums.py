@@ -83,7 +83,7 @@ def make_sums(
         One of :data:`STRUCTURES`. A layer that is too large for its matrices has its
         diagonal.
     weight_sharing : str
-        One of :data:`WEIGHT_SHARINGS`: what K-FAC does with several positions.
+        ``"expand"`` or ``"reduce"``: what K-FAC does with several positions.
     max_bytes : int, optional
         As for :meth:`Forms.of`.
 

@@ -9,6 +9,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,13 +200,12 @@ class Pieces:
         values = self.vectors.at(pieces % self.vectors.count)
         if self.mask is not None:
             values = values * self.mask.unsqueeze(-1)
-        n, positions, _ = values.shape
+        positions = values.shape[1]
         # One pass for all positions: the products of two of them have random signs, and
         # are zero in expectation. Without signs, a pass is for one position alone.
         if self.generator is not None:
-            shape, device = (n, positions, 1), values.device
-            coins = torch.rand(shape, generator=self.generator, device=device)
-            values = torch.where(coins < 0.5, values, -values)
+            heads = drawn(Tensor.uniform_, values[..., :1], self.generator) < 0.5
+            values = torch.where(heads, values, -values)
         elif positions > 1:
             chosen = torch.div(pieces, self.vectors.count, rounding_mode="floor")
             every = torch.arange(positions, device=pieces.device)
@@ -219,6 +219,13 @@ class Pieces:
         return Pieces(self.vectors[rows], shape, self.generator, mask)
 
 
+def drawn(draw: Any, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return random numbers in a tensor's shape, the same of a seed on any device."""
+    numbers = torch.empty(like.shape, dtype=like.dtype)
+    draw(numbers, generator=generator)  # in place
+    return numbers.to(like.device, non_blocking=True)
+
+
 def given_pieces(values: Tensor) -> Pieces:
     """Return the pieces that are given as one tensor, ``[k, *outputs]``."""
     k, n = values.shape[:2]
@@ -230,7 +237,7 @@ def _draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     # By the inverse of the distribution, since multinomial would wait for a device.
     sums = weights.cumsum(-1)
     total = sums[..., -1:]
-    draws = torch.rand(total.shape, generator=generator, device=total.device)
+    draws = drawn(Tensor.uniform_, total, generator)
     found = torch.searchsorted(sums, draws * total, right=True)
     return found.clamp_(max=weights.shape[-1] - 1)
 

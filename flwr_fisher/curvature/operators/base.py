@@ -188,7 +188,6 @@ def conjugate_gradient(
     iterations: int,
     tolerance: float,
     precondition: Matvec | None = None,
-    look: int = _LOOK,
 ) -> Iterate:
     """Solve with conjugate gradients (Hestenes & Stiefel 1952).
 
@@ -204,9 +203,6 @@ def conjugate_gradient(
         Stop when the residual's norm has fallen by this factor.
     precondition : Callable, optional
         Multiplies with a positive definite approximation of the inverse.
-    look : int, default 128
-        After this many iterations, the CPU reads from an accelerator whether to go
-        on.
 
     Returns
     -------
@@ -223,7 +219,7 @@ def conjugate_gradient(
     state = Iterate.start(rhs)
     for index in range(iterations):
         state = state.while_above(tolerance)
-        if state.is_over(index, look):
+        if state.is_over(index):
             break
         residual = state.residual
         state = state.turned(precondition(residual) if precondition else residual)

@@ -43,11 +43,11 @@ class Kronecker(Curvature):
     Let :math:`W` be the layer's weight as a matrix, outputs by inputs, with the bias,
     if there is one, as its last column. Then :math:`F \operatorname{vec} W` is
     :math:`\operatorname{vec}(G W A)`, where vec stacks rows (K-FAC's papers stack
-    columns, and have :math:`A \otimes G`). :meth:`dense_blocks` has this order;
-    :meth:`to_dense` has the weight's entries first, then the bias. For a convolution
-    the inputs are the unfolded patches (KFC, Grosse & Martens 2016); `A` is summed over
-    output positions and `G` averaged. A grouped convolution has one pair of factors for
-    each group, and no curvature between groups.
+    columns, and have :math:`A \otimes G`). :meth:`to_dense` has another order: the
+    weight's entries first, then the bias. For a convolution the inputs are the unfolded
+    patches (KFC, Grosse & Martens 2016); `A` is summed over output positions and `G`
+    averaged. A grouped convolution has one pair of factors for each group, and no
+    curvature between groups.
 
     Parameters
     ----------
@@ -166,11 +166,6 @@ class Kronecker(Curvature):
         """Return the layer with other factors."""
         return Kronecker(self.weight, self.weight_shape, A, G, self.bias)
 
-    def dense_blocks(self) -> Tensor:
-        """Return each group's Kronecker product."""
-        pairs = zip(self.A, self.G, strict=True)
-        return torch.stack([torch.kron(g, a) for a, g in pairs])
-
     def tensors(self) -> list[Tensor]:
         """Return both factors' tensors."""
         return [*self.A_factor.tensors(), *self.G_factor.tensors()]
@@ -204,7 +199,8 @@ class Kronecker(Curvature):
 
     def to_dense(self) -> Tensor:
         """Return the matrix over the flattened weight followed by the bias."""
-        blocks = self.dense_blocks()
+        pairs = zip(self.A, self.G, strict=True)
+        blocks = torch.stack([torch.kron(g, a) for a, g in pairs])
         matrix = blocks.new_zeros(self.numel(), self.numel())
         rows = unflatten(torch.arange(self.numel()).to(blocks.device), self.shapes)
         for at, block in zip(self.as_matrices(rows).flatten(1), blocks, strict=True):

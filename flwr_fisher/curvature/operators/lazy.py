@@ -207,11 +207,7 @@ class WeightedSum(Curvature):
 
     def scaled(self, factor: float) -> "WeightedSum":
         """Return the sum with every weight scaled; no tensor is touched."""
-        return self.reweighted([factor] * len(self.weights))
-
-    def reweighted(self, factors: Sequence[float]) -> "WeightedSum":
-        """Return the sum with each weight times its own factor."""
-        weights = [w * factor for w, factor in zip(self.weights, factors, strict=True)]
+        weights = [weight * factor for weight in self.weights]
         return WeightedSum(self.terms, weights, self._traces)
 
     def regularised(
