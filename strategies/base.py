@@ -1,7 +1,7 @@
 """The base class of this library's strategies: FedAvg's sampling, other rounds."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from math import isfinite
 from numbers import Real
@@ -21,6 +21,7 @@ from flwr_fisher.errors import (
     check_whole,
     plain,
 )
+from flwr_fisher.flower_internals import set_of_run
 from flwr_fisher.log_lines import logger
 from flwr_fisher.options import Options, check_names, option
 from flwr_fisher.server.cohort import Cohort
@@ -297,6 +298,7 @@ class CurvatureStrategy(Strategy):
         checkpoint_dir: str | Path | None = None,
         resume: bool = False,
         reopen: bool = False,
+        may_change: Collection[str] = (),
         callbacks: Sequence[Callback] = (),
     ) -> CurvatureResult:
         """Run the federation, like Flower's ``start``, with runs that can be resumed.
@@ -325,6 +327,10 @@ class CurvatureStrategy(Strategy):
             with its saved uploads and those of clients that have not replied yet. In a
             collection window, any client that connects can still reply. A window that
             closed with too few clients opens again.
+        may_change : Collection[str], optional
+            Keys of ``flwr run --run-config`` with which a run may be resumed in another
+            value, such as paths. All others are compared, because clients read them,
+            too.
         callbacks : Sequence[Callback], optional
             The server calls them after each finished round; they can end the run
             (:mod:`flwr_fisher.callbacks`).
@@ -344,8 +350,9 @@ class CurvatureStrategy(Strategy):
             If an argument, or the model, does not fit this strategy.
         CheckpointError
             If `checkpoint_dir` holds another run or a damaged file, or if another
-            server uses it. The strategy's options and `train_config` must be the same
-            as in the saved run.
+            server uses it. The strategy's options, `train_config` and what ``flwr run
+            --run-config`` set must be the same as in the saved run, but for
+            `may_change`.
         CallbackError
             If a callback failed. Its round is finished then.
 
@@ -382,6 +389,9 @@ class CurvatureStrategy(Strategy):
         began = time.monotonic()
         train_config = train_config or ConfigRecord()
         config = {f"train_config.{k}": _as_json(v) for k, v in train_config.items()}
+        for key, value in set_of_run(grid).items():
+            if key not in may_change:
+                config[f"run_config.{key}"] = value
         groups = self.initial_groups()
         check_groups(groups, f"{type(self).__name__}.initial_groups")
         run = Run.begin(

@@ -342,6 +342,27 @@ def test_another_train_config_is_told(once, options, change):
     assert not app.trained
 
 
+def test_another_run_config_is_told_unless_its_key_may_change(tmp_path):
+    """Clients read it, too: also of a run that has nothing left to do."""
+
+    def run(config, **options):
+        grid = LocalGrid(app := Watched(), CLIENTS, run_config=config)
+        strategy = fedfisher_with()
+        options |= {"checkpoint_dir": tmp_path, "may_change": ["out"], "num_rounds": 1}
+        strategy.start(grid, tiny_arrays(), **options)
+        return app
+
+    run({"epochs": 400, "out": "a"})
+    run({"epochs": 400, "out": "b"}, resume=True)
+    for changed, text in (
+        ({"epochs": 5}, "run_config.epochs: 400 -> 5"),
+        ({}, "run_config.epochs: 400 -> None"),
+        ({"epochs": 400, "lr": 0.1}, "run_config.lr: None -> 0.1"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            run(changed, resume=True)
+
+
 def test_the_same_train_config_is_gone_on_with(tmp_path):
     """And NumPy's numbers are kept as any."""
     values = [0.1, 3, "a", True, b"bytes", [1, 2], float("nan"), [b"a", b"b"]]

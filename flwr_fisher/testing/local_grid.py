@@ -83,6 +83,7 @@ class LocalGrid(Grid):
             )
         check_whole("num_supernodes", num_supernodes, 1)
         self.client_app, self.num_supernodes = client_app, num_supernodes
+        self._run_config = dict(run_config or {})
         self._random = random.Random(seed)
         ids = self._random.sample(range(1, 2**62), num_supernodes)
         self.nodes = {node: partition for partition, node in enumerate(ids)}
@@ -92,7 +93,7 @@ class LocalGrid(Grid):
                 "partition-id": partition,
                 "num-partitions": num_supernodes,
             }
-            options = dict(run_config or {})
+            options = dict(self._run_config)
             context = Context(_RUN_ID, node, node_config, RecordDict(), options)
             self._contexts[node] = context
         self._waiting: dict[str, Message] = {}
@@ -105,8 +106,10 @@ class LocalGrid(Grid):
 
     @property
     def run(self) -> Run:
-        """An empty run with the id of all messages."""
-        return Run.create_empty(_RUN_ID)
+        """A run with the id of all messages, and the run config."""
+        run = Run.create_empty(_RUN_ID)
+        run.override_config = self._run_config
+        return run
 
     def create_message(
         self,

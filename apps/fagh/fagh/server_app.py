@@ -62,6 +62,7 @@ def main(grid: Grid, context: Context) -> None:
         ),
         checkpoint_dir=str(config["checkpoint-dir"]) or None,
         resume=bool(config["checkpoint-dir"]),
+        may_change=("num-rounds", "output-dir", "test-path"),
     )
     report_rounds(
         path,

@@ -49,6 +49,7 @@ def main(grid: Grid, context: Context) -> None:
         num_rounds=int(config["num-rounds"]),
         checkpoint_dir=str(config["checkpoint-dir"]) or None,
         resume=bool(config["checkpoint-dir"]),
+        may_change=("num-rounds", "output-dir", "test-path"),
     )
     seconds = time.monotonic() - began
     loader = load_test(context)
