@@ -105,8 +105,8 @@ class Moments(Payload):
 #
 # The training is the library's. The job for a layer finds the model with the layers
 # that are merged so far. The first request also names the job in its option ``check``,
-# with all layers: a client does it once before it trains, and sends nothing of it. So
-# a layer of another kind, such as a batch norm, is refused at once.
+# with all layers: before a client trains, it runs that job once and throws the reply
+# away. So a layer of another kind, such as a batch norm, is refused at once.
 
 
 @register_job("own-moments")

@@ -64,7 +64,7 @@ def step_of(merged: MergeResult) -> Step:
     if (options := merged.options) is not None:
         solver = options.solver
         if solver == "pcg" and merged.iterations == options.iterations:
-            stops = f"; it stops there by design (iterations={options.iterations})"
+            stops = f", all that it may take (iterations={options.iterations})"
     logger.info(
         "merged by %s: %d iterations left %.1e of the residual%s",
         solver,
