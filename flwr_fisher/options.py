@@ -37,7 +37,6 @@ def option(
     high: float = inf,
     above: float = -inf,
     choices: Collection[str] = (),
-    sent: bool = True,
     kw_only: bool = True,
 ) -> Any:
     """Declare an option as a field of an :class:`Options` class.
@@ -60,8 +59,7 @@ def option(
     kw_only : bool, default True
         Whether the option must be given by its name.
     """
-    facts: dict[str, Any] = {"says": says, "range": (low, high, above)}
-    facts |= {"choices": tuple(choices), "sent": sent}
+    facts = {"says": says, "range": (low, high, above), "choices": tuple(choices)}
     return field(default=default, kw_only=kw_only, metadata=facts)
 
 
@@ -139,8 +137,7 @@ damping for dampning?
         return {
             each.name.replace("_", "-"): value
             for each in fields(self)  # type: ignore[arg-type]
-            if each.metadata.get("sent", True)
-            and (value := getattr(self, each.name)) is not None
+            if (value := getattr(self, each.name)) is not None
         }
 
     @classmethod
@@ -157,8 +154,6 @@ damping for dampning?
         values, kinds = {}, _kinds(cls)
         for each in fields(cls):  # type: ignore[arg-type]
             key = each.name.replace("_", "-")
-            if not each.metadata.get("sent", True):
-                continue
             if key in options:
                 values[each.name] = options[key]
             elif type(None) in kinds[each.name]:

@@ -26,10 +26,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.options import Options, check_names, option
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.driver import Driver, EvaluateFn
-from flwr_fisher.server.exchange import (
-    Secure,
-    check_groups,
-)
+from flwr_fisher.server.exchange import Secure, ServerState, check_groups
 from flwr_fisher.server.mailbox import Waiting
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.round import Strategy
@@ -383,28 +380,35 @@ class CurvatureStrategy(Strategy):
                     "reveal the difference; leave one of them out"
                 )
         self.timeout, self.partial_result = timeout, None
+        self.cohort = Cohort(self.seed, allow_foreign=False)  # of this run
         self.num_rounds = num_rounds
         logger.info("Starting %s strategy:", type(self).__name__)
         self.summary()
         began = time.monotonic()
         train_config = train_config or ConfigRecord()
         config = {f"train_config.{k}": _as_json(v) for k, v in train_config.items()}
-        for key, value in set_of_run(grid).items():
-            if key not in may_change:
-                config[f"run_config.{key}"] = value
+        config |= {f"run_config.{k}": v for k, v in set_of_run(grid).items()}
         groups = self.initial_groups()
         check_groups(groups, f"{type(self).__name__}.initial_groups")
+        if not isinstance(initial_arrays, ArrayRecord):
+            raise ConfigurationError(
+                "initial_arrays must be an ArrayRecord, got "
+                f"{type(initial_arrays).__name__}: pass ArrayRecord(...)"
+            )
+        first = ServerState.first(initial_arrays, dict(groups))
+        self.check(first)  # with which the options are complete
         run = Run.begin(
-            initial_arrays,
+            first,
             {**self.options(), **config},
             checkpoint_dir,
             resume,
-            groups,
             reopen=reopen,
             num_rounds=num_rounds,
+            may_change={f"run_config.{key}" for key in may_change},
         )
         try:
-            self.check(run.state)
+            if run.server_round:
+                self.check(run.state)
             self.cohort.recall_absences(run.absences)
             Driver(self, grid, run).rounds(
                 num_rounds,

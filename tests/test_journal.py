@@ -22,6 +22,7 @@ from virtual import (
 from flwr_fisher.errors import CheckpointError
 from flwr_fisher.server import journal
 from flwr_fisher.server.cohort import Cohort, Identity
+from flwr_fisher.server.exchange import ServerState
 from flwr_fisher.server.journal import Journal
 from flwr_fisher.server.run import Run
 from flwr_fisher.testing import LocalGrid
@@ -290,8 +291,10 @@ def test_a_disk_that_refuses_is_named_and_nothing_is_lost(
 
 def test_an_empty_array_is_kept(tmp_path):
     arrays = tensors_to_arrays({"w": torch.empty(0)})
-    Run.begin(arrays, {}, tmp_path, resume=False).journal.release()
-    run = Run.begin(arrays, {}, tmp_path, resume=True)
+    Run.begin(
+        ServerState.first(arrays, {}), {}, tmp_path, resume=False
+    ).journal.release()
+    run = Run.begin(ServerState.first(arrays, {}), {}, tmp_path, resume=True)
     assert run.state.params["w"].shape == (0,)
     run.journal.release()
 

@@ -4,14 +4,22 @@ import pytest
 import torch
 import tutorials
 from flwr.app import MetricRecord
-from virtual import Watched, quick_app, same_bits, tiny_arrays
+from virtual import Watched, fail, quick_app, same_bits, tiny_arrays
 
 from flwr_fisher import merge
-from flwr_fisher.errors import RoundError
+from flwr_fisher.errors import CheckpointError, RoundError
 from flwr_fisher.server.door import Door
 from flwr_fisher.server.round import ExchangeRun
 from flwr_fisher.server.run import Run
-from flwr_fisher.strategies import Exchange, FedFisherOneShot, Policy, fedfisher
+from flwr_fisher.strategies import (
+    Exchange,
+    FedFisherOneShot,
+    Policy,
+    Refinement,
+    Waiting,
+    fedfisher,
+)
+from flwr_fisher.strategies.exchanges import refinement
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import tensors_to_arrays
 
@@ -63,6 +71,37 @@ def test_it_has_whole_rounds_alone(finished):
     assert len(strategy.partial_result.uploads) == 1  # of the exchange that failed
     run(strategy, num_rounds=1)
     assert strategy.partial_result is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
+def test_it_has_the_merge_if_the_run_ends_in_what_is_optional(error, monkeypatch):
+    def fails(*args):
+        raise error("of a test")
+
+    monkeypatch.setattr(refinement, "_solve_head", fails)
+    strategy, options = FedFisherOneShot(), {"num_rounds": 1}
+    with pytest.raises(error, match="of a test"):
+        run(strategy, **options)
+    merged = run(FedFisherOneShot(refine=None), **options)
+    assert same_bits(strategy.partial_result.arrays, merged.arrays)
+
+
+@pytest.mark.parametrize("on_failed_round", ["skip", "raise"])
+def test_a_round_more_that_fails_leaves_the_refined_model(tmp_path, on_failed_round):
+    def own():
+        waiting = Waiting(on_failed_round=on_failed_round)
+        return FedFisherOneShot(refine=Refinement(head=True), waiting=waiting)
+
+    first = run(own(), num_rounds=1, checkpoint_dir=tmp_path)
+    app = Watched(tamper=dict.fromkeys(range(3), fail))
+    strategy = own()
+    try:
+        arrays = run(strategy, app, checkpoint_dir=tmp_path, resume=True).arrays
+    except RoundError:
+        assert on_failed_round == "raise"
+        arrays = strategy.partial_result.arrays
+    assert same_bits(arrays, first.arrays)
+    assert not same_bits(arrays, first.unrefined)
 
 
 @pytest.mark.parametrize(

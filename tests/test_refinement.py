@@ -32,7 +32,7 @@ from flwr_fisher.errors import (
     DataError,
     StructureError,
 )
-from flwr_fisher.params import double, flatten, unflatten
+from flwr_fisher.params import double, flatten, scale, unflatten
 from flwr_fisher.rounds.quasi_newton import (
     DAMPING,
     FIRST,
@@ -197,8 +197,8 @@ def test_losses_are_those_of_the_model_and_of_each_scale():
     losses, _ = head_losses(model, loader, "3", [weight, bias], scales, F.cross_entropy)
     x, y = (torch.cat(each) for each in zip(*loader, strict=True))
     wanted = [F.cross_entropy(model(x), y)]
-    for scale in scales:
-        model[3].weight.data, model[3].bias.data = scale * weight, scale * bias
+    for factor in scales:
+        model[3].weight.data, model[3].bias.data = factor * weight, factor * bias
         wanted.append(F.cross_entropy(model.double()(x.double()), y))
     torch.testing.assert_close(losses, torch.stack(wanted).double(), rtol=1e-5, atol=0)
 
@@ -709,6 +709,32 @@ def test_a_client_that_fails_is_skipped_by_name(request_number, caplog):
     for value in arrays_to_tensors(result.arrays).values():
         assert value.isfinite().all()
     assert not same_bits(result.arrays, result.unrefined)
+
+
+def test_a_step_that_is_too_long_is_taken_back_when_a_client_leaves(
+    monkeypatch, caplog
+):
+    begin = Descent.begin
+
+    def too_long(*args):
+        first = begin(*args)
+        return replace(first, step=scale(first.step, 3000.0))
+
+    def second(content):
+        return fail(content) if next(count) == 3 else None
+
+    monkeypatch.setattr(Descent, "begin", too_long)
+    count = iter(range(1, 100))
+    app, refine = Watched(tamper={1: second}), Refinement(head=False, steps=2)
+    with caplog.at_level(logging.INFO, "flwr"):
+        result = run(app=app, norm_statistics="average", refine=refine)
+    assert "left out partition-1" in caplog.text
+    assert "step: taken back" in caplog.text
+    before, after = (
+        result.train_metrics_clientapp[1][name]
+        for name in ("loss-before-steps", "loss-after-steps")
+    )
+    assert after <= 1.05 * before  # of the clients that are left
 
 
 def test_where_nobody_is_left_the_merge_stays(caplog):

@@ -348,19 +348,19 @@ def test_another_run_config_is_told_unless_its_key_may_change(tmp_path):
     def run(config, **options):
         grid = LocalGrid(app := Watched(), CLIENTS, run_config=config)
         strategy = fedfisher_with()
-        options |= {"checkpoint_dir": tmp_path, "may_change": ["out"], "num_rounds": 1}
+        options |= {"checkpoint_dir": tmp_path, "num_rounds": 1}
         strategy.start(grid, tiny_arrays(), **options)
         return app
 
-    run({"epochs": 400, "out": "a"})
-    run({"epochs": 400, "out": "b"}, resume=True)
+    run({"epochs": 400, "out": "a"})  # it need not say what may change later
+    run({"epochs": 400, "out": "b"}, resume=True, may_change=["out"])
     for changed, text in (
         ({"epochs": 5}, "run_config.epochs: 400 -> 5"),
         ({}, "run_config.epochs: 400 -> None"),
         ({"epochs": 400, "lr": 0.1}, "run_config.lr: None -> 0.1"),
     ):
         with pytest.raises(CheckpointError, match=text):
-            run(changed, resume=True)
+            run(changed, resume=True, may_change=["out"])
 
 
 def test_the_same_train_config_is_gone_on_with(tmp_path):

@@ -33,6 +33,16 @@ def untrained(model, loader, device, config):
         raise Trained
 
 
+OWN_LOSS = LocalSGD(loss_fn=nn.CrossEntropyLoss())  # classes second, as torch's
+
+
+class AlwaysDrops(nn.Module):
+    """Dropout that stays in eval mode."""
+
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.5, training=True)
+
+
 class NaN(nn.Linear):
     def forward(self, x):
         return super().forward(x) * float("nan")
@@ -147,7 +157,7 @@ def test_probabilities_are_told(caplog):
     assert "returns probabilities" in caplog.text
 
 
-def test_it_is_made_once_a_process_by_three_forward_passes(monkeypatch):
+def test_it_is_made_once_a_process_by_forward_passes(monkeypatch):
     calls, tries = [], []
     original = train.try_upload
 
@@ -164,10 +174,50 @@ def test_it_is_made_once_a_process_by_three_forward_passes(monkeypatch):
     monkeypatch.setattr(train, "try_upload", counted)
     for config in ({}, {"server-round": 2}, {"structure": "diagonal"}):
         asked(client_of(lambda: Counting(3, 3)), **config)
-    assert tries == [3, 0, 3]  # the batch, its first example, and the batch reversed
-    assert calls[:3] == [(4, False, False), (1, False, False), (4, False, False)]
+    assert tries == [4, 0, 4]  # the batch, its first example, and its halves
+    assert calls[:4] == [(n, False, False) for n in (4, 1, 2, 2)]
     ask(client_of(), tiny_arrays())  # without a Fisher
     assert len(tries) == 3
+
+
+class Sorted(nn.Module):
+    """A recurrent net of sequences that a collate function sorts by their lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.last = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True)
+        return self.last(self.cell(packed)[1][0])
+
+
+def test_a_batch_stays_in_its_order():
+    x, lengths = torch.rand(6, 5, 3), torch.tensor([5, 4, 4, 3, 2, 1])
+    check_client(client_of(Sorted, [(x, lengths, torch.arange(6) % 3)]))
+
+
+@pytest.mark.parametrize("fisher_source", ["last-epoch", "extra-pass"])
+def test_squares_of_a_loops_own_loss_need_no_likelihood(fisher_source):
+    loader = [(torch.rand(4, 1, 5), torch.arange(20).view(4, 5) % 3)]
+    client = client_of(lambda: nn.Conv1d(1, 3, 1), loader, train_fn=OWN_LOSS)
+    config = {"job": "fedfish", "structure": None, "fisher-source": fisher_source}
+    arrays = ArrayRecord(shared_state(client.problem.model))
+    config = {k: v for k, v in config.items() if v is not None}
+    if fisher_source == "last-epoch":
+        ask(client, arrays, config)
+        return
+    with pytest.raises(StructureError, match="movedim"):
+        ask(client, arrays, config)
+
+
+def test_the_check_draws_none_of_the_trainings_random_numbers(monkeypatch):
+    def reply():
+        model = nn.Sequential(tiny_model(), AlwaysDrops())
+        return asked(client_of(lambda: model), job="fedfish", seed=2)
+
+    first, again = reply(), reply()  # it is made once a process
+    assert same_bits(*(r.content.array_records["arrays"] for r in (first, again)))
 
 
 def test_results_are_the_same_bits_with_and_without(monkeypatch):
@@ -306,7 +356,7 @@ def test_a_dry_run_finds_what_the_first_batch_does_not_show():
     batch_statistics = nn.Sequential(
         nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)
     )
-    with pytest.raises(FlwrFisherError, match="a single one"):
+    with pytest.raises(FlwrFisherError, match="fails on fewer"):
         check_client(client_of(lambda: batch_statistics))
     with pytest.raises(FlwrFisherError, match="structure 'kfca'"):
         check_client(client_of(), structure="kfca")

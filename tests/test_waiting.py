@@ -10,9 +10,11 @@ import pytest
 import rivals_path  # noqa: F401
 from clocked import Behaviour, ClockedGrid, options_of
 from rivals import FedGA
-from virtual import Watched, quick_app, same_bits, saved_state, tiny_arrays
+from test_secure_sums import secure_app
+from virtual import Watched, quick_app, same_bits, saved_state, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
+from flwr_fisher.secure import SecureSums
 from flwr_fisher.server.round import ExchangeRun
 from flwr_fisher.strategies import (
     FAGH,
@@ -109,6 +111,25 @@ def test_a_hanging_client_costs_evaluation_nothing_more(
     assert clock.now < seconds
     assert sorted(p for _, p in app.evaluated) == evaluate
     assert result.evaluate_metrics_clientapp[1]
+
+
+def test_the_fraction_holds_for_the_sample_and_not_for_each_exchange(caplog, tmp_path):
+    """A secure sum and sums of K-FACs need again those that were enough."""
+    waiting = Waiting(enough_fraction=0.8)
+    for own in ({"secure": SecureSums()}, {}):
+        strategy = FedFisherOneShot(
+            aggregate="sums",
+            norm_statistics="average",
+            refine=None,
+            fraction_evaluate=0.0,
+            waiting=waiting,
+            **own,
+        )
+        app = secure_app(tmp_path) if own else tiny_app()
+        result = strategy.start(LocalGrid(app, 10), tiny_arrays())
+        assert result.train_metrics_clientapp[1]["num-missing"] == 2
+    asked = {line for line in caplog.messages if "asking" in line}
+    assert {line.rpartition("asking ")[2] for line in asked} == {"8 nodes"}
 
 
 def test_evaluation_without_clients_costs_the_run_nothing(clock, caplog):

@@ -143,7 +143,7 @@ class LocalProblem:
         If an argument is of another kind, or a function takes other arguments, or a
         number is out of range.
     ParamsError
-        If a layer is still lazy, or two parameters are in the same memory.
+        If a layer is still lazy, or a hook changes what ``state_dict`` has.
     """
 
     model: nn.Module

@@ -15,6 +15,7 @@ from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.models import check_rows, evaluating, place_of
 from flwr_fisher.errors import ClientError, DataError, FlwrFisherError
 from flwr_fisher.log_lines import log_once
+from flwr_fisher.randomness import seeded
 
 _COLUMNS, _NAMED = 100, 6  # characters of a line; layers up to which all are named
 _KINDS = {"Kronecker": "K-FAC", "Diagonal": "diagonal"}
@@ -62,7 +63,8 @@ def try_upload(
     model = problem.model
     # Where the model is: a loop of the user may have moved it.
     inputs = read.inputs.to(place_of(model) or problem.device)
-    with evaluating(model), torch.no_grad():
+    # A model may draw random numbers, which are not the training's.
+    with evaluating(model), torch.no_grad(), seeded(0):
         try:
             outputs = inputs(model)
         except (FlwrFisherError, torch.OutOfMemoryError):

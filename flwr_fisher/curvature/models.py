@@ -210,8 +210,8 @@ def check_outputs(model: nn.Module, inputs: Inputs, outputs: Tensor) -> None:
 def check_rows(model: nn.Module, inputs: Inputs, outputs: Tensor) -> None:
     """Raise unless each example's row of outputs depends on this example alone.
 
-    The batch in the reverse order shows what depends on the examples before or after,
-    and the first example by itself what depends on all of them.
+    Each half of the batch by itself shows what depends on the examples of the other,
+    and the first example what depends on its own half.
 
     Parameters
     ----------
@@ -227,21 +227,21 @@ def check_rows(model: nn.Module, inputs: Inputs, outputs: Tensor) -> None:
     StructureError
         If outputs depend on the other examples of a batch or on former calls.
     """
-    back = torch.arange(len(inputs) - 1, -1, -1, device=outputs.device)
+    n, half = len(inputs), max(1, len(inputs) // 2)
+    parts = dict.fromkeys([(0, 1), (0, half), (min(half, n - 1), n)])
     try:
-        again = [inputs[:1](model).detach(), inputs[back](model).detach()[back]]
+        again = [inputs[a:b](model).detach() for a, b in parts]
     except (RuntimeError, ValueError) as error:
         raise StructureError(
-            f"the model takes {len(inputs)} examples, but fails on a single one "
-            f"({error}): {_OWN}"
+            f"the model takes {n} examples, but fails on fewer ({error}): {_OWN}"
         ) from error
-    together = widened(outputs.detach()).reshape(len(inputs), -1)
+    together = widened(outputs.detach()).reshape(n, -1)
     if not together.isfinite().all():
         return  # NaN shows nothing
     most = _ALONE * together.norm(dim=1).mean()
-    for own in again:
-        rows = together[: len(own)]
-        same = own.shape[1:] == outputs.shape[1:] and len(own) == len(rows)
+    for (first, last), own in zip(parts, again, strict=True):
+        rows = together[first:last]
+        same = own.shape == (len(rows), *outputs.shape[1:])
         if not same or ((widened(own).view_as(rows) - rows).norm(dim=1) > most).any():
             raise StructureError(
                 "the model's outputs of an example depend on the other examples of its "

@@ -103,19 +103,21 @@ def report_one_shot(
     Raises
     ------
     ConfigurationError
-        If the result has no merge: it is of another strategy, or of a resumed run that
-        had nothing left to do.
+        If the result has no merge: it is of another strategy, its last round was
+        skipped, or it is of a resumed run that had nothing left to do. The model is
+        saved all the same.
     """
-    merged = result.details
+    # The clients may have measured its norms after the merge.
+    final, merged = arrays_to_tensors(result.arrays), result.details
+    path = _save_model(path, final)  # it is safe, whatever a score raises
     if not isinstance(merged, MergeResult):
         raise ConfigurationError(
-            "report_one_shot needs the last merge of FedFisherOneShot: start a resumed "
-            "run with reopen=True, too; for other strategies, call report_rounds"
+            f"the model is in {path}, but report_one_shot needs the last round's merge "
+            "of FedFisherOneShot, and that round was skipped, or finished before this "
+            "run was resumed: resume it with reopen=True; for other strategies, call "
+            "report_rounds"
         )
-    # The clients may have measured its norms after the merge.
-    final = {**merged.params, **arrays_to_tensors(result.arrays)}
-    path = _save_model(path, final)  # it is safe, whatever a score raises
-    model = model.to(default_device())
+    final, model = {**merged.params, **final}, model.to(default_device())
     models, merge = {"fedfisher": final}, final
     if result.unrefined is not None:
         merge = {**merged.params, **arrays_to_tensors(result.unrefined)}

@@ -96,7 +96,7 @@ class Descent:
         loss: float,
         inverse: Inverse,
         *,
-        comparable: bool = True,
+        same_clients: bool = True,
     ) -> "Descent":
         """Return the next step, from the gradient and the loss at the model tried.
 
@@ -104,19 +104,19 @@ class Descent:
         ----------
         gradient, loss, inverse
             As for :meth:`begin`.
-        comparable : bool, default True
-            Whether the same clients have sent them as the ones before. Otherwise the
-            model tried is taken, and the change of the gradient is not.
+        same_clients : bool, default True
+            Whether the same clients have sent the gradient as the one before. Otherwise
+            the change of the gradient is not used.
         """
         here = replace(self, gradient=double(gradient), loss=loss)
-        if not comparable:
-            return here._turned(inverse, 1.0)
         pair = self.step, subtract(here.gradient, self.gradient)
-        if self.is_better(loss):
-            return here._with_pair(pair, inverse)._turned(inverse, 1.0)
+        best = here if self.is_better(loss) else self
         # Not finite there: nothing is known but that the step was too long.
-        known = self if loss > 0.5 * TOO_FAR else self._with_pair(pair, inverse)
-        shorter = known._turned(inverse, _SHORTER)
+        if same_clients and loss <= 0.5 * TOO_FAR:
+            best = best._with_pair(pair, inverse)
+        if self.is_better(loss):
+            return best._turned(inverse, 1.0)
+        shorter = best._turned(inverse, _SHORTER)
         most = _SHORTER * float(norm(self.step))
         factor = min(1.0, most / max(float(norm(shorter.step)), 1e-300))
         return replace(shorter, step=scale(shorter.step, factor))

@@ -48,6 +48,7 @@ class Driver:
         self.strategy, self.cohort = strategy, strategy.cohort
         self.grid, self.run = grid, run
         self.server_round = run.server_round  # the current round
+        self.good = run.state  # of the last whole round, but for what is optional
 
     def rounds(
         self,
@@ -85,7 +86,6 @@ class Driver:
             logger.info("")
             logger.info("[ROUND %s/%s]", server_round, num_rounds)
             self.server_round = server_round
-            run.begin_round()
             self._train(train_config)
             self._evaluate(self._config("evaluation_config", evaluate_config))
             if evaluate_fn:
@@ -96,14 +96,15 @@ class Driver:
     def _train(self, train_config: ConfigRecord) -> None:
         """Do the current round's exchanges, or skip the round if they fail."""
         strategy, server_round = self.strategy, self.server_round
-        before = self.run.state
+        self.good = self.run.state
         try:
+            self.run.begin_round()
             config = self._config("round_config", train_config)
             if strategy.fraction_train > 0.0:  # or else FedAvg only evaluates
                 self._do_exchanges(config)
             self.run.has_merged = True
         except BaseException as error:  # also of the user's own functions, and Ctrl+C
-            self.run.undo_round(before)
+            self.run.undo_round(self.good)
             skip = strategy.waiting.on_failed_round == "skip"
             skip = skip and isinstance(error, RoundError)
             if not (skip and strategy.may_skip(server_round)):
@@ -145,7 +146,8 @@ class Driver:
         run, begin = self.run, self.run.state
         previous: dict[int, float] = {}  # weights of the last exchange's clients
         index = 0  # of the exchange in the journal; secure sums have several for one
-        for session in sessions(self._exchanges()):
+        every = [*sessions(self._exchanges())]
+        for number, session in enumerate(every, 1):
             before, exchange = run.state, session[0]
             if exchange.prepare is not None:
                 # Only now is it known what must be asked, if anything.
@@ -167,6 +169,8 @@ class Driver:
                     error,
                     exc_info=None if isinstance(cause, FlwrFisherError) else cause,
                 )
+            if all(later[0].optional for later in every[number:]):
+                self.good, run.has_merged = run.state, True
 
     def _exchanges(self) -> Sequence[Exchange[Any]]:
         """Return the strategy's exchanges for the current round.

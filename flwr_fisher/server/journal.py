@@ -235,7 +235,7 @@ class Journal:
                     f"{last}, so that round cannot be opened again: resume without "
                     "reopen=True"
                 )
-            under_way.note(replace(record, opened=time.time()))
+            self._open(under_way, record)
             return False
         merge, before = self._last_exchange(last), self._state(last - 1)
         if merge is None or merge.record is None or not before.exists():
@@ -244,14 +244,16 @@ class Journal:
                 "so that round cannot be opened again: resume without reopen=True"
             )
         self.read(before, "resume without reopen=True")
-        record = replace(merge.record, opened=time.time(), closed=None, reopened=True)
-        merge.note(record)
-        # The exchanges after it began with the model that it made.
-        for later in self._exchanges(last):
-            if later > merge.index:
-                self.exchange_journal(last, later).delete()
+        self._open(merge, replace(merge.record, reopened=True))
         self._state(last).unlink()  # now the round is given up
         return True
+
+    def _open(self, exchange: "ExchangeJournal", record: ExchangeRecord) -> None:
+        """Open an exchange again; those after it began with the model that it made."""
+        exchange.note(replace(record, opened=time.time(), closed=None))
+        for later in self._exchanges(exchange.server_round):
+            if later > exchange.index:
+                self.exchange_journal(exchange.server_round, later).delete()
 
     def _last_exchange(self, server_round: int) -> "ExchangeJournal | None":
         """Return the last exchange of a round that is not optional, if there is one."""

@@ -222,7 +222,11 @@ class ExchangeRun(Generic[P]):
         if record.clients is None:
             timeout, enough = self._window_left(record), waiting.enough(None)
         else:
-            self._sampled, enough = set(record.clients), waiting.enough(record.wanted)
+            self._sampled, enough = set(record.clients), float(record.wanted)
+            # Those whom a step needs again were enough, and all of them are waited for.
+            optional = self.exchange.optional and self.strategy.secure is None
+            if self._numbers is None or optional:
+                enough = waiting.enough(record.wanted)
         if not begins and self.exchange.optional:
             # While it is open, nobody is asked who connects later; so ask those who are
             # here, and have not replied before the restart.

@@ -3,7 +3,7 @@
 The journal saves both after each step, so that a new process can resume the run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import (
     Exchange,
-    Groups,
     ServerState,
     Step,
     Upload,
@@ -71,16 +70,16 @@ class Run:
     @classmethod
     def begin(
         cls,
-        initial_arrays: ArrayRecord,
+        state: ServerState,
         options: Mapping[str, Any],
         checkpoint_dir: str | Path | None,
         resume: bool,
-        groups: Groups | None = None,
         *,
         reopen: bool = False,
         num_rounds: int | None = None,
+        may_change: Collection[str] = (),
     ) -> "Run":
-        """Start from the initial arrays and `groups`, or resume after the last round.
+        """Start from an initial state, or resume after the last round.
 
         Raises
         ------
@@ -91,14 +90,8 @@ class Run:
             If there is a run on disk but `resume` is false, if it is another run, or if
             another server uses it.
         """
-        if not isinstance(initial_arrays, ArrayRecord):
-            raise ConfigurationError(
-                "initial_arrays must be an ArrayRecord, got "
-                f"{type(initial_arrays).__name__}: pass ArrayRecord(...)"
-            )
         if reopen and not resume:
             raise ConfigurationError("reopen=True needs resume=True: pass both")
-        state = ServerState.first(initial_arrays, dict(groups or {}))
         options = as_kept(options)
         if resume and checkpoint_dir is None:
             raise CheckpointError("resume=True needs a checkpoint_dir")
@@ -120,7 +113,7 @@ class Run:
                     f"{journal.path} has a run up to round {last}: pass resume=True to "
                     "continue it, or another checkpoint_dir"
                 )
-            _check_options(journal, options)
+            _check_options(journal, options, may_change)
             if reopen and num_rounds is not None and num_rounds < last:
                 raise ConfigurationError(
                     f"reopen=True repeats round {last}, but num_rounds={num_rounds}: "
@@ -274,11 +267,13 @@ class Run:
         return self._result
 
 
-def _check_options(journal: Journal, options: Mapping[str, Any]) -> None:
+def _check_options(
+    journal: Journal, options: Mapping[str, Any], may_change: Collection[str]
+) -> None:
     """Raise :class:`CheckpointError` if options differ from the run's."""
     saved = journal.options
-    keys = sorted(k for k in {*saved, *options} if saved.get(k) != options.get(k))
-    if keys:
+    names = {*saved, *options} - {*may_change}
+    if keys := sorted(k for k in names if saved.get(k) != options.get(k)):
         pairs = (f"{k}: {saved.get(k)!r} -> {options.get(k)!r}" for k in keys)
         changes = ", ".join(pairs)
         raise CheckpointError(

@@ -55,7 +55,7 @@ _ANY_NUMBER = 2**53
 _ASKING: dict[str, Any] = {"clients": "previous", "optional": True, "refines": True}
 _SOLVED, _SCALES = "head", "head-scales"  # groups of the state's tensors
 _DESCENT, _KFAC = "descent", "descent-kfac"
-_FACTS = ("loss", "gamma", "weight")
+_OF = "clients"  # whose losses the descent's group has
 # Chosen on validation examples: of a model that is sure, the expectation over its own
 # labels is nearly zero, and a draw from them noise. Given labels say where it is wrong.
 _KFAC_OPTIONS = FisherOptions(expectation="empirical", examples=1000)
@@ -290,23 +290,26 @@ def _begin_descent(state: ServerState, uploads: Uploads[GradientUpload]) -> Step
     kfac = weighted_mean(factors, weights_of(uploads))
     state = replace(state, groups={**state.groups, _KFAC: kfac})
     descent = Descent.begin(gradient, loss, _inverse(state))
-    return Step(_into(state, descent, uploads), {"loss-before-steps": loss})
+    own = _losses(uploads, [upload.payload.loss for upload in uploads])
+    return Step(_into(state, descent, own), {"loss-before-steps": loss})
 
 
 def _go_on(state: ServerState, uploads: Uploads[GradientUpload]) -> Step:
     """Take the step that was tried, or take it back, and choose the next."""
-    gradient, loss = _pooled(uploads)
-    descent, comparable = _descent(state, uploads)
-    state = _taken(state, descent, loss, descent.is_better(loss) or not comparable)
-    descent = descent.after(gradient, loss, _inverse(state), comparable=comparable)
-    return Step(_into(state, descent, uploads))
+    gradient, _ = _pooled(uploads)
+    own = _losses(uploads, [upload.payload.loss for upload in uploads])
+    descent, loss, known = _descent(state, own)
+    taken, same = descent.is_better(loss), torch.equal(known[_OF], own[_OF])
+    state = _taken(state, descent, loss, taken)
+    descent = descent.after(gradient, loss, _inverse(state), same_clients=same)
+    return Step(_into(state, descent, own if taken else known))
 
 
 def _end_descent(state: ServerState, uploads: Uploads[LossUpload]) -> Step:
     """Take the last step, or take it back."""
-    (loss,) = _mean_losses(uploads)
-    descent, comparable = _descent(state, uploads)
-    taken = descent.is_better(loss) and comparable
+    own = _losses(uploads, [upload.payload.losses[0] for upload in uploads])
+    descent, loss, _ = _descent(state, own)
+    taken = descent.is_better(loss)
     params = _taken(state, descent, loss, taken).params
     metrics = {"loss-after-steps": loss if taken else descent.loss}
     return Step(ServerState(params, _without(state, _DESCENT, _KFAC)), metrics)
@@ -336,28 +339,44 @@ def _inverse(state: ServerState) -> Inverse:
     return damped_inverse(kfac)
 
 
-def _into(
-    state: ServerState, descent: Descent, uploads: Uploads[GradientUpload]
-) -> ServerState:
-    """Return the state with a descent."""
+def _into(state: ServerState, descent: Descent, losses: Params) -> ServerState:
+    """Return the state with a descent, and the clients' losses at its model."""
     vectors: dict[str, Params] = {"gradient": descent.gradient, "step": descent.step}
     for i, (step, change) in enumerate(descent.pairs):
         vectors |= {f"s{i}": step, f"y{i}": change}
-    facts = descent.loss, descent.gamma, sum(weights_of(uploads))
-    numbers = map(partial(torch.tensor, dtype=torch.float64), facts)
-    group = dict(zip(_FACTS, numbers, strict=True)) | join_groups(vectors)
+    facts = {**losses, "gamma": torch.tensor(descent.gamma, dtype=torch.float64)}
+    group = facts | join_groups(vectors)
     return replace(state, groups={**state.groups, _DESCENT: group})
 
 
-def _descent(state: ServerState, uploads: Uploads[Any]) -> tuple[Descent, bool]:
-    """Return the descent, and whether no client has left since."""
-    numbers, vectors = split_groups(state.group(_DESCENT))
-    loss, gamma, weight = (float(numbers[name]) for name in _FACTS)
+def _losses(uploads: Uploads[Any], losses: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the clients' losses and weights. A sum is known by its members."""
+    every = {_OF: [hash((u.number, *u.members)) for u in uploads]}
+    numbers = {"losses": [*map(float, losses)], "weights": weights_of(uploads)}
+    return {
+        **{k: torch.tensor(v, dtype=torch.int64) for k, v in every.items()},
+        **{k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()},
+    }
+
+
+def _descent(state: ServerState, own: Params) -> tuple[Descent, float, Params]:
+    """Return the descent, the loss at the model tried, and the losses at its own.
+
+    Both means are over the clients that have sent both. If there is none, the loss at
+    the model tried counts as infinite.
+    """
+    facts, vectors = split_groups(state.group(_DESCENT))
+    known = {name: facts[name] for name in own}
+    was, now = torch.isin(known[_OF], own[_OF]), torch.isin(own[_OF], known[_OF])
+    weights = own["weights"][now] / own["weights"][now].sum()
+    order, again = known[_OF][was].argsort(), own[_OF][now].argsort()
+    before = float(known["losses"][was][order] @ weights[again])
+    loss = float(own["losses"][now] @ weights) if now.any() else math.inf
+    gamma = float(facts["gamma"])
     count = sum(name.startswith("s") for name in vectors) - 1  # but for "step"
     pairs = [(vectors[f"s{i}"], vectors[f"y{i}"]) for i in range(count)]
-    descent = Descent(vectors["gradient"], loss, vectors["step"], gamma, pairs)
-    # A secure sum's weight is rounded.
-    return descent, math.isclose(weight, sum(weights_of(uploads)), rel_tol=1e-6)
+    descent = Descent(vectors["gradient"], before, vectors["step"], gamma, pairs)
+    return descent, loss, known
 
 
 def _tried(state: ServerState) -> dict[str, Tensor]:

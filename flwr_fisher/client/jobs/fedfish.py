@@ -71,7 +71,8 @@ class FedFishJob(TrainingJob):
         else:
             epochs = local_sgd(problem.train_fn, _SQUARES).epochs
             squares = LastEpochSquares(problem.model, epochs)
-            metrics = self.run_loop(problem, request, on_gradients=squares)
+            # Of the loop's own loss, whatever the likelihood is.
+            metrics = problem.train(request.config, on_gradients=squares)
             mean, num_batches = squares.curvature(), squares.count
         return metrics, self.fish_options.scaled(mean, num_batches)
 
