@@ -73,12 +73,6 @@ def nodes_of(grid: Grid) -> Iterable[NodeInfo]:
     return grid.get_nodes() if hasattr(grid, "get_nodes") else ()
 
 
-def set_of_run(grid: Grid) -> dict[str, bool | int | float | str]:
-    """Return what ``flwr run --run-config`` has set, in place of the app's defaults."""
-    run = getattr(grid, "run", None)  # a grid of the user's may have none
-    return dict(getattr(run, "override_config", {}))
-
-
 def set_message_id(message: Message, message_id: str) -> None:
     """Give a message its id, as a SuperLink does when the message is pushed."""
     message.metadata.__dict__["_message_id"] = message_id

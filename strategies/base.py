@@ -21,7 +21,6 @@ from flwr_fisher.errors import (
     check_whole,
     plain,
 )
-from flwr_fisher.flower_internals import set_of_run
 from flwr_fisher.log_lines import logger
 from flwr_fisher.options import Options, check_names, option
 from flwr_fisher.server.cohort import Cohort
@@ -30,7 +29,7 @@ from flwr_fisher.server.exchange import Secure, ServerState, check_groups
 from flwr_fisher.server.mailbox import Waiting
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.round import Strategy
-from flwr_fisher.server.run import CurvatureResult, Run
+from flwr_fisher.server.run import CurvatureResult, Run, set_of_run
 from flwr_fisher.wire import NUM_EXAMPLES
 
 _FRACTIONS = ("fraction_train", "fraction_evaluate")

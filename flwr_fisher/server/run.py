@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_fisher.callbacks import HISTORIES, Callback, call, history_of
@@ -265,6 +266,12 @@ class Run:
         self._result.unrefined = tensors_to_arrays(unrefined) if unrefined else None
         self._result.arrays = self.arrays()
         return self._result
+
+
+def set_of_run(grid: Grid) -> dict[str, bool | int | float | str]:
+    """Return what ``flwr run --run-config`` has set, in place of the app's defaults."""
+    run = getattr(grid, "run", None)  # a grid of the user's may have none
+    return dict(getattr(run, "override_config", {}))
 
 
 def _check_options(
