@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     LIFTED,
     Watched,
+    close,
     fail,
     killing_app,
     same_bits,
     tiny_app,
     tiny_arrays,
+    tiny_client,
     tiny_data,
     tiny_model,
 )
@@ -672,6 +674,33 @@ def test_secure_sums_give_the_same_model(tmp_path):
     for name, value in arrays_to_tensors(summed.arrays).items():
         wanted = arrays_to_tensors(plain.arrays)[name]
         torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"norm_statistics": "refresh"},
+        {"refine": Refinement(head=True)},
+        {"refine": Refinement(head=False, steps=2)},
+    ],
+)
+def test_with_weights_of_a_loops_own_too(own, tmp_path):
+    """What is optional is a mean over examples, whatever weights the training has."""
+
+    def client_fn(context):
+        client = int(context.node_config["partition-id"])
+
+        def weighs(*args):
+            return {**LocalSGD()(*args), "num-examples": [1, 1, 1000][client]}
+
+        return tiny_client(client, train_fn=weighs)
+
+    def merged(secure):
+        app = make_client_app(client_fn, mods=[SecureSumsMod(state_dir=tmp_path)])
+        return run(FedAvg, app, secure=secure, policy=None, **own).arrays
+
+    plain, masked = (merged(each) for each in (None, SecureSums(bits=64)))
+    assert close(masked, plain, 1e-4)
 
 
 @pytest.mark.parametrize("asked", range(1, 21, 2))

@@ -170,6 +170,10 @@ class ExchangeRun(Generic[P]):
         self._numbers = exchange.numbers(state, previous)
         # A collection window asks whoever connects, so it has no sample.
         self._window = strategy.waiting.window if self._numbers is None else None
+        record = journal.record
+        if self._window is not None and record is not None and record.clients:
+            logger.warning("the round began without a window, and goes on without one")
+            self._window = None
         options = {"job": "train", **exchange.options}
         if self._window is not None and exchange.require_same_parameters:
             # Only the last upload shows what most clients train and freeze.
@@ -177,7 +181,8 @@ class ExchangeRun(Generic[P]):
         self.config = ConfigRecord({**config, **named_options(options)})
         # Only trainings need have the strategy's own weight among their metrics.
         weighted_by = NUM_EXAMPLES if exchange.optional else strategy.weighted_by_key
-        weights = previous if exchange.clients == "previous" else {}
+        again = exchange.clients == "previous" and not exchange.optional
+        weights = previous if again else {}
         policy = strategy.policy
         self.door = Door(self.cohort, policy, weighted_by, exchange, state, weights)
         self._sampled: set[str] | None = None  # names, or None for all that connect
