@@ -428,6 +428,9 @@ class CurvatureStrategy(Strategy):
             raise
         finally:
             run.journal.release()
+        if self.refine is not None and run.server_round < num_rounds:
+            text = "the model is not refined: the run ended before round %s"
+            logger.warning(text, num_rounds)
         logger.info("")
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         return run.result()
