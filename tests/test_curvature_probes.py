@@ -441,7 +441,7 @@ MISTAKES = {
     "frozen": (FROZEN, [BATCH], {}, ConfigurationError, "no trainable parameter"),
     "centred": (Centred(3, 3), [BATCH], {}, StructureError, "other examples"),
     "a loss": (Loss(3, 3), [BATCH], {}, StructureError, "for 5 examples"),
-    "statistics": (mlp(OF_THE_BATCH), [BATCH], {}, StructureError, "single one"),
+    "statistics": (mlp(OF_THE_BATCH), [BATCH], {}, StructureError, "fails on fewer"),
     "no gradient": (LINEAR, [BATCH], DETACHED, StructureError, "no trainable"),
 }
 
