@@ -12,7 +12,6 @@ from flwr_fisher.params import (
     Params,
     double,
     norm,
-    scale,
     select,
     subtract,
     weighted_mean,
@@ -178,14 +177,16 @@ class FedFish(CurvatureStrategy):
     def _step(self, state: ServerState, uploads: Uploads[FisherUpload]) -> Step:
         """Return a step along the Fisher-weighted mean of the clients' updates."""
         fishers = [upload.payload.curvature.diagonal() for upload in uploads]
+        parts = [1.0] * len(fishers)
         if self.fisher.balance == 1:  # then a client has divided its own by its trace
-            fishers = [scale(F, min(1, _TRACE / max(1, _trace(F)))) for F in fishers]
+            parts = [min(1.0, _TRACE / max(1.0, _trace(F))) for F in fishers]
         trained = [upload.payload.params for upload in uploads]
         weights, gradient = weights_of(uploads), dict[str, Tensor]()
         # One parameter after another: its updates are in float64.
         for name, start in double(state.params, fishers[0]).items():
             deltas = [{name: start - params[name].double()} for params in trained]
-            of_name = [{name: fisher[name]} for fisher in fishers]
+            pairs = zip(fishers, parts, strict=True)
+            of_name = [{name: fisher[name] * part} for fisher, part in pairs]
             gradient |= fedfish_average(deltas, of_name, weights)
         return self._descend(state, gradient, fishers, trained, weights)
 

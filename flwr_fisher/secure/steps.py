@@ -315,11 +315,7 @@ def _mean(
     parts = np.split(words, np.cumsum(sizes)[:-1])
     values = [fixed.values(*part) for part in zip(parts, known.exponents, strict=True)]
     sums = dict(zip((name for name, _, _ in layout), values, strict=True))
-    weight = (
-        float(sums.get(NUM_EXAMPLES, torch.zeros(1, dtype=torch.float64)).sum())
-        if weighted
-        else 1.0
-    )
+    weight = float(sums.get(NUM_EXAMPLES, torch.zeros(1)).sum()) if weighted else 1.0
     if not weight > 0:
         raise RoundError("the clients' weights add up to 0")
     mean = {

@@ -351,11 +351,11 @@ def _into(state: ServerState, descent: Descent, losses: Params) -> ServerState:
 
 def _losses(uploads: Uploads[Any], losses: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the clients' losses and weights. A sum is known by its members."""
-    every = {_OF: [hash((u.number, *u.members)) for u in uploads]}
-    numbers = {"losses": [*map(float, losses)], "weights": weights_of(uploads)}
+    names = [hash((u.number, *u.members)) for u in uploads]
     return {
-        **{k: torch.tensor(v, dtype=torch.int64) for k, v in every.items()},
-        **{k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()},
+        _OF: torch.tensor(names, dtype=torch.int64),
+        "losses": torch.tensor([*map(float, losses)], dtype=torch.float64),
+        "weights": torch.tensor(weights_of(uploads), dtype=torch.float64),
     }
 
 

@@ -179,7 +179,7 @@ class TrainingJob:
 
     @property
     def by_example(self) -> bool:
-        """Whether the job takes a batch's examples apart."""
+        """Whether the job needs the gradient of each example by itself."""
         return self.fisher_options.expectation != "empirical-batch"
 
     def curvature(self, problem: LocalProblem, loader: Iterable[Any]) -> Curvature:

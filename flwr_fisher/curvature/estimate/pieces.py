@@ -220,7 +220,7 @@ class Pieces:
 
 
 def drawn(draw: Any, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return random numbers in a tensor's shape, the same of a seed on any device."""
+    """Return random numbers in a tensor's shape, from a seed the same on any device."""
     numbers = torch.empty(like.shape, dtype=like.dtype)
     draw(numbers, generator=generator)  # in place
     return numbers.to(like.device, non_blocking=True)
