@@ -1,4 +1,4 @@
-"""What a Fisher and a merge hold on an accelerator, and how often they wait for it.
+"""What a client and a merge hold on an accelerator, and how often they wait for it.
 
     python benchmarks/accelerator.py                    # on a pretended accelerator
     python benchmarks/accelerator.py --device cuda      # beside it: what differs
@@ -9,7 +9,8 @@ once over what was held before, in that of a forward and a backward pass with th
 gradients, at the same batch size; Fishers are taken as the strategies ask for them, of
 two batches. Networks are those of `engine.py`. *Waits a batch* are the third batch's;
 *other waits* are the rest, with the check of the layers' forms. Merges are of three
-clients, whose uploads are in the machine's memory, by the default solver.
+clients, whose uploads are in the machine's memory, by the default solver. After a
+merge, clients send sums for a head, losses of five heads, and gradients for steps.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +56,12 @@ from harness.tables import head, row  # noqa: E402
 from harness.timing import peak_bytes  # noqa: E402
 from torch import nn  # noqa: E402
 
-from flwr_fisher.curvature import FisherOptions, fisher  # noqa: E402
+from flwr_fisher.curvature import FisherOptions, fisher, gradient  # noqa: E402
+from flwr_fisher.curvature.losses import cross_entropy  # noqa: E402
 from flwr_fisher.merge import LocalPosterior, fedfisher  # noqa: E402
 from flwr_fisher.params import shared_state  # noqa: E402
+from flwr_fisher.tangent import head_sums  # noqa: E402
+from flwr_fisher.tangent.frozen_head import head_losses  # noqa: E402
 
 NETWORKS = ("LeNet", "CNN", "ResNet-18", "small ViT")
 STRUCTURES = ("kfac", "diagonal")
@@ -91,14 +96,39 @@ def waits(device: torch.device) -> Iterator[Callable[[], int]]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def of_fisher(
-    model: nn.Module, batches: list[Any], structure: str, device: torch.device
-) -> dict[str, float]:
-    """Return a Fisher's memory and waits; the model and batches are on the device."""
+def taken(model: nn.Module) -> dict[str, Callable[[list[Any]], object]]:
+    """Return what a client computes of batches, but for its training, by name."""
     options = FisherOptions(examples=None)
+    found: dict[str, Callable[[list[Any]], object]] = {
+        structure: partial(
+            lambda kind, batches: fisher(model, batches, kind, options=options),
+            structure,
+        )
+        for structure in STRUCTURES
+    }
+    name = [n for n, layer in model.named_modules() if isinstance(layer, nn.Linear)][-1]
+    layer = model.get_submodule(name)
+    own = [p.detach().cpu() for p in layer.parameters()]
+    scales = [0.125, 0.25, 0.5, 1.0]
+    return found | {
+        "head sums": lambda batches: head_sums(model, batches, name),
+        "head losses": lambda batches: head_losses(
+            model, batches, name, own, scales, cross_entropy
+        ),
+        "gradient": lambda batches: gradient(model, batches),
+    }
+
+
+def of_reading(
+    model: nn.Module,
+    batches: list[Any],
+    compute: Callable[[list[Any]], object],
+    device: torch.device,
+) -> dict[str, float]:
+    """Return its memory and waits; the model and batches are on the device."""
 
     def take(count: int) -> object:
-        return fisher(model, (batches * 2)[:count], structure, options=options)
+        return compute((batches * 2)[:count])
 
     def train() -> None:
         training(model, batches[:1])
@@ -115,7 +145,7 @@ def of_fisher(
     counts = []
     for count in (2, 3):
         with waits(device) as number:
-            fisher(model, host[:count], structure, options=options)
+            compute(host[:count])
             counts.append(number())
     each = counts[1] - counts[0]
     return {
@@ -147,14 +177,14 @@ def of_merge(structure: str, device: torch.device) -> dict[str, float]:
 def measured(device: torch.device) -> dict[str, Found]:
     """Return every figure."""
     torch.manual_seed(0)
-    found: dict[str, Found] = {"fisher": {}, "merge": {}}
+    found: dict[str, Found] = {"client": {}, "merge": {}}
     for name, (model, batches) in networks().items():
         here = model.to(device)
         data = [tuple(part.to(device) for part in batch) for batch in batches]
-        for structure in STRUCTURES:
-            key = f"{structure}, {name}"
-            found["fisher"][key] = of_fisher(here, data, structure, device)
-            print(key, found["fisher"][key], flush=True)
+        for what, compute in taken(here).items():
+            key = f"{what}, {name}"
+            found["client"][key] = of_reading(here, data, compute, device)
+            print(key, found["client"][key], flush=True)
     for structure in STRUCTURES:
         found["merge"][structure] = of_merge(structure, device)
     return found
@@ -163,22 +193,19 @@ def measured(device: torch.device) -> dict[str, Found]:
 def page(found: dict[str, Found]) -> list[str]:
     """Return the page's lines."""
     where = f"Measured with torch {torch.__version__}, on a pretended accelerator."
-    memory = head("structure", *NETWORKS)
-    counts = head("structure, network", "waits a batch", "other waits")
-    for structure in STRUCTURES:
-        keys = [f"{structure}, {name}" for name in NETWORKS]
-        known = [found["fisher"].get(key) for key in keys]
-        memory.append(
-            row(structure, *(f"{e['memory']:.1f}" if e else "" for e in known))
-        )
-    for key, each in found["fisher"].items():
-        numbers = (f"{each[name]:g}" for name in ("waits-a-batch", "other-waits"))
-        counts.append(row(key, *numbers))
+    memory = head("", *NETWORKS)
+    counts = head("waits a batch, and other waits", *NETWORKS)
+    names = dict.fromkeys(key.partition(", ")[0] for key in found["client"])
+    for name in names:
+        every = [found["client"][f"{name}, {network}"] for network in NETWORKS]
+        memory.append(row(name, *(f"{each['memory']:.1f}" for each in every)))
+        cells = (f"{e['waits-a-batch']:g}, {e['other-waits']:g}" for e in every)
+        counts.append(row(name, *cells))
     merges = head("structure", "layers", "waits")
     for name, each in found["merge"].items():
         merges.append(row(name, *(f"{each[key]:g}" for key in ("layers", "waits"))))
     parts = (where, "## Memory, in that of a training step", memory)
-    parts += ("## Waits of a Fisher", counts, "## Waits of a merge", merges)
+    parts += ("## Waits of a client", counts, "## Waits of a merge", merges)
     return blocks(opening("On an accelerator", __doc__), *parts)
 
 

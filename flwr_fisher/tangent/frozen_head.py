@@ -164,10 +164,7 @@ def head_rows(
             z = (z if chosen is None else chosen).flatten(0, -2)
             labels = batch.tensor_labels()
             labels = labels if classes else labels.to(torch.float32)
-            y = _labels(labels, len(z), layer.out_features)
-            if not y.is_floating_point() and (y == IGNORED).any():
-                z, y = z[y != IGNORED], y[y != IGNORED]
-            yield z, y, batch
+            yield *_labelled(z, labels, layer.out_features), batch
 
 
 def head_sums(
@@ -316,25 +313,26 @@ def _rows(z: Tensor, own: Tensor, outputs: Tensor) -> Tensor | None:
     return None
 
 
-def _labels(labels: Tensor, rows: int, outputs: int) -> Tensor:
-    """Return classes ``[rows]``, or numbers ``[rows, C]``, that fit the layer."""
+def _labelled(z: Tensor, labels: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
+    """Return rows with classes ``[rows]``, or numbers ``[rows, C]``, that fit them."""
+    rows = len(z)
     if labels.is_floating_point():
         if labels.numel() != rows * outputs:
             raise DataError(
                 f"labels of shape {tuple(labels.shape)} do not fit {rows} rows of "
                 f"{outputs} outputs"
             )
-        return labels.reshape(rows, outputs)
+        return z, labels.reshape(rows, outputs)
     classes: Tensor = labels.flatten().long()
-    known = classes[classes != IGNORED]
-    if len(classes) != rows or (
-        len(known) and not 0 <= known.min() <= known.max() < outputs
-    ):
+    known = classes != IGNORED
+    wrong = known & ((classes < 0) | (classes >= outputs))
+    spoiled, whole = torch.stack([wrong.any(), known.all()]).tolist()  # one wait
+    if len(classes) != rows or spoiled:
         raise DataError(
             f"labels of shape {tuple(labels.shape)} from {int(classes.min())} to "
             f"{int(classes.max())} do not fit {rows} rows and {outputs} classes"
         )
-    return classes
+    return (z, classes) if whole else (z[known], classes[known])
 
 
 # --- on the server
