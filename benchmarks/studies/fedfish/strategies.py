@@ -90,6 +90,5 @@ def make_strategy(
         fraction_train=fraction_train,
         fraction_evaluate=0.0,
         seed=seed,
-        codec="lossless",
         **options,
     )
