@@ -19,7 +19,13 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.exchanges.refinement import head_exchange, refinements
+from flwr_fisher.strategies.exchanges.refinement import (
+    check_pretrained,
+    head_exchange,
+    head_first,
+    refinements,
+    training_options,
+)
 from flwr_fisher.wire import Additive
 
 _CONTROL, _MEMBERSHIP = "control", "membership"
@@ -42,6 +48,8 @@ class FedAvg(CurvatureStrategy):
         client clips its step, which counts once, and adds a share of the noise. Without
         secure sums, Flower's own ``FedAvg`` in its
         ``DifferentialPrivacyServerSideFixedClipping`` does the same.
+    pretrained : bool, default False
+        As for :class:`FedFisherOneShot`; it needs ``refine=Refinement()``.
     **kwargs
         :class:`CurvatureStrategy`'s: Flower's FedAvg's sampling keywords, ``seed`` and
         ``secure``.
@@ -67,36 +75,42 @@ class FedAvg(CurvatureStrategy):
         result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=10)
     """
 
-    def __init__(self, *, privacy: Privacy | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        privacy: Privacy | None = None,
+        pretrained: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
+        self.pretrained = check_pretrained(self, pretrained)
         self.privacy = privacy if privacy is None else Privacy.of("privacy", privacy)
         if privacy is not None and self.secure is None:
             raise ConfigurationError(
                 "privacy= needs secure=SecureSums(), because clients add their noise "
                 "to a secure sum"
             )
-        if privacy is not None and self.norm_statistics == "refresh":
+        more = self.norm_statistics == "refresh" or self.refine is not None
+        if privacy is not None and more:
             raise ConfigurationError(
-                "norm_statistics='refresh' with privacy=: clients would send "
-                "statistics without noise; leave norm_statistics out"
-            )
-        if privacy is not None and self.refine is not None:
-            raise ConfigurationError(
-                "refine= with privacy=: clients would send sums without noise; leave "
-                "refine out"
+                "norm_statistics='refresh' or refine= with privacy=: clients would "
+                "send sums without noise; leave both out"
             )
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Return one exchange, which asks the sampled clients to train."""
         step = mean_model if self.privacy is None else _add
         mean = Summation[Additive](privacy=self.privacy)
-        exchange = Exchange({}, Additive.reader("params"), step, additive=mean)
-        return [exchange, *refinements(self, server_round)]
+        options = training_options(self.pretrained)
+        exchange = Exchange(options, Additive.reader("params"), step, additive=mean)
+        first = head_first(self.pretrained, server_round)
+        return [*first, exchange, *refinements(self, server_round)]
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
         settings = {} if self.privacy is None else self.privacy.settings()
-        return {f"privacy.{name}": value for name, value in settings.items()}
+        privacy = {f"privacy.{name}": value for name, value in settings.items()}
+        return {**privacy, **training_options(self.pretrained)}
 
 
 def mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:

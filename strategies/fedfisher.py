@@ -31,7 +31,12 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.strategies.base import CurvatureStrategy, Refinement
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group, step_of
-from flwr_fisher.strategies.exchanges.refinement import refinements
+from flwr_fisher.strategies.exchanges.refinement import (
+    check_pretrained,
+    head_first,
+    refinements,
+    training_options,
+)
 from flwr_fisher.wire import (
     LOSSLESS,
     REGRESSION,
@@ -109,6 +114,13 @@ class FedFisherOneShot(CurvatureStrategy):
     refine : Refinement or None, default Refinement()
         What follows the merge: by default a head in closed form; with
         ``Refinement(steps=3)`` also steps by K-FAC, and with ``None`` nothing.
+    pretrained : bool, default False
+        Whether the arrays that the run starts from are published weights with a new
+        last layer. Then this layer is solved for before the training, as after the
+        merge. Clients train the others: norms keep their statistics, and
+        :class:`~flwr_fisher.client.LocalSGD` has a lower learning rate. If in the end
+        the merge has a higher loss than the published weights with such a layer, these
+        are the result (:doc:`/pretrained`).
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``. With
         ``aggregate="parts"``, `policy`'s `max_curvature` has no effect: use
@@ -154,9 +166,11 @@ class FedFisherOneShot(CurvatureStrategy):
         device: torch.device | str | None = None,
         norm_statistics: str = "refresh",
         refine: Refinement | None = _HEAD,
+        pretrained: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(norm_statistics=norm_statistics, refine=refine, **kwargs)
+        self.pretrained = check_pretrained(self, pretrained)
         check_known("aggregate", aggregate, ("parts", "sums"))
         self.structure, self.aggregate, self.score = structure, aggregate, score
         self.fisher = FisherOptions.of("fisher", fisher)
@@ -200,7 +214,7 @@ class FedFisherOneShot(CurvatureStrategy):
         One request for models with their Fishers (`parts`), or several for sums
         (`sums`).
         """
-        options = self._requested()
+        options = {**self._requested(), **training_options(self.pretrained)}
         merging: Sequence[Exchange[Any]]
         if self.aggregate == "parts":
             # A first merge has no usual length of moves, which `trust` could limit.
@@ -223,7 +237,8 @@ class FedFisherOneShot(CurvatureStrategy):
                     additive=mean,
                 )
             ]
-        return [*merging, *refinements(self, server_round)]
+        first = head_first(self.pretrained, server_round)
+        return [*first, *merging, *refinements(self, server_round)]
 
     def initial_groups(self) -> Groups:
         """Return the run's number, if clients keep their Fishers under it."""
@@ -272,13 +287,13 @@ class FedFisherOneShot(CurvatureStrategy):
             progress=Progress("merging").tell_if_due,
         )
         try:
-            return step_of(merged_on(device=self.device))
+            return step_of(merged_on(device=self.device), state.groups)
         except RuntimeError as error:  # such as too little memory
             if self.device == CPU:
                 raise
             text = "merging failed on %s, so it is done on the CPU: %s"
             logger.warning(text, self.device, error)
-            return step_of(merged_on(device=CPU))
+            return step_of(merged_on(device=CPU), state.groups)
 
     def _merge_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return the step to the merge of the uploads' means."""
@@ -290,7 +305,7 @@ class FedFisherOneShot(CurvatureStrategy):
             progress=Progress("merging").tell_if_due,
             **self.merge.settings(),
         )
-        return step_of(merged)
+        return step_of(merged, state.groups)
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings, with the solver's defaults."""
@@ -298,6 +313,7 @@ class FedFisherOneShot(CurvatureStrategy):
         return {
             "aggregate": self.aggregate,
             "score": self.score is not None,
+            **training_options(self.pretrained),
             **{f"client-{name}": value for name, value in self._requested().items()},
             **{name: value for name, value in merge.items() if value is not None},
         }

@@ -1,8 +1,8 @@
 """The default loops of local training and evaluation."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,11 @@ from flwr_fisher.errors import (
     check_positive,
 )
 from flwr_fisher.log_lines import Progress, watching
+from flwr_fisher.merge.batch_norms import norms_by_prefix
 from flwr_fisher.options import Options, option
 from flwr_fisher.params import first_not_finite, trainable
 
+PRETRAINED = "pretrained"  # in a request's options, and in a loop's config
 Loader = Iterable[Any]  # batches
 TrainFn = Callable[
     [nn.Module, Any, torch.device, Mapping[str, Any]], Mapping[str, float]
@@ -37,7 +39,8 @@ class LocalSGD(Options):
 
     From the server's config it takes ``lr``, which replaces its own, and FedProx's
     ``proximal-mu``, which adds :math:`\frac\mu2\|\theta-\theta_0\|^2` to the loss;
-    :math:`\theta_0` is the model before the training.
+    :math:`\theta_0` is the model before the training. A strategy with
+    ``pretrained=True`` adds ``pretrained``.
 
     Raises
     ------
@@ -57,7 +60,12 @@ class LocalSGD(Options):
     """
 
     epochs: int = option(1, "Passes over the loader.", low=1)
-    lr: float = option(0.01, "As in ``torch.optim.SGD``.", low=0)
+    lr: float | None = option(
+        None,
+        "As in ``torch.optim.SGD``. Default: 0.01, or 0.001 for a pre-trained model, "
+        "whose features a higher one spoils.",
+        low=0,
+    )
     momentum: float = option(0.9, "As in ``torch.optim.SGD``.", low=0, high=1)
     weight_decay: float = option(0.0, "As in ``torch.optim.SGD``.", low=0)
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = option(
@@ -202,16 +210,47 @@ class LocalSGD(Options):
         self, trained: list[nn.Parameter], config: Mapping[str, Any]
     ) -> Optimizer:
         """Return the optimiser of a training, with the config's learning rate."""
-        rates = self.lr, self.momentum, 0.0, self.weight_decay
-        optimizer = (
-            torch.optim.SGD(trained, *rates)
-            if self.optimizer is None
-            else self.optimizer(trained)
-        )
-        if "lr" in config:
-            for group in optimizer.param_groups:
-                group["lr"] = _not_negative(config, "lr", self.lr)
+        rate = self.rate(config)
+        if self.optimizer is None:
+            return torch.optim.SGD(
+                trained, rate, self.momentum, weight_decay=self.weight_decay
+            )
+        optimizer = self.optimizer(trained)
+        for group in optimizer.param_groups if "lr" in config else ():
+            group["lr"] = rate
         return optimizer
+
+    def rate(self, config: Mapping[str, Any]) -> float:
+        """Return SGD's learning rate: the config's, this loop's, or the default."""
+        default = 0.001 if config.get(PRETRAINED) else 0.01
+        return _not_negative(config, "lr", default if self.lr is None else self.lr)
+
+
+@contextmanager
+def keeping_what_is_known(model: nn.Module, head: str) -> Iterator[None]:
+    """Keep a pre-trained model's norms in eval mode, and a layer as it is.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model that is trained in the ``with`` block.
+    head : str
+        Its last layer, the same on all clients: their features then stay comparable.
+    """
+    frozen = [p for p in model.get_submodule(head).parameters() if p.requires_grad]
+    with ExitStack() as hooks:
+        for norm in norms_by_prefix(model).values():
+            in_eval = norm.register_forward_pre_hook(
+                lambda norm, _: setattr(norm, "training", False)
+            )
+            hooks.enter_context(in_eval)
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
 
 
 def _add_proximal_gradient(

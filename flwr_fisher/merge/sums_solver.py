@@ -29,6 +29,7 @@ from flwr_fisher.params import Params, add, dot, double, is_finite, scale, selec
 # The fields of an `Iterate`: a tensor for each parameter, and for each layer.
 _VECTORS = ("solution", "residual", "direction")
 _NUMBERS = ("norms", "steps", "live", "decrease")
+ITERATE = (*_VECTORS, *_NUMBERS)  # the groups of `to_groups`
 
 
 def begin(traces: Curvature, pull: Params, anchor: float) -> list[Iterate]:

@@ -69,6 +69,10 @@ class ServerState:
         """Return the group of tensors of a name, or an empty one."""
         return self.groups.get(name, {})
 
+    def without(self, *names: str) -> Groups:
+        """Return the groups but for those of these names."""
+        return {k: v for k, v in self.groups.items() if k not in names}
+
     def to_tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name: parameters, and ``groups/<group>/<name>``."""
         return {**self.params, **join_groups(self.groups, _GROUPS)}

@@ -18,6 +18,7 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import MergeOptions, MergeResult
 from flwr_fisher.merge.sums_solver import (
+    ITERATE,
     advanced,
     begin,
     from_groups,
@@ -55,7 +56,7 @@ def run_group() -> Groups:
     return {_RUN: {"run": torch.tensor(new_run_number())}}
 
 
-def step_of(merged: MergeResult) -> Step:
+def step_of(merged: MergeResult, groups: Groups) -> Step:
     """Return the step to a merged model; log how its systems were solved.
 
     Warn about parameters whose system was not solved.
@@ -84,7 +85,7 @@ def step_of(merged: MergeResult) -> Step:
         "solver-fallbacks": len(merged.unsolved),
     }
     shares = {"client-share": merged.shares} if merged.shares else {}
-    return Step(ServerState(merged.params), {**metrics, **shares}, merged)
+    return Step(ServerState(merged.params, groups), {**metrics, **shares}, merged)
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,7 @@ class KfacSums:
         mean = uploads[0].payload
         total = {k: v for k, v in mean.tensors.items() if k.startswith(PREFIX)}
         pull = mean.part(PRODUCT)
-        groups = {_RUN: state.group(_RUN), _TRACES: total}
-        begun = ServerState(state.params, groups)
+        begun = ServerState(state.params, {**state.groups, _TRACES: total})
         layers = begin(_traces(begun), pull, self.merge.anchor)
         return Step(_with(begun, layers))
 
@@ -186,8 +186,7 @@ class KfacSums:
         if iteration < self.merge.iterations:
             return Step(_with(state, layers))
         result = replace(merged(state.params, layers), options=self.merge)
-        run = {_RUN: state.group(_RUN)}
-        return replace(step_of(result), state=ServerState(result.params, run))
+        return step_of(result, state.without(_TRACES, *ITERATE))
 
 
 def _product_check(state: ServerState) -> Callable[[Additive], None]:
@@ -216,7 +215,7 @@ def _take_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:
     """Return a step to FedAvg's mean."""
     mean = uploads[0].payload.part(PARAMS)
     params = {k: rounded(mean[k], v.dtype) for k, v in state.params.items()}
-    return Step(ServerState(params, {_RUN: state.group(_RUN)}))
+    return Step(ServerState(params, state.groups))
 
 
 def _with(state: ServerState, layers: Sequence[Iterate]) -> ServerState:

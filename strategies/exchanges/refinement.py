@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import FisherOptions
+from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, add, double, rounded, weighted_mean
 from flwr_fisher.rounds.quasi_newton import Descent, Inverse, damped_inverse
 from flwr_fisher.server.exchange import (
     Exchange,
-    Groups,
     ServerState,
     Step,
     Summation,
@@ -40,6 +40,7 @@ from flwr_fisher.tangent.frozen_head import (
 )
 from flwr_fisher.wire import (
     PREFIX,
+    ConfigValue,
     HeadLossUpload,
     HeadUpload,
     LossUpload,
@@ -54,11 +55,13 @@ from flwr_fisher.wire.additive import GRADIENT, LOSS, GradientUpload
 _ANY_NUMBER = 2**53
 _ASKING: dict[str, Any] = {"clients": "previous", "optional": True, "refines": True}
 _SOLVED, _SCALES = "head", "head-scales"  # groups of the state's tensors
+_START, _START_LOSS = "start", "start-loss"
 _DESCENT, _KFAC = "descent", "descent-kfac"
 _OF = "clients"  # whose losses the descent's group has
 # Chosen on validation examples: of a model that is sure, the expectation over its own
 # labels is nearly zero, and a draw from them noise. Given labels say where it is wrong.
 _KFAC_OPTIONS = FisherOptions(expectation="empirical", examples=1000)
+_NEEDS_HEAD = "needs refine=Refinement(), a head after the merge as before the training"
 # What the closed form's outputs may be multiplied by: LDA's logits are too sure, and a
 # regression on -1 and 1 is not sure enough.
 _SCALES_OF = {
@@ -96,13 +99,48 @@ def refinements(
     if wanted is None or server_round < strategy.num_rounds:
         return exchanges
     if wanted.head:
-        exchanges += _head_exchanges(bounded=wanted.head == "auto")
+        exchanges += _head_exchanges(bounded=wanted.head == "auto", first=False)
     if wanted.steps:
         exchanges += _step_exchanges(wanted.steps)
     return exchanges
 
 
 # --- the head
+
+
+def check_pretrained(strategy: CurvatureStrategy, pretrained: bool) -> bool:
+    """Return `pretrained`, after a check that the strategy's other arguments fit.
+
+    Raises
+    ------
+    ConfigurationError
+        It names the argument that does not.
+    """
+    head = strategy.refine is not None and strategy.refine.head
+    window = strategy.waiting.window is not None
+    if pretrained and (window or not head):
+        what = "Waiting(window=...), since clients are asked before they train"
+        raise ConfigurationError(
+            f"pretrained=True {'excludes ' + what if window else _NEEDS_HEAD}"
+        )
+    return pretrained
+
+
+def head_first(pretrained: bool, server_round: int) -> Sequence[Exchange[Any]]:
+    """Return the exchanges for a pre-trained model's head, before the first training.
+
+    Clients then train from there, with the options of :func:`training_options`. The
+    model with this head is kept: if the last round's has a higher loss with its own
+    head in closed form, the result is the kept one.
+    """
+    if not pretrained or server_round > 1:
+        return []
+    return _head_exchanges(first=True)
+
+
+def training_options(pretrained: bool) -> dict[str, ConfigValue]:
+    """Return the options of a training, which keeps what a model knows already."""
+    return {"pretrained": True} if pretrained else {}
 
 
 def head_exchange(
@@ -127,18 +165,21 @@ def head_exchange(
     )
 
 
-def _head_exchanges(*, bounded: bool) -> Sequence[Exchange[Any]]:
+def _head_exchanges(
+    *, bounded: bool = False, first: bool = False
+) -> Sequence[Exchange[Any]]:
     """Return the exchanges for a head: for sums, and for the losses of candidates."""
-    known: Exchange[Any] = head_exchange(name="head", **_ASKING)
+    name, asking = ("first head", {}) if first else ("head", _ASKING)
+    known: Exchange[Any] = head_exchange(name=name, **asking)
     sums = replace(known, read=read_head, step=_solve_head)
     losses = Exchange(
         {"job": "head-losses"},
         HeadLossUpload.read,
-        _choose_head,
+        partial(_choose_head, first),
         send=lambda state: {_SOLVED: state.group(_SOLVED)},
         additive=Summation(),
-        name="head losses",
-        **_ASKING,
+        name=f"{name} losses",
+        **{"clients": "previous", **asking},
     )
 
     def within(before: ServerState, now: ServerState) -> Exchange[Any]:
@@ -160,7 +201,8 @@ def _head_exchanges(*, bounded: bool) -> Sequence[Exchange[Any]]:
             read=partial(HeadLossUpload.read_slopes, shape),
         )
 
-    return [replace(sums, prepare=within), replace(losses, prepare=compared)]
+    sums = sums if first else replace(sums, prepare=within)
+    return [sums, replace(losses, prepare=compared)]
 
 
 def _solved(
@@ -206,8 +248,13 @@ def _solve_head(state: ServerState, uploads: Uploads[Any]) -> Step:
     return Step(ServerState(state.params, groups))
 
 
-def _choose_head(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
-    """Take the solution at its best scale or the head that is there, a step further."""
+def _choose_head(
+    first: bool, state: ServerState, uploads: Uploads[HeadLossUpload]
+) -> Step:
+    """Take the solution at its best scale or the head that is there, a step further.
+
+    The run's first such model is kept, and taken if the last has a higher loss.
+    """
     losses, facts = _mean_losses(uploads), state.group(_SCALES)
     best, solved = losses.index(min(losses)), state.group(_SOLVED)
     factor = float(facts["scales"][best - 1]) if best else 0.0
@@ -228,7 +275,19 @@ def _choose_head(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
     what = "solved for" if best else "it stays", ", and a step" if steps else ""
     logger.info(text, *what, losses[best], losses[0])
     params = _with(state.params, head)
-    return Step(ServerState(params, _without(state, _SOLVED, _SCALES)), metrics)
+    groups = dict(state.without(_SOLVED, _SCALES, _START, _START_LOSS))
+    if first:
+        groups[_START] = params
+        groups[_START_LOSS] = {"": torch.tensor(losses[best], dtype=torch.float64)}
+        metrics = {"first-head-loss": losses[best]}
+    elif start := dict(state.group(_START)):
+        before = float(state.group(_START_LOSS)[""])
+        if before <= losses[best]:
+            text = "the training has spoilt the features: the clients' loss was %.3g "
+            text += "before it, so that model stays. Try a lower learning rate"
+            logger.warning(text, before)
+            params = start
+    return Step(ServerState(params, groups), metrics)
 
 
 def _clients(uploads: Uploads[Any]) -> int:
@@ -246,10 +305,6 @@ def _with(params: Params, changed: Params) -> dict[str, Tensor]:
         k: rounded(changed[k], v.dtype) if k in changed else v
         for k, v in params.items()
     }
-
-
-def _without(state: ServerState, *names: str) -> Groups:
-    return {k: v for k, v in state.groups.items() if k not in names}
 
 
 # --- the steps
@@ -312,7 +367,7 @@ def _end_descent(state: ServerState, uploads: Uploads[LossUpload]) -> Step:
     taken = descent.is_better(loss)
     params = _taken(state, descent, loss, taken).params
     metrics = {"loss-after-steps": loss if taken else descent.loss}
-    return Step(ServerState(params, _without(state, _DESCENT, _KFAC)), metrics)
+    return Step(ServerState(params, state.without(_DESCENT, _KFAC)), metrics)
 
 
 def _taken(

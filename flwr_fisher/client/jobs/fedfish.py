@@ -99,17 +99,14 @@ class LastEpochSquares:
 
     def __init__(self, model: nn.Module, epochs: int) -> None:
         self._parameters = trainable(model)
-        self._sums = Sums({})
+        self._sums = Sums(self._parameters)
         self.count, self._epochs = 0, epochs
 
     def __call__(self, epoch: int, step: int) -> None:
         """Add the current gradients, if this is the last epoch."""
-        if epoch < self._epochs:
-            return
-        if not self.count:
-            self._sums = Sums(self._parameters)
-        self._sums.add_squares(p.grad for p in self._parameters.values())
-        self.count += 1
+        if epoch == self._epochs:
+            self._sums.add_squares(p.grad for p in self._parameters.values())
+            self.count += 1
 
     def curvature(self) -> Diagonal:
         """Return the mean over the calls."""
@@ -122,5 +119,4 @@ class LastEpochSquares:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the sums of a checkpoint."""
         self.count = state["count"]
-        self._sums = Sums(self._parameters if self.count else {})
         self._sums.totals = dict(state["sums"])

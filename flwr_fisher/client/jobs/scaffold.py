@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
-from flwr_fisher.client.request import real_number
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.training import TrainFn, local_sgd
 from flwr_fisher.errors import ClientError
@@ -82,7 +81,7 @@ def _rate_of_plain_sgd(train_fn: TrainFn, config: Mapping[str, Any]) -> float:
                 "SCAFFOLD computes the mean gradient from the distance of plain SGD, "
                 f"so it needs LocalSGD({name}={needed}), not {value!r}"
             )
-    lr = real_number(config, "lr", loop.lr)
+    lr = loop.rate(config)
     if not 0 < lr < float("inf"):
         raise ClientError(
             f"SCAFFOLD divides by the learning rate, so lr must be > 0, got {lr}"

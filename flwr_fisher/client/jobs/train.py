@@ -19,10 +19,11 @@ from flwr_fisher.client.jobs import (
     register_job,
 )
 from flwr_fisher.client.jobs.norm_statistics import catch_up_norms
+from flwr_fisher.client.training import PRETRAINED, keeping_what_is_known
 from flwr_fisher.client.trial import try_upload, upload_summary
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
 from flwr_fisher.curvature.data import check_can_be_read_again
-from flwr_fisher.curvature.models import device_of
+from flwr_fisher.curvature.models import device_of, evaluating
 from flwr_fisher.errors import (
     ClientError,
     DataError,
@@ -31,6 +32,7 @@ from flwr_fisher.errors import (
 from flwr_fisher.log_lines import log_once, logger, watching
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params
+from flwr_fisher.tangent.frozen_head import output_layer
 from flwr_fisher.wire import (
     NUM_EXAMPLES,
     REGRESSION,
@@ -175,7 +177,12 @@ class TrainingJob:
             check_can_be_read_again(problem.counted.loader, "a Fisher is taken of it")
             check = partial(try_upload, problem, request, self, self.by_example)
             options["on_first_batch"] = check
-        return problem.train(request.config, **options)
+        if request.options.get(PRETRAINED) is not True:
+            return problem.train(request.config, **options)
+        with evaluating(problem.model), torch.no_grad():
+            head = output_layer(problem.model, problem.train_batches)
+        with keeping_what_is_known(problem.model, head):
+            return problem.train({PRETRAINED: True, **request.config}, **options)
 
     @property
     def by_example(self) -> bool:

@@ -1,0 +1,147 @@
+"""Published weights: the head comes first, and training keeps what is known."""
+
+import pytest
+import torch
+from test_refinement import SUMS, loss_of, run, untrained_app
+from test_secure_sums import secure_app
+from torch import nn
+from torch.utils.data import DataLoader
+from virtual import (
+    close,
+    killing_app,
+    same_bits,
+    tiny_arrays,
+    tiny_client,
+    tiny_data,
+    tiny_model,
+)
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.errors import ConfigurationError, RoundError
+from flwr_fisher.secure import SecureSums
+from flwr_fisher.strategies import (
+    FedAvg,
+    FedFisherOneShot,
+    Refinement,
+    Waiting,
+    shared_state,
+)
+from flwr_fisher.wire import arrays_to_tensors
+
+KNOWN = {"pretrained": True, "refine": Refinement()}
+HEAD = {"3.weight", "3.bias"}
+MAKES = [
+    pytest.param(FedAvg, {}, id="fedavg"),
+    pytest.param(FedFisherOneShot, {"codec": "lossless"}, id="fedfisher"),
+    pytest.param(FedFisherOneShot, SUMS, id="diagonal sums"),
+    pytest.param(FedFisherOneShot, {"aggregate": "sums"}, id="K-FAC sums"),
+]
+
+
+def app_of(train_fn):
+    return make_client_app(
+        lambda context: tiny_client(
+            context.node_config["partition-id"], train_fn=train_fn
+        )
+    )
+
+
+@pytest.mark.parametrize(("make", "own"), MAKES)
+def test_training_keeps_the_norms_and_the_first_head(make, own):
+    heads = []
+
+    def looks(model, loader, device, config):
+        metrics = LocalSGD(epochs=2)(model, loader, device, config)
+        heads.append(model[3].weight.detach().clone())
+        return metrics
+
+    result = run(make, app_of(looks), **KNOWN, **own)
+    start, merged = (arrays_to_tensors(a) for a in (tiny_arrays(), result.unrefined))
+    changed = {k for k in start if not torch.equal(start[k], merged[k])}
+    assert changed == {"0.weight", "0.bias", "1.weight", "1.bias", *HEAD}
+    head, *others = heads
+    assert not torch.equal(head, start["3.weight"])
+    assert all(torch.equal(head, other) for other in others)
+    torch.testing.assert_close(merged["3.weight"], head, rtol=1e-5, atol=1e-6)
+    first = result.train_metrics_clientapp[1]["first-head-loss"]
+    assert loss_of(result.arrays) < first
+
+
+@pytest.mark.parametrize(("make", "own"), MAKES)
+def test_a_training_that_spoils_the_features_is_not_taken(make, own, caplog):
+    """A loop as it is with far too high a rate: it forgets all."""
+
+    def spoils(model, loader, device, config):
+        list(loader)
+        with torch.no_grad():
+            model[0].weight.mul_(1e-3)
+        return {}
+
+    result = run(make, app_of(spoils), **KNOWN, **own)
+    head_alone = run(FedAvg, untrained_app(), refine=Refinement())
+    assert close(result.arrays, head_alone.arrays, 1e-6)
+    assert "Try a lower learning rate" in caplog.text
+
+
+def test_the_default_rate_is_a_tenth_from_published_weights():
+    rates = LocalSGD().rate({}), LocalSGD().rate({"pretrained": True})
+    assert rates == (0.01, 0.001)
+    assert LocalSGD(lr=0.3).rate({"pretrained": True}) == 0.3
+    assert LocalSGD().rate({"pretrained": True, "lr": 0.2}) == 0.2
+
+
+@pytest.mark.parametrize("asked", range(1, 14, 2))
+@pytest.mark.parametrize("own", [{}, {"aggregate": "sums"}], ids=["parts", "sums"])
+def test_a_run_that_stops_anywhere_ends_in_the_same_bits(own, asked, tmp_path):
+    whole = run(**KNOWN, **own)
+    with pytest.raises(KeyboardInterrupt):
+        run(app=killing_app(asked, 3), **KNOWN, **own, checkpoint_dir=tmp_path)
+    resumed = run(**KNOWN, **own, checkpoint_dir=tmp_path, resume=True)
+    assert same_bits(resumed.arrays, whole.arrays)
+    assert same_bits(resumed.unrefined, whole.unrefined)
+
+
+def test_secure_sums_give_the_same_model(tmp_path):
+    plain = run(app=secure_app(tmp_path / "a"), **KNOWN, **SUMS)
+    secure = {"policy": None, "secure": SecureSums(bits=64)}
+    summed = run(app=secure_app(tmp_path / "b"), **KNOWN, **SUMS, **secure)
+    assert close(summed.arrays, plain.arrays, 1e-4)
+
+
+def test_only_the_first_round_begins_with_a_head():
+    result = run(num_rounds=2, **KNOWN)
+    metrics = result.train_metrics_clientapp
+    assert [n for n in metrics if "first-head-loss" in metrics[n]] == [1]
+    assert [n for n in metrics if "head-loss" in metrics[n]] == [2]
+    assert loss_of(result.arrays) < metrics[1]["first-head-loss"]
+
+
+def test_a_model_without_such_a_head_is_refused_before_training():
+    class Squashed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = tiny_model()
+
+        def forward(self, x):
+            return self.body(x).tanh()
+
+    def client_fn(context):
+        loader = DataLoader(tiny_data(context.node_config["partition-id"]), 4)
+        return FisherClient(Squashed(), loader, train_fn=lambda *_: 1 / 0)
+
+    arrays = type(tiny_arrays())(shared_state(Squashed()))
+    with pytest.raises(RoundError, match=r"not those of an nn\.Linear"):
+        run(app=make_client_app(client_fn), arrays=arrays, **KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"refine": None}, r"needs refine=Refinement\(\)"),
+        ({"refine": Refinement(head=False)}, r"needs refine=Refinement\(\)"),
+        ({"waiting": Waiting(window=9.0)}, "Waiting"),
+    ],
+)
+def test_what_does_not_fit_is_refused(own, says):
+    with pytest.raises(ConfigurationError, match=says):
+        FedFisherOneShot(pretrained=True, **own)
