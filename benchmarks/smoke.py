@@ -66,6 +66,7 @@ SCRIPTS = {  # the longest first
     "merge_size": PLAIN,
     "one_shot": PLAIN,
     "pretrained": Script(arguments=("--only", "cnn")),
+    "published": Script(arguments=("--only", "digits")),
     "privacy": Script(packages=("opacus",)),
     "secure_sums": WITHOUT_DATA,
     "starts": PLAIN,

@@ -63,21 +63,21 @@ def _table(path: Path) -> Examples:
     rows = [row for row in rows if not row[0].startswith("@")]
     *columns, labels = zip(*rows, strict=True)
     x = torch.tensor([[float(cell) for cell in column] for column in columns])
-    return x.T.contiguous(), _numbered(labels)
+    return x.T.contiguous(), numbered(labels)
 
 
 def _text(folder: Path, name: str) -> Examples:
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    labels, texts = zip(*_rows(folder, name), strict=True)
+    labels, texts = zip(*rows_of(folder, name), strict=True)
     vectorizer = TfidfVectorizer(
         max_features=WORDS, sublinear_tf=True, stop_words="english"
     )
     x = torch.from_numpy(vectorizer.fit_transform(texts).toarray()).float()
-    return 10 * x, _numbered(labels)
+    return 10 * x, numbered(labels)
 
 
-def _rows(folder: Path, name: str) -> Iterator[list[str]]:
+def rows_of(folder: Path, name: str) -> Iterator[list[str]]:
     """Yield labels and texts, of both files."""
     csv.field_size_limit(10**8)
     for part in ("train", "test"):
@@ -86,6 +86,7 @@ def _rows(folder: Path, name: str) -> Iterator[list[str]]:
             yield from (row for row in islice(rows, HEADER, None) if len(row) > 1)
 
 
-def _numbered(labels: tuple[str, ...]) -> Tensor:
+def numbered(labels: tuple[str, ...]) -> Tensor:
+    """Return names as numbers, in their order."""
     names = {label: number for number, label in enumerate(sorted(set(labels)))}
     return torch.tensor([names[label] for label in labels])
