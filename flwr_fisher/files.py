@@ -111,7 +111,8 @@ def sweep(folder: Path, older_than: float = 0.0) -> None:
         Seconds after which no process still writes a partial file; 0 if no other
         process may write here.
     """
-    for path in filter(is_aside, folder.glob("*")):
+    asides = (path for path in folder.glob("*") if _ASIDE.fullmatch(path.name))
+    for path in asides:
         with suppress(OSError):  # another process may sweep, too
             if time.time() - path.stat().st_mtime >= older_than:
                 path.unlink()
@@ -154,8 +155,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def is_aside(path: Path) -> bool:
-    """Return whether a file is one that somebody writes, or was writing, aside."""
-    return bool(_ASIDE.fullmatch(path.name))

@@ -118,14 +118,10 @@ class Progress:
         """Count `count` more as done; log the progress when a line is due."""
         self.done += count
         if self.unit is not None and self.due:
-            seconds = time.monotonic() - self._began
-            self.tell(f"{self._done()}, {seconds:.0f} s so far")
-
-    def _done(self) -> str:
-        if self.total is None or self.done > self.total:
-            return f"{_grouped(self.done)} {self.unit}"
-        share = f"{100 * self.done / self.total:.0f} %"
-        return f"{share} of {_grouped(self.total)} {self.unit}"
+            done, seconds = _grouped(self.done), time.monotonic() - self._began
+            if self.total is not None and self.done <= self.total:
+                done = f"{100 * self.done / self.total:.0f} % of {_grouped(self.total)}"
+            self.tell(f"{done} {self.unit}, {seconds:.0f} s so far")
 
 
 _watched: ContextVar[Progress | None] = ContextVar("watched", default=None)

@@ -1,6 +1,6 @@
 """FAGH: server steps along Newton's direction, from one row of the Hessian."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -140,24 +140,19 @@ class FAGH(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Return one exchange: for gradients, and Hessian products with the probe."""
-        mode = {"train-mode": self.train_mode}
-        if self.probe == "none":
-            options: dict[str, str | int | float] = {"job": "gradient", **mode}
-            read = Additive.reader("gradient")
-            exchange = Exchange(options, read, self._step, additive=Summation())
-        else:
+        options: dict[str, str | int | float] = {"job": "gradient"}
+        options["train-mode"] = self.train_mode
+        read: Callable[[ArrayRecord, Params], Additive] = Additive.reader("gradient")
+        has_last = self.probe == "momentum" and server_round > 1
+        if self.probe != "none":
             # Round 1 has no last direction: the momentum's first probe is random.
-            has_last = self.probe == "momentum" and server_round > 1
             drawn = self.probe == "momentum" and not has_last
-            options = {
-                "job": "probe",
-                "probe": "random" if drawn else self.probe,
-                "probe-seed": self._probe_seed,
-                **mode,
-            }
-            exchange = Exchange(options, _read, self._step, additive=Summation())
-            if has_last:
-                exchange = replace(exchange, send=_send)
+            options["job"], read = "probe", _read
+            options["probe"] = "random" if drawn else self.probe
+            options["probe-seed"] = self._probe_seed
+        exchange = Exchange(options, read, self._step, additive=Summation())
+        if has_last:
+            exchange = replace(exchange, send=_send)
         return [exchange, *refinements(self, server_round)]
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
@@ -206,13 +201,10 @@ def _read(record: ArrayRecord, like: Params) -> Additive:
 
     The probe ``first`` is the first coordinate of the client's first parameter.
     """
-    names = ("gradient", "hvp")
-    upload = Additive.from_arrays(record, like, parts=names)
-    start = "hvp/"
+    upload = Additive.from_arrays(record, like, parts=("gradient", "hvp"))
+    start, parts = "hvp/", upload.parts.items()
     order = [key.removeprefix(start) for key in record if key.startswith(start)]
-    return Additive(
-        {name: {k: v[k] for k in order} for name, v in upload.parts.items()}
-    )
+    return Additive({part: {k: v[k] for k in order} for part, v in parts})
 
 
 def _send(state: ServerState) -> Groups:

@@ -1,6 +1,7 @@
 """FedFish: federated averaging with each parameter weighted by the clients' Fishers."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,18 +146,13 @@ class FedFish(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return one exchange: training, with the Fisher."""
-        options = self._requested()
         training: Exchange[Any] = Exchange(
-            options, self._read, self._step, require_same_parameters=True
+            self._requested(), self._read, self._step, require_same_parameters=True
         )
         if self.secure is not None:
-            training = Exchange(
-                options,
-                Additive.reader("product", "fisher", "params"),
-                self._step_of_sums,
-                require_same_parameters=True,
-                additive=Summation(),
-            )
+            read = Additive.reader("product", "fisher", "params")
+            step, mean = self._step_of_sums, Summation[Additive]()
+            training = replace(training, read=read, step=step, additive=mean)
         return [training, *refinements(self, server_round)]
 
     def _requested(self) -> dict[str, str | int | float]:
@@ -233,14 +229,11 @@ class FedFish(CurvatureStrategy):
         """Return this strategy's own settings."""
         optimizer = self._make_optimizer([nn.Parameter(torch.zeros(1, 1))])
         server = {f"server-{key}": plain(n) for key, n in optimizer.defaults.items()}
+        kinds = (str, int, float, bool, list)
         return {
             **{f"client-{name}": value for name, value in self._requested().items()},
             "server": type(optimizer).__name__,
-            **{
-                key: value
-                for key, value in server.items()
-                if isinstance(value, str | int | float | bool | list)
-            },
+            **{key: n for key, n in server.items() if isinstance(n, kinds)},
         }
 
 

@@ -148,8 +148,13 @@ def identify(
             return identify(message, context, adapted_model())
     """
     if model is not None and asks_for_parameters(message):
-        content = RecordDict({"config": _parameters_of(model)})
-        return Message(content, reply_to=message)
+        record = ConfigRecord({"trained": trainable_names(model)})
+        with suppress(Exception):  # special tensors may raise anything
+            record["frozen"] = [
+                f"{name} {digest_of('', {'': parameter})[:_DIGITS]}"
+                for name, parameter in _frozen(model).items()
+            ]
+        return Message(RecordDict({"config": record}), reply_to=message)
     metrics, config = MetricRecord(), ConfigRecord({LIBRARY: __version__})
     if "partition-id" in context.node_config:
         metrics["partition-id"] = partition_of(context)
@@ -160,21 +165,6 @@ def identify(
 def asks_for_parameters(message: Message) -> bool:
     """Return whether a query asks for the client's parameters, not for its name."""
     return bool(config_of(message)[0].get("query") == "trained")
-
-
-def _parameters_of(model: nn.Module) -> ConfigRecord:
-    """Return a model's trained parameters, and frozen ones with their digests.
-
-    Where a digest cannot be taken, as of parameters whose values are elsewhere, nothing
-    is said of what is frozen.
-    """
-    record = ConfigRecord({"trained": trainable_names(model)})
-    with suppress(Exception):  # special tensors may raise anything
-        record["frozen"] = [
-            f"{name} {digest_of('', {'': parameter})[:_DIGITS]}"
-            for name, parameter in _frozen(model).items()
-        ]
-    return record
 
 
 def digest_of_frozen(model: nn.Module, sent: Collection[str]) -> str:

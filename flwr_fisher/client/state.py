@@ -116,12 +116,8 @@ class ClientState:
             saved = self._saved(self.last_step)
             if saved is not None:
                 return self._taken(saved, self.last_step, first), False
-            logger.warning(
-                "The state '%s' of step %s is not in %s: starting with a new one",
-                self.name,
-                self.last_step,
-                self.disk.path,
-            )
+            text = "The state '%s' of step %s is not in %s: starting with a new one"
+            logger.warning(text, self.name, self.last_step, self.disk.path)
         return self._begins(first), self.last_step is not None
 
     def _taken(self, saved: Kept, step: int, first: Params | None) -> dict[str, Tensor]:

@@ -125,12 +125,8 @@ def upload_summary(
     kb = size / 1e3
     amount = f"{kb / 1e3:.2f} MB" if kb >= 100 else f"{kb:.1f} kB"
     parts.append(f"upload {amount}, {size / fedavg:.2f} of FedAvg's")
-    lines = wrap(
-        f"curvature: {'; '.join(parts)}",
-        _COLUMNS,
-        subsequent_indent="  ",
-        break_on_hyphens=False,
-    )
+    text = f"curvature: {'; '.join(parts)}"
+    lines = wrap(text, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
 
 

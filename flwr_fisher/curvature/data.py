@@ -187,10 +187,8 @@ class Batch:
         return len(self.inputs)
 
     def __getitem__(self, rows: slice | Tensor) -> "Batch":
-        labels = self.labels
-        return Batch(
-            self.inputs[rows], labels[rows] if isinstance(labels, Tensor) else labels
-        )
+        labels = self.labels[rows] if isinstance(self.labels, Tensor) else self.labels
+        return Batch(self.inputs[rows], labels)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same on a device."""
@@ -343,7 +341,10 @@ def _of_mapping(
         )
     labels = batch[names[0]] if names else None
     inner = getattr(model, "called_like", model)
-    known, takes_all = _arguments(inner)
+    arguments = signature(getattr(inner, "forward", inner)).parameters.values()
+    takes_all = any(each.kind is Parameter.VAR_KEYWORD for each in arguments)
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    known = {each.name for each in arguments if each.kind in kinds}
     chosen = {k: v for k, v in tensors.items() if takes_all or k in known}
     if len(tensors) == 1 and not chosen.keys() & known:
         return _inputs(next(iter(tensors.values()))), labels
@@ -356,14 +357,6 @@ def _of_mapping(
     if isinstance(labels, Tensor):
         labels, chosen = _of_transformers(inner, labels, chosen)
     return Inputs((), chosen), labels
-
-
-def _arguments(model: Any) -> tuple[set[str], bool]:
-    """Return the names of a model's arguments, and whether it takes ``**kwargs``."""
-    parameters = signature(getattr(model, "forward", model)).parameters.values()
-    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    names = {each.name for each in parameters if each.kind in kinds}
-    return names, any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
 
 
 def _of_transformers(
@@ -558,10 +551,8 @@ def _joined(parts: Sequence[Batch]) -> Batch:
     labels = [part.labels for part in parts]
     shapes = {part.shape[1:] for part in labels if isinstance(part, Tensor)}
     fit = len(shapes) == 1 and all(isinstance(each, Tensor) for each in labels)
-    return Batch(
-        concatenated([part.inputs for part in parts]),
-        torch.cat(labels) if fit else None,
-    )
+    inputs = concatenated([part.inputs for part in parts])
+    return Batch(inputs, torch.cat(labels) if fit else None)
 
 
 def check_can_be_read_again(loader: Iterable[Any], why: str) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.data import Batch, batches_of
+from flwr_fisher.curvature.data import batches_of
 from flwr_fisher.curvature.losses import Loss, check_is_mean, checked_loss, loss_of
 from flwr_fisher.curvature.models import (
     check_outputs,
@@ -121,7 +121,10 @@ def mean_derivatives(
                 continue
             outputs = batch.inputs(model)
             if not count:
-                _check_first(model, batch, outputs, loss_fn, may_mix=train_mode)
+                if not train_mode:
+                    check_outputs(model, batch.inputs, outputs)
+                if isinstance(batch.labels, Tensor) and len(outputs) == len(batch):
+                    check_is_mean(loss_fn, outputs.detach(), batch.labels)
             loss = checked_loss(loss_of(loss_fn, outputs, batch.labels))
             means = derivatives(loss)
             sums = sums or [Sums(parameters) for _ in means]
@@ -134,13 +137,3 @@ def mean_derivatives(
             "the loader has no examples with a label, so it has no gradient"
         )
     return [each.mean(count) for each in sums], float(torch.stack(losses).sum()) / count
-
-
-def _check_first(
-    model: nn.Module, batch: Batch, outputs: Tensor, loss_fn: Loss, *, may_mix: bool
-) -> None:
-    """Raise an error if examples mix where they must not, or the loss is no mean."""
-    if not may_mix:
-        check_outputs(model, batch.inputs, outputs)
-    if isinstance(batch.labels, Tensor) and len(outputs) == len(batch):
-        check_is_mean(loss_fn, outputs.detach(), batch.labels)

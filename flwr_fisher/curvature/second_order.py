@@ -146,12 +146,8 @@ def _vectors(parameters: Params, probe: Params | int | str) -> dict[str, Tensor]
         return {name: probe[name].detach().to(p) for name, p in parameters.items()}
     if isinstance(probe, str) and probe != "first":
         raise UnknownNameError("probe", probe, ["first"])
-    return _unit_vector(parameters, 0 if isinstance(probe, str) else probe)
-
-
-def _unit_vector(parameters: Params, coordinate: int) -> dict[str, Tensor]:
-    """Return a unit vector as one tensor, of the parameter that has the coordinate."""
-    start = 0
+    # A unit vector is one tensor, of the parameter that has the coordinate.
+    start, coordinate = 0, 0 if isinstance(probe, str) else probe
     for name, p in parameters.items():
         if start <= coordinate < start + p.numel():
             unit = torch.zeros_like(p, memory_format=torch.contiguous_format).detach()

@@ -8,6 +8,7 @@ have one scale.
 """
 
 from collections.abc import Collection, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -265,25 +266,22 @@ def _input_means(
         inputs.append((norm, *_sums(args[0], norm)))
 
     device = next(p.device for norm in norms for p in norm.buffers())
-    by_batch = by_batch_statistics(norms)
-    with watching("norm statistics"), evaluating(model), by_batch, torch.no_grad():
-        hooks = [norm.register_forward_pre_hook(see) for norm in norms]
-        try:
-            for batch in batches_of(loader, model, device):
-                inputs.clear()
-                try:
-                    batch.inputs(model)
-                except ValueError as error:
-                    if TOO_FEW not in str(error):
-                        raise
-                    continue  # also without what the norms before have seen
-                usable = True
-                for norm, *new, count in inputs:
-                    first, second, before = totals.get(norm, (0.0, 0.0, 0))
-                    totals[norm] = first + new[0], second + new[1], before + count
-        finally:
-            for hook in hooks:
-                hook.remove()
+    watched, by_batch = watching("norm statistics"), by_batch_statistics(norms)
+    with watched, evaluating(model), by_batch, torch.no_grad(), ExitStack() as hooks:
+        for norm in norms:
+            hooks.enter_context(norm.register_forward_pre_hook(see))
+        for batch in batches_of(loader, model, device):
+            inputs.clear()
+            try:
+                batch.inputs(model)
+            except ValueError as error:
+                if TOO_FEW not in str(error):
+                    raise
+                continue  # also without what the norms before have seen
+            usable = True
+            for norm, *new, count in inputs:
+                first, second, before = totals.get(norm, (0.0, 0.0, 0))
+                totals[norm] = first + new[0], second + new[1], before + count
     if not usable:
         raise DataError(
             "the loader has no batch that batch norms can use in train mode: it takes "

@@ -260,9 +260,7 @@ class _Layer:
         """Return whether float32 holds a solver's products; zeros always do."""
         limits = [(trace / size, _LARGEST_EIGENVALUE) for trace in self.traces]
         limits += [(entry, _LARGEST_MOVE) for entry in self.largest]
-        return all(
-            not value or 1 / limit <= abs(value) <= limit for value, limit in limits
-        )
+        return all(not v or 1 / most <= abs(v) <= most for v, most in limits)
 
 
 def _measured(

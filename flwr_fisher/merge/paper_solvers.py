@@ -4,6 +4,7 @@ By default a merge uses neither.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 import torch
@@ -127,12 +128,8 @@ def largest_eigenvalue(matvec: Matvec, like: Params, iterations: int = 100) -> T
     accelerator.
     """
     generator = torch.Generator().manual_seed(0)
-    vector = {
-        k: torch.randn(v.shape, generator=generator, dtype=torch.float32).to(
-            v, non_blocking=True
-        )
-        for k, v in like.items()
-    }
+    drawn = partial(torch.randn, generator=generator, dtype=torch.float32)
+    vector = {k: drawn(v.shape).to(v, non_blocking=True) for k, v in like.items()}
     size = norm(vector).double()
     for _ in range(iterations):
         shortened = torch.where(size > 0, 1 / size, 0)

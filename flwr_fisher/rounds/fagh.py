@@ -178,12 +178,9 @@ def fagh_step(
         for k, v in params.items()
     }
     direction = {k: v.to(params[k].dtype) for k, v in exact.items()}
-    moments = FaghMoments(
-        finite(_kept(M1, params), "the gradient's moment"),
-        finite(_kept(M2, params), "the product's moment"),
-        m,
-        t,
-    )
+    first = finite(_kept(M1, params), "the gradient's moment")
+    second = finite(_kept(M2, params), "the product's moment")
+    moments = FaghMoments(first, second, m, t)
     check_finite(direction, "the direction of FAGH's step")
     if not math.isfinite(curvature):
         raise ParamsError(

@@ -167,10 +167,8 @@ def damped_inverse(kfac: Curvature, damping: float = DAMPING) -> Inverse:
 def _solver(block: Curvature, damping: float) -> tuple[list[str], Inverse]:
     """Return a block's parameters, and its damped solver."""
     if isinstance(block, Kronecker):
-        a, g = (
-            factor.trace() / factor.shape[-1]
-            for factor in (block.A_factor, block.G_factor)
-        )
+        factors = block.A_factor, block.G_factor
+        a, g = (factor.trace() / factor.shape[-1] for factor in factors)
         ratio = torch.where((a > 0) & (g > 0), a / g, torch.ones_like(a)).sqrt()
         root = damping**0.5
         A, G = (

@@ -192,11 +192,8 @@ class Aggregator:
             else:
                 good.append(share)
         if wrong:
-            logger.warning(
-                "aggregate_train: wrong shares of %s's secret from %s",
-                self.names[number],
-                self._listed(wrong),
-            )
+            text = "aggregate_train: wrong shares of %s's secret from %s"
+            logger.warning(text, self.names[number], self._listed(wrong))
         if len(good) < self.threshold:
             blamed = (("no answer from", missing), ("wrong ones from", wrong))
             reasons = [f"{text} {self._listed(who)}" for text, who in blamed if who]

@@ -111,10 +111,8 @@ class SumRequest:
 
     def reply_words(self, words: Words, contribution: Contribution) -> Message:
         """Return a reply with masked words and their layout."""
-        masked = {
-            WORDS: torch.from_numpy(words),
-            LAYOUT: description_text(contribution.layout()),
-        }
+        layout = description_text(contribution.layout())
+        masked = {WORDS: torch.from_numpy(words), LAYOUT: layout}
         return self.reply({**contribution.descriptions(), **masked})
 
     def reply_rows(self, **parts: Sequence[bytes]) -> Message:

@@ -107,11 +107,9 @@ class Participant:
         shares = dict(zip(order, map(b"".join, zip(*cut, strict=True)), strict=True))
         self.shares = {self.number: shares[self.number]}
         sealed = {
-            number: encrypt(
-                self._channel_to(number), _header(self.number, number) + row
-            )
-            for number, row in shares.items()
-            if number != self.number
+            n: encrypt(self._channel_to(n), _header(self.number, n) + row)
+            for n, row in shares.items()
+            if n != self.number
         }
         return sealed, {n: crypto.commitments(row) for n, row in shares.items()}
 

@@ -99,12 +99,6 @@ def present(state: ServerState) -> Sequence[int]:
     return SecureState.of(state).present
 
 
-def without(state: ServerState) -> ServerState:
-    """Return a run's state without this, for the strategy."""
-    others = {name: group for name, group in state.groups.items() if name != GROUP}
-    return replace(state, groups=others)
-
-
 # --- the stages, in the order in which a round has them
 #
 # keys, shares: once. Then for each of the round's exchanges: exponents, open, values,
@@ -189,13 +183,9 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
         expected = len(around), 2 * crypto.DIGEST * sums
         fits = rows.dim() == 2 and len(rows) == len(others)
         if not fits or tuple(digests.shape) != expected:
-            logger.warning(
-                "aggregate_train: rejected %s: it must send one share for each of %s "
-                "neighbours and %s sums",
-                upload.client,
-                len(others),
-                sums,
-            )
+            text = "aggregate_train: rejected %s: it must send one share for each of "
+            text += "%s neighbours and %s sums"
+            logger.warning(text, upload.client, len(others), sums)
             continue
         sealed[upload.number] = Sealed(
             dict(zip(others, bytes_in(rows), strict=True)),
@@ -234,11 +224,8 @@ def take_words(
     new = known.after(uploads, words=torch.from_numpy(total), descriptions=descriptions)
     left = set(known.present) - set(new.present)
     if gone := [known.aggregator.names[n] for n in left]:
-        logger.warning(
-            "aggregate_train: secure sum, contribution %d: without %s",
-            1 + index // 2,
-            listed(gone),
-        )
+        text = "aggregate_train: secure sum, contribution %d: without %s"
+        logger.warning(text, 1 + index // 2, listed(gone))
     return Step(new.into(state), quiet=True)
 
 
@@ -292,7 +279,8 @@ def open_values(
     # From here on the sum is like one client's upload, with the weight of all.
     metrics, members = MetricRecord(), list(known.present)
     summed = Upload(0, name, weight, payload, metrics, num_bytes=0, members=members)
-    step = exchange.take(without(state), [summed])
+    own = replace(state, groups=state.without(GROUP))  # the strategy's
+    step = exchange.take(own, [summed])
     counted = {**step.metrics, "num-summed": len(members)}
     step = replace(step, metrics=counted, summed=summed)
     # The next exchange uses the same keys and shares. After the last, nothing is kept.

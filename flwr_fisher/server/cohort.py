@@ -277,11 +277,10 @@ class Cohort:
             return True
         elif message.has_error():
             reason, name = printable(error), self.identity(node).name
-            self.warn_once(
-                f"node-{node} failed to send its partition-id, and is known as {name}: "
-                f"{reason}",
-                key=f"partition-id: {reason}",
+            text = (
+                f"node-{node} failed to send its partition-id, and is known as {name}"
             )
+            self.warn_once(f"{text}: {reason}", key=f"partition-id: {reason}")
         self.answered.add(node)
         if answer.any_job:
             self.do_any_job.add(node)

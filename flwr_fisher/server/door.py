@@ -336,15 +336,9 @@ class Door(Generic[P]):
         weight = self.weights.get(identity.number, said)
         sizes = Sizes.of(payload, self.like, measured)
         sizes.check_plausible()
-        upload = Upload(
-            identity.node,
-            identity.name,
-            weight,
-            payload,
-            metrics,
-            arrays_bytes(arrays),
-            identity.number,
-        )
+        node, name, number = identity.node, identity.name, identity.number
+        size = arrays_bytes(arrays)
+        upload = Upload(node, name, weight, payload, metrics, size, number)
         self.admitted.append(upload)
         self._clients[upload.client], self._sizes[upload.client] = identity, sizes
         if frozen_digest:
@@ -352,14 +346,9 @@ class Door(Generic[P]):
         self.left_out.missing.pop(upload.client, None)
         if not self.exchange.quiet:
             count = len(self.admitted) + len(self.left_out.rejected)
-            logger.info(
-                "%s: %s of %s replies (%s, %g examples)",
-                self.left_out.stage,
-                count,
-                max(self.expected, count),
-                upload.client,
-                weight,
-            )
+            text = "%s: %s of %s replies (%s, %g examples)"
+            stage, expected = self.left_out.stage, max(self.expected, count)
+            logger.info(text, stage, count, expected, upload.client, weight)
 
     def _check_claim(self, identity: Identity) -> None:
         """Check that no partition counts twice; a registered node keeps its own.
@@ -478,11 +467,8 @@ class Door(Generic[P]):
                 what = names or "the same in another order"
                 self.withdraw(upload, WireError(f"{reason}: {what}", field=field))
         uploads = {u.client: u for u in self.admitted}
-        digests = {
-            client: digest
-            for client, digest in self._frozen_digests.items()
-            if client in uploads
-        }
+        known = self._frozen_digests.items()
+        digests = {client: digest for client, digest in known if client in uploads}
         # They were not asked before their training, so it shows only now.
         for client, (_, whom) in unlike_most(digests).items():
             reason = "its frozen parameters, which the server does not send, differ "

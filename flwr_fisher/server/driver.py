@@ -280,14 +280,10 @@ class Driver:
         again.
         """
         strategy, cohort, timeout = self.strategy, self.cohort, self.strategy.timeout
-        arrays, may_abstain = self.run.arrays(), named_options({"may-abstain": True})
+        arrays, kind = self.run.arrays(), MessageType.EVALUATE
+        asked = ConfigRecord({**config, **named_options({"may-abstain": True})})
         messages = requests(
-            strategy,
-            self.server_round,
-            lambda node: arrays,
-            ConfigRecord({**config, **may_abstain}),
-            nodes,
-            MessageType.EVALUATE,
+            strategy, self.server_round, lambda node: arrays, asked, nodes, kind
         )
         due, abstaining = set(nodes), set[int]()
         scores: dict[int, MetricRecord] = {}

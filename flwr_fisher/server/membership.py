@@ -88,14 +88,9 @@ class Membership:
         earlier = {n: part for n, part in self.parts.items() if n not in new}
         weights = {**self.weights, **new}
         known = len(weights)
-        return Membership(
-            self.run,
-            step,
-            fsum(weights.values()) * (max(known, connected) / known),
-            {**self.last_steps, **dict.fromkeys(new, step)},
-            weights,
-            earlier | limited,
-        )
+        total = fsum(weights.values()) * (max(known, connected) / known)
+        steps = {**self.last_steps, **dict.fromkeys(new, step)}
+        return Membership(self.run, step, total, steps, weights, earlier | limited)
 
     def participation(self, weights: Sequence[float]) -> float:
         """Return a cohort's share of all clients' weight, given its weights."""
@@ -143,14 +138,10 @@ class Membership:
             )
         last_steps, parts = members_from_tensors(tensors)
         weights = tensors[_WEIGHTS].tolist() if _WEIGHTS in tensors else []
-        return cls(
-            int(tensors[_RUN]),
-            int(tensors[_STEPS]),
-            float(tensors.get(_TOTAL, 0.0)),
-            last_steps,
-            dict(zip(last_steps, weights, strict=False)),
-            parts,
-        )
+        run, steps = int(tensors[_RUN]), int(tensors[_STEPS])
+        total = float(tensors.get(_TOTAL, 0.0))
+        by_client = dict(zip(last_steps, weights, strict=False))
+        return cls(run, steps, total, last_steps, by_client, parts)
 
 
 def lost_states(uploads: Uploads[Any]) -> int:

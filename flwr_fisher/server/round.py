@@ -347,14 +347,13 @@ class ExchangeRun(Generic[P]):
         self._due |= set(nodes)
         if not nodes:
             return []
-        by_number, identity = self.exchange.records(self.state), self.cohort.identity
-        return requests(
-            self.strategy,
-            self.journal.server_round,
-            lambda node: by_number(identity(node).number),
-            self.config,
-            nodes,
-        )
+        server_round = self.journal.server_round
+        by_number = self.exchange.records(self.state)
+
+        def arrays(node: int) -> ArrayRecord:
+            return by_number(self.cohort.identity(node).number)
+
+        return requests(self.strategy, server_round, arrays, self.config, nodes)
 
     def _window_left(self, record: ExchangeRecord) -> float:
         """Return how long the collection window is still open."""

@@ -198,8 +198,7 @@ class Run:
         So a run that goes on after its last round is the run of all these rounds.
         """
         if unrefined := self.state.group(_UNREFINED):
-            others = {k: v for k, v in self.state.groups.items() if k != _UNREFINED}
-            self.state = ServerState(dict(unrefined), others)
+            self.state = ServerState(dict(unrefined), self.state.without(_UNREFINED))
 
     def keep_uploads(self, uploads: Uploads[Any] = ()) -> None:
         """Keep what a failed exchange has admitted; with nothing, free what is kept.

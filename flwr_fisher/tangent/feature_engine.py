@@ -102,18 +102,14 @@ class FeatureEngine:
         edges = [tap.edge() for tap in calls.values()]
         gradients = torch.autograd.grad(outputs.sum(), edges)
         for (name, tap), gradient in zip(calls.items(), gradients, strict=True):
-            self._write_layer(self.layers[name], tap.inputs, gradient, out)
-
-    def _write_layer(
-        self, layer: KroneckerLayer, inputs: Tensor, gradient: Tensor, out: Tensor
-    ) -> None:
-        g = layer.output_columns(gradient).flatten(1, 2)
-        bias = self.chosen.get(layer.bias or "")
-        if bias is not None:
-            out[:, bias.at] = g.sum(2).index_select(1, bias.entries)
-        if layer.weight in self.weights:
-            at = self.chosen[layer.weight].at
-            self.weights[layer.weight].write(inputs, g, out[:, at])
+            layer = self.layers[name]
+            g = layer.output_columns(gradient).flatten(1, 2)
+            bias = self.chosen.get(layer.bias or "")
+            if bias is not None:
+                out[:, bias.at] = g.sum(2).index_select(1, bias.entries)
+            if layer.weight in self.weights:
+                at = self.chosen[layer.weight].at
+                self.weights[layer.weight].write(tap.inputs, g, out[:, at])
 
     def _write_rest(self, x: Inputs, out: Tensor) -> None:
         start = 0

@@ -109,8 +109,11 @@ class TangentFeatures:
             self._network = one_output_copy(model, self.head, seed)
         trained = {k: p for k, p in self._network.named_parameters() if p.requires_grad}
         sizes = {name: p.numel() for name, p in trained.items()}
-        coordinates = _coordinates(sum(sizes.values()), num_features, seed)
-        self.num_features = len(coordinates)
+        total = sum(sizes.values())
+        self.num_features = min(num_features, total)
+        stream = random_stream(seed, "tangent", "coordinates")
+        drawn = stream.choice(total, self.num_features, replace=False, shuffle=False)
+        coordinates = np.sort(drawn.astype(np.int64))
         new = linear_layer(self._network, self.head)
         self.dtype = torch.promote_types(new.weight.dtype, torch.float32)
         self.device = new.weight.device
@@ -157,14 +160,6 @@ class TangentFeatures:
                     self._engine = FeatureEngine(self._network, self._chosen, x)
                 self._engine.write(x, out)
         return out
-
-
-def _coordinates(total: int, num_features: int, seed: int) -> np.ndarray:
-    """Return random distinct integers below `total`, in ascending order."""
-    count = min(num_features, total)
-    stream = random_stream(seed, "tangent", "coordinates")
-    drawn = stream.choice(total, count, replace=False, shuffle=False)
-    return np.sort(drawn.astype(np.int64))
 
 
 def _by_parameter(

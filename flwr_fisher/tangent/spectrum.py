@@ -188,11 +188,8 @@ def largest_gram_eigenvalue(Z: Tensor) -> float:
     8.0
     """
     n = len(Z)
-    start = torch.randn(
-        (n, min(n, _VECTORS)),
-        generator=torch.Generator().manual_seed(0),
-        dtype=torch.float32,
-    )
+    generator, shape = torch.Generator().manual_seed(0), (n, min(n, _VECTORS))
+    start = torch.randn(shape, generator=generator, dtype=torch.float32)
     basis = torch.linalg.qr(start.double().to(Z.device)).Q
     for _ in range(_ITERATIONS):
         moved = times(Z, transposed_times(Z, basis, torch.float32)) / n

@@ -269,10 +269,9 @@ class LayerTraces(Additive):
         """Return each layer's trace, and the product's norm."""
         norms = super().curvature_norms()
         for block in self.traces.blocks():
-            size = block.trace()  # of a layer: both of its factors have the same trace
-            norms[trace_name(block)] = (
-                size**0.5 if isinstance(block, Kronecker) else size
-            )
+            # Of a layer, both factors have the same trace.
+            power = 0.5 if isinstance(block, Kronecker) else 1.0
+            norms[trace_name(block)] = block.trace() ** power
         return norms
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> "LayerTraces":
@@ -381,17 +380,12 @@ class GradientUpload(Additive):
         gradient = Additive({GRADIENT: self.part(GRADIENT)}).scaled(factors, like)
         loss, kfac = self.loss * factors.get(LOSS, 1.0), self.kfac
         if kfac is not None:
-            blocks = [(block, trace_name(block)) for block in kfac.blocks()]
-            kfac = BlockDiagonal(
-                [
-                    _lighter(
-                        block,
-                        factors.get(f"{name} A", factors.get(name, 1.0)),
-                        factors.get(f"{name} G", 1.0),
-                    )
-                    for block, name in blocks
-                ]
-            )
+            blocks = []
+            for block in kfac.blocks():
+                name = trace_name(block)
+                of_a = factors.get(f"{name} A", factors.get(name, 1.0))
+                blocks.append(_lighter(block, of_a, factors.get(f"{name} G", 1.0)))
+            kfac = BlockDiagonal(blocks)
         return self.of(gradient.part(GRADIENT), loss, kfac)
 
     @classmethod

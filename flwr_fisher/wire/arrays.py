@@ -12,7 +12,7 @@ import json
 import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -334,21 +334,6 @@ def check_same_shape(
         raise WireError(f"shape {tuple(shape)}, expected {wanted}", field=key)
 
 
-def are_finite_and_not_negative(numbers: Tensor) -> bool:
-    """Return whether all entries are finite and >= 0.
-
-    Examples
-    --------
-    >>> nan = torch.tensor([1.0, float("nan")])
-    >>> are_finite_and_not_negative(nan), are_finite_and_not_negative(nan[:1])
-    (False, True)
-    """
-    if not numbers.numel():
-        return True
-    low, high = numbers.aminmax()  # NaN if there is one
-    return 0 <= float(low) <= float(high) < float("inf")
-
-
 def check_second_moment(key: str, matrix: Tensor) -> None:
     """Raise :class:`WireError` unless symmetric and positive semi-definite.
 
@@ -416,10 +401,8 @@ def layout_key(params: Params) -> LayoutKey:
 
 def without_values(layout: LayoutKey) -> dict[str, torch.Tensor]:
     """Return a layout's tensors on the device ``meta``, where they take no memory."""
-    return {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, shape, dtype in layout
-    }
+    empty = partial(torch.empty, device="meta")
+    return {name: empty(shape, dtype=dtype) for name, shape, dtype in layout}
 
 
 def serialized_bytes(content: RecordDict) -> int:

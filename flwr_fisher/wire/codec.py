@@ -93,11 +93,8 @@ class Codec(Options):
 
     def to_options(self) -> dict[str, str | int | float]:
         """Return the config that requests this codec."""
-        config: dict[str, str | int | float] = {
-            "codec": self.name,
-            "codec-version": FORMAT_VERSION,
-        }
-        return config | ({"codec-budget": float(self.budget)} if self.budget else {})
+        budget = {"codec-budget": float(self.budget)} if self.budget else {}
+        return {"codec": self.name, "codec-version": FORMAT_VERSION, **budget}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "Codec":

@@ -172,9 +172,7 @@ def _read_packed(
     entries = from_container(record, limit=byte_limit(like, codec), count=len(like))
     codec.check_description(entries.get(FORMAT), field=FORMAT)
     curvature_keys = _curvature_keys(entries, like, structure)
-    params = {
-        key: decode_param(entries[key], value, field=key) for key, value in like.items()
-    }
+    params = {k: decode_param(entries[k], v, field=k) for k, v in like.items()}
     checked = {key: check_part(entries[key], like, field=key) for key in curvature_keys}
     blocks = [
         _deferred({key: checked[key] for key in keys}, like)

@@ -78,13 +78,10 @@ class HeadUpload(Payload):
     def of(cls, weight: str, bias: str | None, likelihood: str, sums: HeadSums) -> Self:
         """Return the upload of sums for the head with these parameters."""
         about = {"version": FORMAT_VERSION, "weight": weight, "bias": bias}
-        square, count = (
-            torch.tensor(number, dtype=torch.float64)
-            for number in (sums.square, sums.count)
-        )
+        numbers = torch.tensor([sums.square, sums.count], dtype=torch.float64)
         about["likelihood"] = likelihood
         rows, columns = torch.triu_indices(*sums.gram.shape)
-        return cls(about, sums.gram[rows, columns], sums.cross, square, count)
+        return cls(about, sums.gram[rows, columns], sums.cross, *numbers)
 
     @property
     def weight(self) -> str:
@@ -188,10 +185,8 @@ class NoHead(Payload):
     @classmethod
     def of(cls, reason: str) -> Self:
         """Return the reply with this reason."""
-        return cls(
-            {"version": FORMAT_VERSION, "reason": reason},
-            torch.zeros((), dtype=torch.float64),
-        )
+        nothing = torch.zeros((), dtype=torch.float64)
+        return cls({"version": FORMAT_VERSION, "reason": reason}, nothing)
 
     @property
     def reason(self) -> str:

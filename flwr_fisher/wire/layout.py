@@ -79,14 +79,11 @@ class Key:
             parameter.
         """
         start, _, rest = key.removeprefix(PREFIX).partition("/")
-        structure, letter = STRUCTURES.get(start), ""
+        structure = STRUCTURES.get(start) if key.startswith(PREFIX) else None
+        letter = ""
         if structure is not None and "" not in structure.tensors:
             rest, _, letter = rest.rpartition("/")
-        if (
-            structure is None
-            or not key.startswith(PREFIX)
-            or letter not in structure.tensors
-        ):
+        if structure is None or letter not in structure.tensors:
             raise WireError("unknown key", field=key)
         if rest not in params:
             raise WireError(f"the model has no such parameter '{rest}'", field=key)
@@ -207,8 +204,12 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
         It names the first key that is missing, is not symmetric, or is negative.
     """
     for key, part in tensors.items():
-        if isinstance(part, Tensor):
-            _check_values(key, part, params)
+        if not isinstance(part, Tensor):
+            continue
+        if Key.parse(key, params).form == Form.MATRIX:
+            check_second_moment(key, part)
+        elif (part < 0).any():
+            raise WireError("must not be negative", field=key)
     return checked_to_curvature(tensors, params)
 
 
@@ -302,13 +303,6 @@ def join_blocks(blocks: Sequence[Curvature]) -> BlockDiagonal:
         return BlockDiagonal(blocks)
     except FlwrFisherError as error:
         raise WireError(str(error), field=PREFIX) from error
-
-
-def _check_values(key: str, tensor: Tensor, params: Params) -> None:
-    if Key.parse(key, params).form == Form.MATRIX:
-        check_second_moment(key, tensor)
-    elif (tensor < 0).any():
-        raise WireError("must not be negative", field=key)
 
 
 def trace_name(block: Curvature) -> str:

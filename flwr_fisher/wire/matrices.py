@@ -194,10 +194,9 @@ def leading_vectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if n <= WHOLE or 2 * count >= n:
         return _descending(*eigh(wide))
     generator = torch.Generator().manual_seed(0)
-    columns = torch.randn(
-        len(wide), n, count, generator=generator, dtype=torch.float32
-    ).to(wide)
-    basis = _orthonormal(wide @ _orthonormal(wide @ columns))
+    shape = len(wide), n, count
+    columns = torch.randn(shape, generator=generator, dtype=torch.float32).to(wide)
+    basis = torch.linalg.qr(wide @ torch.linalg.qr(wide @ columns).Q).Q
     inner = basis.mT @ (wide @ basis)
     values, rotation = eigh(inner / 2 + inner.mT / 2)
     return _descending(values, basis @ rotation)
@@ -205,11 +204,6 @@ def leading_vectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _descending(values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp_min(0), vectors.flip(-1)
-
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    Q: Tensor = torch.linalg.qr(columns)[0]
-    return Q
 
 
 # --- reading --------------------------------------------------------------------------

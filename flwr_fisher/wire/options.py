@@ -66,12 +66,8 @@ def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     >>> split_config({"fisher.structure": "kfac", "structure": "mine", "lr": 0.1})
     ({'structure': 'kfac'}, {'structure': 'mine', 'lr': 0.1})
     """
-    options = {
-        key.removeprefix(OPTION): value
-        for key, value in config.items()
-        if key.startswith(OPTION)
-    }
-    return options, {k: v for k, v in config.items() if not k.startswith(OPTION)}
+    own = {k: v for k, v in config.items() if not k.startswith(OPTION)}
+    return {k.removeprefix(OPTION): config[k] for k in config if k not in own}, own
 
 
 def join_groups(
@@ -240,13 +236,10 @@ class Answer:
         frozen = _texts(configs, "frozen")
         if sum(map(len, frozen or ())) > _MOST_FROZEN:
             frozen = None
-        return cls(
-            any(LIBRARY in record for record in configs),
-            partition,
-            _texts(configs, "trained"),
-            frozen,
-            any(record.get(ANY_JOB) is True for record in configs),
-        )
+        of_library = any(LIBRARY in record for record in configs)
+        any_job = any(record.get(ANY_JOB) is True for record in configs)
+        trained = _texts(configs, "trained")
+        return cls(of_library, partition, trained, frozen, any_job)
 
 
 def client_name(number: int) -> str:

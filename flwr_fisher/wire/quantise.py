@@ -28,7 +28,6 @@ from torch.nn.functional import pad
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.files import to_bytes
-from flwr_fisher.wire.arrays import are_finite_and_not_negative
 
 ROW = 256  # values that share a scale: with one a tensor, its largest would decide all
 SCALE = 4  # bytes
@@ -94,7 +93,8 @@ def levels(bits: int) -> int:
 def as_scales(data: Tensor, field: str) -> Tensor:
     """Return bytes as scales in float32; raise :class:`WireError` for invalid ones."""
     scales = data.clone().view(torch.float32)
-    if not are_finite_and_not_negative(scales):
+    low, high = scales.aminmax() if len(scales) else (0.0, 0.0)  # NaN if there is one
+    if not 0 <= float(low) <= float(high) < float("inf"):
         raise WireError("holds a scale that is negative or not finite", field=field)
     return scales
 
@@ -241,7 +241,7 @@ def decode_diagonal(
     few = _spread(count, fine, body.device)
     words = torch.empty(count, dtype=torch.int16, device=body.device)
     words[~few] = unpack(body[start:end], 16)
-    words[few] = _from_leading_bits(unpack(body[end:], 8))
+    words[few] = (unpack(body[end:], 8).to(torch.int16) & 0xFF) << _DROPPED
     values = _from_words(body[:SCALE], words, dtype, field)
     if count and values.min() < 0:
         raise WireError("must not be negative", field=field)
@@ -277,10 +277,6 @@ def _leading_bits(words: Tensor) -> Tensor:
     """Return the leading 8 bits of float16, rounded, for values without a sign."""
     rounded = (words.to(torch.int32) + (1 << (_DROPPED - 1))) >> _DROPPED
     return rounded.clamp_(max=0x7BFF >> _DROPPED)  # of what is finite
-
-
-def _from_leading_bits(codes: Tensor) -> Tensor:
-    return (codes.to(torch.int16) & 0xFF) << _DROPPED
 
 
 # --- rows -----------------------------------------------------------------------------

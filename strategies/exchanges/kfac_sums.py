@@ -66,22 +66,15 @@ def step_of(merged: MergeResult, groups: Groups) -> Step:
         solver = options.solver
         if solver == "pcg" and merged.iterations == options.iterations:
             stops = f", all that it may take (iterations={options.iterations})"
-    logger.info(
-        "merged by %s: %d iterations left %.1e of the residual%s",
-        solver,
-        merged.iterations,
-        merged.residuals[-1],
-        stops,
-    )
+    left = merged.residuals[-1]
+    text = "merged by %s: %d iterations left %.1e of the residual%s"
+    logger.info(text, solver, merged.iterations, left, stops)
     if merged.unsolved:
-        logger.warning(
-            "the merge's solver failed for %s: these parameters are the clients' "
-            "mean, as in FedAvg",
-            ", ".join(merged.unsolved),
-        )
+        text = "the merge's solver failed for %s: these parameters are the clients' "
+        logger.warning(text + "mean, as in FedAvg", ", ".join(merged.unsolved))
     metrics = {
         "solver-iterations": merged.iterations,
-        "solver-residual": merged.residuals[-1],
+        "solver-residual": left,
         "solver-fallbacks": len(merged.unsolved),
     }
     shares = {"client-share": merged.shares} if merged.shares else {}
@@ -154,11 +147,12 @@ class KfacSums:
 
         The server has no longer each client's own curvature, so the sum's is used.
         """
-        traces, check = _traces(state), _product_check(state)
+        traces, direction = _traces(state), double(state.group(_DIRECTION))
 
         def measure(upload: Additive) -> dict[str, float]:
-            check(upload)
-            return self._step_length(traces, upload.part(PRODUCT))
+            product = upload.part(PRODUCT)
+            _check_product(double(product), direction, traces)
+            return self._step_length(traces, product)
 
         return measure
 
@@ -189,26 +183,19 @@ class KfacSums:
         return step_of(result, state.without(_TRACES, *ITERATE))
 
 
-def _product_check(state: ServerState) -> Callable[[Additive], None]:
-    """Return a check that no product shows a negative eigenvalue of a Fisher.
+def _check_product(product: Params, direction: Params, traces: Curvature) -> None:
+    """Raise :class:`WireError` if a product shows a negative eigenvalue of a Fisher.
 
-    It raises ``WireError``, and names a layer in which the direction's inner product
-    with its own product is negative.
+    The error names a layer in which the direction's inner product with its own product
+    is negative.
     """
-    direction = double(state.group(_DIRECTION))
-    layers = [list(block.shapes) for block in _traces(state).blocks()]
-
-    def check(upload: Additive) -> None:
-        product = double(upload.part(PRODUCT))
-        for names in layers:
-            pairs = [(product[n].flatten(), direction[n].flatten()) for n in names]
-            length = sum(float(p @ d) for p, d in pairs)
-            size = sum(float(p.norm() * d.norm()) for p, d in pairs)
-            if length < -_SLACK * size:
-                reason = "is no product of a Fisher: it shows a negative eigenvalue"
-                raise WireError(reason, field=f"{PRODUCT}/{names[0]}")
-
-    return check
+    for block in traces.blocks():
+        pairs = [(product[n].flatten(), direction[n].flatten()) for n in block.shapes]
+        length = sum(float(p @ d) for p, d in pairs)
+        size = sum(float(p.norm() * d.norm()) for p, d in pairs)
+        if length < -_SLACK * size:
+            reason = "is no product of a Fisher: it shows a negative eigenvalue"
+            raise WireError(reason, field=f"{PRODUCT}/{next(iter(block.shapes))}")
 
 
 def _take_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:

@@ -137,11 +137,8 @@ def agree_on_rate(
         lr = min(_RATE / len(weight), 1 / largest if largest else 1.0)
     else:
         _check_rate(lr, eigenvalues)
-    logger.info(
-        "TCT: stage 2 begins with lr %g; the clients' largest eigenvalue is %g",
-        lr,
-        largest,
-    )
+    text = "TCT: stage 2 begins with lr %g; the clients' largest eigenvalue is %g"
+    logger.info(text, lr, largest)
     rate = torch.tensor(lr, dtype=torch.float64)
     groups = {**state.groups, _FACTS: {**state.group(_FACTS), _LR: rate}}
     if control:
@@ -192,12 +189,9 @@ def _check_rate(lr: float, eigenvalues: Mapping[str, float]) -> None:
     if not refused:
         return
     if 2 * len(refused) < len(eigenvalues):  # a few clients may be wrong, or lie
-        logger.warning(
-            "TCT: lr %g is too large for %s, by the eigenvalues that they report: "
-            "they take shorter steps, and more of them",
-            lr,
-            listed(refused),
-        )
+        text = "TCT: lr %g is too large for %s, by the eigenvalues that they report: "
+        text += "they take shorter steps, and more of them"
+        logger.warning(text, lr, listed(refused))
         return
     try:
         check_lr(lr, max(eigenvalues.values()))

@@ -47,12 +47,7 @@ def evaluation(
     problem = load(problem, request.params)
     if problem.val_batches is None or problem.evaluate_fn is not None:
         return Reply(problem.evaluate(request.config))
-    loss, accuracy, n = score(
-        problem.model,
-        problem.val_batches,
-        problem.device,
-        problem.loss,
-        classes=problem.has_classes,
-    )
+    data = problem.val_batches, problem.device, problem.loss
+    loss, accuracy, n = score(problem.model, *data, classes=problem.has_classes)
     scores = {NUM_EXAMPLES: n, "loss": loss}
     return Reply(scores if math.isnan(accuracy) else {**scores, "accuracy": accuracy})

@@ -39,13 +39,8 @@ def head_sums_job(problem: LocalProblem, request: Request) -> Reply:
             raise
         return Reply({}, NoHead.of(str(error)).to_arrays())
     signs = (lambda y: 2 * y - 1) if problem.likelihood == "bernoulli" else None
-    sums = head_sums(
-        problem.model,
-        problem.train_batches,
-        head,
-        classes=problem.has_classes,
-        targets=signs,
-    )
+    data = problem.model, problem.train_batches, head
+    sums = head_sums(*data, classes=problem.has_classes, targets=signs)
     upload = HeadUpload.of(*head_names(problem, head), str(problem.likelihood), sums)
     return Reply({}, upload.to_arrays())
 
@@ -106,13 +101,10 @@ def head_losses_job(problem: LocalProblem, request: Request) -> Reply:
     if not fits or not isinstance(scales, list):
         raise ClientError("the server sent no head that fits this model, or no scales")
     problem.bound_reading()
-    losses, slopes = head_losses(
-        problem.model,
-        problem.train_batches,
-        head,
-        list(select(solved, names).values()),
-        [float(scale) for scale in scales[:16]],
-        LOSSES.get(str(problem.likelihood), cross_entropy),
-        classes=problem.has_classes,
-    )
+    data = problem.model, problem.train_batches, head
+    parts = list(select(solved, names).values())
+    wanted = [float(scale) for scale in scales[:16]]
+    loss_fn = LOSSES.get(str(problem.likelihood), cross_entropy)
+    classes = problem.has_classes
+    losses, slopes = head_losses(*data, parts, wanted, loss_fn, classes=classes)
     return Reply({}, HeadLossUpload(losses, slopes.float()).to_arrays())

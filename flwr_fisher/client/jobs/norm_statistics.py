@@ -72,11 +72,7 @@ def catch_up_norms(problem: LocalProblem) -> None:
             return
         if not in_eval > _FACTOR * in_train + _MARGIN:
             return
-        logger.warning(
-            "The batch norms' running statistics lag behind the trained model: its "
-            "loss is %.3g in eval mode and %.3g in train mode. Recomputing them from "
-            "the training data",
-            in_eval,
-            in_train,
-        )
+        text = "The batch norms' running statistics lag behind the trained model: its "
+        text += "loss is %.3g in eval mode and %.3g in train mode. Recomputing them "
+        logger.warning(text + "from the training data", in_eval, in_train)
         refresh_norms(model, problem.train_batches)

@@ -43,12 +43,8 @@ def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
     away = subtract(start, {n: p.detach() for n, p in parameters.items()})
     new = scaffold_control(control, shared, away, steps=correct.steps, lr=lr)
     state.save(new)
-    upload = Additive(
-        {
-            "params": problem.state_like(request.params),
-            _CONTROL: subtract(new, control),
-        }
-    )
+    params = problem.state_like(request.params)
+    upload = Additive({"params": params, _CONTROL: subtract(new, control)})
     return Reply({**metrics, "state-lost": int(lost)}, upload.to_arrays())
 
 

@@ -46,14 +46,6 @@ class DiagonalSumsJob(TrainingJob):
         return Additive(dict(zip(SUMS, parts, strict=True))).to_arrays()
 
 
-def _save(problem: LocalProblem, request: Request, posterior: LocalPosterior) -> None:
-    """Keep a client's model, its Fisher and its weight until the next round."""
-    params = {f"{_PARAMS}{name}": value for name, value in posterior.params.items()}
-    tensors = {**params, **curvature_to_tensors(posterior.curvature)}
-    disk, note = run_disk(problem, request), json.dumps(posterior.num_examples)
-    disk.save(_NAME, tensors, step=request.server_round, note=note)
-
-
 def _load(problem: LocalProblem, request: Request) -> LocalPosterior:
     disk = run_disk(problem, request)
     kept = disk.load(_NAME, request.server_round)
@@ -63,12 +55,8 @@ def _load(problem: LocalProblem, request: Request) -> LocalPosterior:
             f"{disk.path}: this client did not train in that round, or lost them"
         )
     tensors = {k: v.to(problem.device) for k, v in kept.tensors.items()}
-    params = {
-        key.removeprefix(_PARAMS): value
-        for key, value in tensors.items()
-        if key.startswith(_PARAMS)
-    }
     parts = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
+    params = {k.removeprefix(_PARAMS): tensors[k] for k in tensors if k not in parts}
     curvature = tensors_to_curvature(parts, params)
     return LocalPosterior(params, curvature, json.loads(kept.note))
 
@@ -85,12 +73,14 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     assert curvature is not None
     params = problem.state_like(request.params)
     count = problem.weight(metrics, request.client)
-    wanted = {
-        name: real_number(request.options, name, 0.0)
-        for name in ("shrink", "damping", "balance")
-    }
+    names = ("shrink", "damping", "balance")
+    wanted = {name: real_number(request.options, name, 0.0) for name in names}
     curvature = balanced(curvature, **wanted)
-    _save(problem, request, LocalPosterior(params, curvature, count))
+    # The model, its Fisher and its weight are kept until the next round.
+    kept = {f"{_PARAMS}{name}": value for name, value in params.items()}
+    kept |= curvature_to_tensors(curvature)
+    disk, note = run_disk(problem, request), json.dumps(count)
+    disk.save(_NAME, kept, step=request.server_round, note=note)
     upload = Additive({"params": params})
     return Reply({**metrics, NUM_EXAMPLES: count}, upload.to_arrays())
 

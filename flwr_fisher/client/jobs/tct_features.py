@@ -85,9 +85,8 @@ class LocalRegression:
 
     def targets(self, num_classes: int) -> Tensor:
         """Return one-hot labels minus 1/C, ``[n, C]`` in float64."""
-        return torch.eye(num_classes, dtype=torch.float64, device=self.labels.device)[
-            self.labels
-        ].sub_(1 / num_classes)
+        one_hot = nn.functional.one_hot(self.labels, num_classes)
+        return one_hot.double().sub_(1 / num_classes)
 
 
 class ClientFeatures:

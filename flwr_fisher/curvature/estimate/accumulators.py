@@ -47,10 +47,6 @@ class SecondMoment:
             # In place, so that autocast leaves its dtype alone.
             part.baddbmm_(rows, columns[:, start:].mT, alpha=weight)
 
-    def add_products(self, products: Tensor, weight: float = 1.0) -> None:
-        """Add matrices that are such sums already, times a weight."""
-        self.total.add_(products, alpha=weight)
-
     def mean(self, count: float) -> Tensor:
         """Return the matrices divided by a count, in place."""
         self.total.div_(count)
@@ -145,7 +141,7 @@ class KroneckerAccumulator(LayerAccumulator):
             if together or g.shape[3] <= g.shape[2]:
                 self.G.add(side_by_side(g), weight)
             else:  # one matrix for each example is smaller than a copy
-                self.G.add_products((g @ g.mT).sum(0), weight)
+                self.G.total.add_((g @ g.mT).sum(0), alpha=weight)
 
     def mean(self, num_examples: int) -> Kronecker:
         """Return the layer's Kronecker product."""

@@ -65,9 +65,7 @@ class Tap:
 
 
 def tapped_forward(
-    model: nn.Module,
-    inputs: Inputs,
-    layers: Mapping[str, KroneckerLayer] | Mapping[str, Layer],
+    model: nn.Module, inputs: Inputs, layers: Mapping[str, Layer]
 ) -> tuple[Tensor, dict[str, list[Tap]]]:
     """Run the model once; return its outputs and every call of the given layers.
 
@@ -98,9 +96,7 @@ def tapped_forward(
 
 
 def tapped_once(
-    model: nn.Module,
-    inputs: Inputs,
-    layers: Mapping[str, KroneckerLayer] | Mapping[str, Layer],
+    model: nn.Module, inputs: Inputs, layers: Mapping[str, Layer]
 ) -> tuple[Tensor, dict[str, Tap]]:
     """Run the model; return its outputs, and the one call of each layer.
 
@@ -271,7 +267,8 @@ def passing(
         names, parameters, first, second, strict=False
     ):
         gradients = [next(of_leaves) for _ in of_layer]
-        if r is None or r_again is None or any(map(_has_no_gradient, gradients)):
+        missing = [each is None or each.is_sparse for each in gradients]
+        if r is None or r_again is None or any(missing):
             continue
         flags[name] = _is_own(r, r_again, c) & _is_sum(
             layers[name], calls[name].inputs, r, gradients
@@ -292,10 +289,6 @@ def _fits(layer: Layer, call: Tap, count: int) -> bool:
         and has_rows
         and layer.fits(call.inputs.shape, call.shape)
     )
-
-
-def _has_no_gradient(gradient: Tensor | None) -> bool:
-    return gradient is None or gradient.is_sparse
 
 
 def _is_own(r: Tensor, r_again: Tensor, c: Tensor) -> Tensor:
@@ -331,18 +324,12 @@ def _is_sum(
     if isinstance(layer, KroneckerLayer):  # a weight's gradients are products
         norms = torch.linalg.vector_norm(wide), torch.linalg.vector_norm(inputs)
         rounding[0] = unit * norms[0] * norms[1]
-    equal = [
-        _agree(total, wanted, _tolerance(wanted.dtype), allowed)
-        for total, wanted, allowed in zip(totals, gradients, rounding, strict=True)
-    ]
+    equal = []
+    for total, wanted, allowed in zip(totals, gradients, rounding, strict=True):
+        a, b = widened(total), widened(wanted)
+        most = _tolerance(wanted.dtype) * torch.linalg.vector_norm(b) + allowed
+        equal.append(torch.dist(a, b).le(most))
     return torch.stack(equal).all()
-
-
-def _agree(
-    computed: Tensor, wanted: Tensor, tolerance: float, rounding: Tensor | float = 0.0
-) -> Tensor:
-    a, b = widened(computed), widened(wanted)
-    return torch.dist(a, b).le(tolerance * torch.linalg.vector_norm(b) + rounding)
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,9 @@ class Jacobians:
             return {name: torch.stack([r[name] for r in rows]) for name in self.params}
 
         try:
-            with _without_slow_fallbacks():
+            # The form of attention that vmap supports, and no warnings of vmap's.
+            with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")
                 found: dict[str, Tensor] = vmap(pulled_back, in_dims=(0, 1))(
                     inputs.tensors, pieces
                 )
@@ -90,34 +92,16 @@ class Jacobians:
     def _one_by_one(self, inputs: Inputs, pieces: Tensor) -> dict[str, Tensor]:
         """Return the same by one forward pass for each example, for any model."""
         leaves = [self.model.get_parameter(name) for name in self.params]
+        pull = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
         rows = []
         for i in range(len(inputs)):
             output = inputs[i : i + 1](self.model)
-            rows.append(
-                [
-                    torch.autograd.grad(
-                        output,
-                        leaves,
-                        piece[i : i + 1].to(output.dtype),
-                        retain_graph=True,
-                        allow_unused=True,
-                        materialize_grads=True,
-                    )
-                    for piece in pieces
-                ]
-            )
+            vectors = pieces[:, i : i + 1].to(output.dtype)
+            rows.append([pull(output, leaves, v) for v in vectors])
         return {
             name: torch.stack([torch.stack([r[k] for r in each]) for each in rows])
             for k, name in enumerate(self.params)
         }
-
-
-@contextmanager
-def _without_slow_fallbacks() -> Iterator[None]:
-    """Use the form of attention that vmap supports; silence vmap's warnings."""
-    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        yield
 
 
 class DiagonalJacobian(Jacobians):

@@ -97,12 +97,49 @@ def grid_steps(sizes: Sequence[int], most: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class KroneckerLayer(ABC):
-    """A layer with a Kronecker form, and its trained parameters' names in the model."""
+class Layer(ABC):
+    """A layer with a form, and its trained parameters' names in the model.
+
+    Parameters
+    ----------
+    layer : nn.Module
+        In eval mode.
+    weight, bias : str | None
+        The names in the model; None where it has no such trained parameter.
+    """
 
     layer: nn.Module
+    weight: str | None
+    bias: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """The trained parameters' names in the model, weight first."""
+        return [name for name in (self.weight, self.bias) if name is not None]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the trained parameters, in the order of `names`."""
+        named = (("weight", self.weight), ("bias", self.bias))
+        return [getattr(self.layer, k) for k, name in named if name is not None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of columns and of sums: the parameters', but at least float32."""
+        return torch.promote_types(self.parameters()[0].dtype, torch.float32)
+
+    @abstractmethod
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether these shapes are those of a call of the layer."""
+
+    @abstractmethod
+    def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
+        """Return the parameters' gradients for a given gradient of the output."""
+
+
+class KroneckerLayer(Layer):
+    """A layer with a Kronecker form."""
+
     weight: str
-    bias: str | None  # None if it has no trained bias
 
     @abstractmethod
     def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
@@ -134,34 +171,15 @@ class KroneckerLayer(ABC):
         A linear layer has one axis, whatever axes are between examples and features.
         """
 
-    @abstractmethod
-    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether these shapes are those of a call of the layer."""
-
     @property
     def groups(self) -> int:
         """The number of groups of outputs; each group has its own factors."""
         return 1
 
     @property
-    def names(self) -> list[str]:
-        """The trained parameters' names in the model, weight first."""
-        return [name for name in (self.weight, self.bias) if name is not None]
-
-    def parameters(self) -> list[Tensor]:
-        """Return the trained parameters, weight first."""
-        trained = ["weight", "bias"][: len(self.names)]
-        return [getattr(self.layer, name) for name in trained]
-
-    @property
     def kernel(self) -> Tensor:
         """The weight."""
         return self.parameters()[0].detach()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of columns and of sums of their products: at least float32."""
-        return torch.promote_types(self.kernel.dtype, torch.float32)
 
     def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
         """Return the parameters' gradients for a given gradient of the output."""
@@ -358,44 +376,12 @@ class ConvolutionLayer(KroneckerLayer):
         return amounts
 
 
-@dataclass(frozen=True)
-class DirectLayer(ABC):
-    """A layer with cheap per-example gradients, and its trained parameters' names.
-
-    Parameters
-    ----------
-    layer : nn.Module
-        In eval mode.
-    weight, bias : str | None
-        The names in the model; None where it has no such trained parameter.
-    """
-
-    layer: nn.Module
-    weight: str | None
-    bias: str | None
-
-    @property
-    def names(self) -> list[str]:
-        """The trained parameters' names in the model, weight first."""
-        return [name for name in (self.weight, self.bias) if name is not None]
-
-    def parameters(self) -> list[Tensor]:
-        """Return the trained parameters, in the order of `names`."""
-        named = (("weight", self.weight), ("bias", self.bias))
-        return [self.layer.get_parameter(k) for k, name in named if name is not None]
-
-    def widened(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in at least float32, and in the parameters' dtype."""
-        dtype = self.parameters()[0].dtype
-        return tensor.to(torch.promote_types(dtype, torch.float32))
+class DirectLayer(Layer):
+    """A layer with cheap per-example gradients."""
 
     def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
         """Return the parameters' gradients for a given gradient of the output."""
         return self.reduced(self.prepared(inputs), output, lambda gradient: gradient)
-
-    @abstractmethod
-    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether these shapes are those of a call of the layer."""
 
     @abstractmethod
     def entries(self, inputs: Tensor) -> int:
@@ -438,7 +424,7 @@ class AffineNorm(DirectLayer):
 
     def prepared(self, inputs: Tensor) -> Tensor:
         """Return the normalised input, which the norm multiplies by the weight."""
-        layer, x = self.layer, self.widened(inputs)
+        layer, x = self.layer, inputs.to(self.dtype)
         if isinstance(layer, nn.LayerNorm):
             return F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
         if isinstance(layer, nn.RMSNorm):
@@ -454,7 +440,7 @@ class AffineNorm(DirectLayer):
         self, prepared: Tensor, output: Tensor, function: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
         """Return the sums, each in its parameter's shape."""
-        gradient = self.widened(output)
+        gradient = output.to(self.dtype)
         sums = []
         if self.weight is not None:
             sums.append(function(self._rows(gradient * prepared)).sum(0))
@@ -499,7 +485,7 @@ class EmbeddingRows(DirectLayer):
     ) -> list[Tensor]:
         """Return the sum, in the weight's shape."""
         layer, (rows, pair_of_index) = self.layer, prepared
-        gradient = self.widened(output).reshape(-1, layer.embedding_dim)
+        gradient = output.to(self.dtype).reshape(-1, layer.embedding_dim)
         of_pairs = gradient.new_zeros(len(rows), layer.embedding_dim)
         of_pairs.index_add_(0, pair_of_index, gradient)
         if layer.padding_idx is not None:  # which is not trained
@@ -518,9 +504,6 @@ class SquaredGradients:
     def add(self, prepared: Any, output: Tensor) -> None:
         """Add the squares of the gradients of some examples."""
         self.sums.add(self.layer.reduced(prepared, output, torch.square))
-
-
-Layer = KroneckerLayer | DirectLayer
 
 
 def layer_of(module: nn.Module, weight: str | None, bias: str | None) -> Layer | None:

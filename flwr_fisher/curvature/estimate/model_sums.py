@@ -11,7 +11,6 @@ from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator, diagon
 from flwr_fisher.curvature.estimate.forms import Forms
 from flwr_fisher.curvature.estimate.jacobians import DiagonalJacobian
 from flwr_fisher.curvature.estimate.layers import (
-    DirectLayer,
     KroneckerLayer,
     Positions,
     SquaredGradients,
@@ -145,10 +144,12 @@ def examples_at_once(
         _bytes(forms.layers[name], forms.inputs[name], accumulator, positions)
         for name, accumulator in sums.accumulators.items()
     ]
-    sizes += [
-        _bytes_of_direct(forms.inputs[name], squares.layer)
-        for name, squares in sums.direct.items()
-    ]
+    for name, squares in sums.direct.items():
+        layer = squares.layer
+        entries = layer.entries(forms.inputs[name])
+        size = entries * layer.parameters()[0].element_size()
+        wide = entries * layer.dtype.itemsize
+        sizes.append(_Bytes(4 * size, 2 * wide, wide))
     passing = max((each.passing for each in sizes), default=0)
     beyond = sum(each.kept for each in sizes) + passing
     if max_batch_bytes is not None:
@@ -199,11 +200,3 @@ def _bytes(
         kept * layer.dtype.itemsize,
         passing * layer.dtype.itemsize,
     )
-
-
-def _bytes_of_direct(inputs: Tensor, layer: DirectLayer) -> _Bytes:
-    """Return an example's bytes at a norm or an embedding."""
-    entries = layer.entries(inputs)
-    size = layer.parameters()[0].element_size()
-    wide = entries * layer.widened(inputs[:0]).element_size()
-    return _Bytes(4 * entries * size, 2 * wide, wide)

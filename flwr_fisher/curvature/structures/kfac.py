@@ -12,8 +12,8 @@ from flwr_fisher.curvature.estimate.accumulators import (
 )
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer
 from flwr_fisher.curvature.operators.base import Curvature, Matvec
-from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
-from flwr_fisher.curvature.operators.kronecker import Kronecker
+from flwr_fisher.curvature.operators.factors import LowRankFactor
+from flwr_fisher.curvature.operators.kronecker import Kronecker, ScaledFactor
 from flwr_fisher.curvature.structures.base import (
     Form,
     Parts,
@@ -81,8 +81,8 @@ class KFAC(Structure):
         if len({layer.groups for _, layer in layers}) > 1:
             return None
         first = layers[0][1]
-        of_inputs: list[_ScaledFactor] = []
-        of_outputs: list[_ScaledFactor] = []
+        of_inputs: list[ScaledFactor] = []
+        of_outputs: list[ScaledFactor] = []
         for weight, layer in layers:
             (A, scale_A), (G, scale_G) = layer.partial_traces()
             of_inputs.append((A, weight * scale_A))
@@ -102,12 +102,11 @@ class KFAC(Structure):
         return product
 
 
-_ScaledFactor = tuple[SymmetricFactor, Tensor]
 _Solver = Callable[[Tensor], Tensor]
 
 
 def _sum_solver(
-    terms: Sequence[_ScaledFactor], divisor: Tensor, ridge: float
+    terms: Sequence[ScaledFactor], divisor: Tensor, ridge: float
 ) -> _Solver:
     """Return a solver for ``sum of scale M / divisor + ridge I``, by group."""
     factors = [factor.scaled(scale / divisor) for factor, scale in terms]
