@@ -61,6 +61,9 @@ _OF = "clients"  # whose losses the descent's group has
 # Chosen on validation examples: of a model that is sure, the expectation over its own
 # labels is nearly zero, and a draw from them noise. Given labels say where it is wrong.
 _KFAC_OPTIONS = FisherOptions(expectation="empirical", examples=1000)
+# Features move while clients train below a head. One with large weights, on directions
+# in which the features hardly vary, makes that training diverge.
+_FIRST_RIDGE = 0.1
 _NEEDS_HEAD = "needs refine=Refinement(), a head after the merge as before the training"
 # What the closed form's outputs may be multiplied by: LDA's logits are too sure, and a
 # regression on -1 and 1 is not sure enough.
@@ -171,7 +174,8 @@ def _head_exchanges(
     """Return the exchanges for a head: for sums, and for the losses of candidates."""
     name, asking = ("first head", {}) if first else ("head", _ASKING)
     known: Exchange[Any] = head_exchange(name=name, **asking)
-    sums = replace(known, read=read_head, step=_solve_head)
+    solve = partial(_solve_head, _FIRST_RIDGE if first else 0.0)
+    sums = replace(known, read=read_head, step=solve)
     losses = Exchange(
         {"job": "head-losses"},
         HeadLossUpload.read,
@@ -206,7 +210,7 @@ def _head_exchanges(
 
 
 def _solved(
-    ridge: float | None, lda: bool, uploads: Uploads[HeadUpload]
+    ridge: float | None, lda: bool, uploads: Uploads[HeadUpload], least: float = 0.0
 ) -> tuple[dict[str, Tensor], HeadSums, float]:
     """Return the solution by parameters' names, all clients' sums, and the ridge."""
     first = uploads[0].payload
@@ -216,7 +220,7 @@ def _solved(
     factors = [unit * u.num_examples / n for u, n in zip(uploads, counts, strict=True)]
     sums = HeadSums.total([upload.payload.sums for upload in uploads], factors)
     bias, solve = first.bias is not None, lda_head if lda else closed_form_head
-    ridge = chosen_ridge(sums, bias=bias) if ridge is None else ridge
+    ridge = max(chosen_ridge(sums, bias=bias), least) if ridge is None else ridge
     names = [name for name in (first.weight, first.bias) if name is not None]
     solution = solve(sums, bias=bias, ridge=ridge)
     return dict(zip(names, solution, strict=True)), sums, ridge
@@ -230,13 +234,13 @@ def _set_head(
     return Step(ServerState(_with(state.params, solution), state.groups), {}, sums)
 
 
-def _solve_head(state: ServerState, uploads: Uploads[Any]) -> Step:
-    """Solve for the head, which is not yet taken."""
+def _solve_head(least: float, state: ServerState, uploads: Uploads[Any]) -> Step:
+    """Solve for the head, which is not yet taken, with a ridge of at least `least`."""
     if isinstance(first := uploads[0].payload, NoHead):
         logger.info("head: it stays as it was trained, since %s", first.reason)
         return Step(state)
     likelihood, bias = first.likelihood, first.bias is not None
-    solution, sums, ridge = _solved(None, likelihood == "categorical", uploads)
+    solution, sums, ridge = _solved(None, likelihood == "categorical", uploads, least)
     facts = {
         "scales": torch.tensor(_SCALES_OF.get(likelihood, [1.0]), dtype=torch.float32)
     }
