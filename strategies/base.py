@@ -155,6 +155,7 @@ class CurvatureStrategy(Strategy):
         If a keyword is not known. It names the one that may be meant.
     """
 
+    pretrained: bool = False  # whether a run starts from published weights
     # Whether clients upload statistics of batch norms that their training changed.
     moves_norms: ClassVar[bool] = True
     # For errors: which options object has a keyword as its field.

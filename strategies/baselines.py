@@ -101,16 +101,16 @@ class FedAvg(CurvatureStrategy):
         """Return one exchange, which asks the sampled clients to train."""
         step = mean_model if self.privacy is None else _add
         mean = Summation[Additive](privacy=self.privacy)
-        options = training_options(self.pretrained)
+        options = training_options(self)
         exchange = Exchange(options, Additive.reader("params"), step, additive=mean)
-        first = head_first(self.pretrained, server_round)
+        first = head_first(self, server_round)
         return [*first, exchange, *refinements(self, server_round)]
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
         settings = {} if self.privacy is None else self.privacy.settings()
         privacy = {f"privacy.{name}": value for name, value in settings.items()}
-        return {**privacy, **training_options(self.pretrained)}
+        return {**privacy, **training_options(self)}
 
 
 def mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:

@@ -214,7 +214,7 @@ class FedFisherOneShot(CurvatureStrategy):
         One request for models with their Fishers (`parts`), or several for sums
         (`sums`).
         """
-        options = {**self._requested(), **training_options(self.pretrained)}
+        options = {**self._requested(), **training_options(self)}
         merging: Sequence[Exchange[Any]]
         if self.aggregate == "parts":
             # A first merge has no usual length of moves, which `trust` could limit.
@@ -237,7 +237,7 @@ class FedFisherOneShot(CurvatureStrategy):
                     additive=mean,
                 )
             ]
-        first = head_first(self.pretrained, server_round)
+        first = head_first(self, server_round)
         return [*first, *merging, *refinements(self, server_round)]
 
     def initial_groups(self) -> Groups:
@@ -313,7 +313,7 @@ class FedFisherOneShot(CurvatureStrategy):
         return {
             "aggregate": self.aggregate,
             "score": self.score is not None,
-            **training_options(self.pretrained),
+            **training_options(self),
             **{f"client-{name}": value for name, value in self._requested().items()},
             **{name: value for name, value in merge.items() if value is not None},
         }

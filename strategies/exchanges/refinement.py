@@ -64,7 +64,6 @@ _KFAC_OPTIONS = FisherOptions(expectation="empirical", examples=1000)
 # Features move while clients train below a head. One with large weights, on directions
 # in which the features hardly vary, makes that training diverge.
 _FIRST_RIDGE = 0.1
-_NEEDS_HEAD = "needs refine=Refinement(), a head after the merge as before the training"
 # What the closed form's outputs may be multiplied by: LDA's logits are too sure, and a
 # regression on -1 and 1 is not sure enough.
 _SCALES_OF = {
@@ -102,7 +101,8 @@ def refinements(
     if wanted is None or server_round < strategy.num_rounds:
         return exchanges
     if wanted.head:
-        exchanges += _head_exchanges(bounded=wanted.head == "auto", first=False)
+        bounded = wanted.head == "auto" and not strategy.pretrained
+        exchanges += _head_exchanges(bounded=bounded)
     if wanted.steps:
         exchanges += _step_exchanges(wanted.steps)
     return exchanges
@@ -119,31 +119,36 @@ def check_pretrained(strategy: CurvatureStrategy, pretrained: bool) -> bool:
     ConfigurationError
         It names the argument that does not.
     """
-    head = strategy.refine is not None and strategy.refine.head
-    window = strategy.waiting.window is not None
-    if pretrained and (window or not head):
-        what = "Waiting(window=...), since clients are asked before they train"
+    if pretrained and (strategy.refine is None or not strategy.refine.head):
         raise ConfigurationError(
-            f"pretrained=True {'excludes ' + what if window else _NEEDS_HEAD}"
+            "pretrained=True needs refine=Refinement(), since the last layer is solved "
+            "for before the training and after it"
+        )
+    if pretrained and strategy.waiting.window is not None:
+        raise ConfigurationError(
+            "pretrained=True with Waiting(window=...): clients are asked twice before "
+            "they train; leave one of them out"
         )
     return pretrained
 
 
-def head_first(pretrained: bool, server_round: int) -> Sequence[Exchange[Any]]:
+def head_first(
+    strategy: CurvatureStrategy, server_round: int
+) -> Sequence[Exchange[Any]]:
     """Return the exchanges for a pre-trained model's head, before the first training.
 
     Clients then train from there, with the options of :func:`training_options`. The
     model with this head is kept: if the last round's has a higher loss with its own
     head in closed form, the result is the kept one.
     """
-    if not pretrained or server_round > 1:
+    if not strategy.pretrained or server_round > 1:
         return []
     return _head_exchanges(first=True)
 
 
-def training_options(pretrained: bool) -> dict[str, ConfigValue]:
+def training_options(strategy: CurvatureStrategy) -> dict[str, ConfigValue]:
     """Return the options of a training, which keeps what a model knows already."""
-    return {"pretrained": True} if pretrained else {}
+    return {"pretrained": True} if strategy.pretrained else {}
 
 
 def head_exchange(

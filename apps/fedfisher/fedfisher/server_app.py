@@ -37,6 +37,7 @@ def main(grid: Grid, context: Context) -> None:
         refine=Refinement(
             head="auto" if config["head"] else False, steps=int(config["steps"])
         ),
+        pretrained=bool(config["pretrained"]),
         secure=SecureSums() if config["aggregate"] == "secure-sums" else None,
         seed=int(config["seed"]),
         fraction_evaluate=0.0,
