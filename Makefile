@@ -19,13 +19,13 @@ export FLWR_TELEMETRY_ENABLED ?= 0
 
 .PHONY: demo federation test types units oldest fuzz smoke results docs dist release gpu develop install clean
 
-# Ports of its own, so that no SuperLink of another environment answers.
+# A home and ports of its own: SuperLinks that share a home share their runs.
 FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
 
 demo: install
-	@rm -rf outputs/demo && mkdir -p outputs/demo
+	@rm -rf outputs/demo build/flwr && mkdir -p outputs/demo build/flwr
 	@export PATH="$(CURDIR)/$(BIN):$$PATH" RAY_DEDUP_LOGS=0; \
-	export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1; \
+	export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_HOME="$(CURDIR)/build/flwr"; \
 	export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT=$$($(FREE_PORT)); \
 	export FLWR_LOCAL_CONTROL_API_PORT=$$($(FREE_PORT)); \
 	flwr run apps/fedfisher --stream \

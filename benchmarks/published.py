@@ -117,7 +117,8 @@ def page(found: Found) -> list[str]:
     for kind, parts in found.items():
         sections.append(f"## {TITLES[kind]}")
         for alpha, splits in parts.items():
-            sections += [f"### {alpha} ({len(splits)} splits)", table(splits)]
+            title = f"### {kind.capitalize()}, {alpha} ({len(splits)} splits)"
+            sections += [title, table(splits)]
     return blocks(opening("From published weights", __doc__), *sections)
 
 

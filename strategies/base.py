@@ -223,6 +223,10 @@ class CurvatureStrategy(Strategy):
             It says which numbers fit.
         """
 
+    def may_skip(self, server_round: int) -> bool:
+        """Return whether a run can skip a round: not one that begins with a head."""
+        return not self.pretrained or server_round > 1
+
     def check_secure(self) -> None:
         """Raise an error for `secure` if a round needs more than sums.
 

@@ -67,20 +67,69 @@ def test_training_keeps_the_norms_and_the_first_head(make, own):
     assert loss_of(result.arrays) < first
 
 
-@pytest.mark.parametrize(("make", "own"), MAKES)
-def test_a_training_that_spoils_the_features_is_not_taken(make, own, caplog):
-    """A loop as it is with far too high a rate: it forgets all."""
+def scales(factor):
+    """A loop that spoils a network, as far too high a rate does. It reads no data."""
 
-    def spoils(model, loader, device, config):
-        list(loader)
+    def loop(model, loader, device, config):
         with torch.no_grad():
-            model[0].weight.mul_(1e-3)
+            model[0].weight.mul_(factor)
+            model[0].bias.mul_(factor)
+            model[1].weight.mul_(factor)
         return {}
 
-    result = run(make, app_of(spoils), **KNOWN, **own)
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("make", "own", "factor"),
+    [
+        *(pytest.param(*each.values, 1e-3, id=each.id) for each in MAKES),
+        pytest.param(FedAvg, {}, 1e12, id="features too large to send sums of"),
+    ],
+)
+def test_a_training_that_spoils_the_features_is_not_taken(make, own, factor, caplog):
+    result = run(make, app_of(scales(factor)), **KNOWN, **own)
     head_alone = run(FedAvg, untrained_app(), refine=Refinement())
     assert close(result.arrays, head_alone.arrays, 1e-6)
+    assert result.train_metrics_clientapp[1]["start-taken"] == 1
     assert "Try a lower learning rate" in caplog.text
+
+
+def test_first_and_last_model_are_compared_on_the_same_clients():
+    clients = {"fraction_train": 0.5, "num_rounds": 2, "clients": 4}
+    uploads = run(**clients, **KNOWN).exchange_uploads
+    asked = [{u.client for u in uploads[f"{n} losses"]} for n in ("head", "start")]
+    assert asked[0] == asked[1]
+    assert len(asked[0]) == 2
+
+
+def test_a_run_that_goes_on_has_its_first_model_still(tmp_path):
+    kept = {"checkpoint_dir": tmp_path, **KNOWN}
+    run(FedAvg, **kept)
+    more = run(FedAvg, app_of(scales(0)), resume=True, num_rounds=2, **kept)
+    assert more.train_metrics_clientapp[2]["start-taken"] == 1
+
+
+def test_a_loop_that_reads_no_data_counts_for_all_of_them():
+    weights = [u.num_examples for u in run(app=app_of(scales(1)), **KNOWN).uploads]
+    assert weights == [8, 10, 12]
+
+
+def test_features_far_from_zero_have_a_good_first_head():
+    class Shifted(nn.Sequential):
+        def forward(self, x):
+            first, norm, relu, head = self
+            return head(10 + relu(norm(first(x))))
+
+    def client_fn(context):
+        loader = DataLoader(tiny_data(context.node_config["partition-id"]), 4)
+        return FisherClient(Shifted(*tiny_model()), loader, train_fn=LocalSGD())
+
+    losses = [
+        run(app=app, **KNOWN).train_metrics_clientapp[1]["first-head-loss"]
+        for app in (make_client_app(client_fn), app_of(LocalSGD()))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
 def test_the_default_rate_is_a_tenth_from_published_weights():
@@ -88,6 +137,7 @@ def test_the_default_rate_is_a_tenth_from_published_weights():
     assert rates == (0.01, 0.001)
     assert LocalSGD(lr=0.3).rate({"pretrained": True}) == 0.3
     assert LocalSGD().rate({"pretrained": True, "lr": 0.2}) == 0.2
+    assert LocalSGD().rate({"pretrained": "resnet18.pt"}) == 0.01  # the user's own key
 
 
 @pytest.mark.parametrize("asked", range(1, 14, 2))
@@ -134,9 +184,26 @@ def test_a_model_without_such_a_head_is_refused_before_training():
         run(app=make_client_app(client_fn), arrays=arrays, **KNOWN)
 
 
+def test_where_only_the_head_is_trained_afl_is_named():
+    def client_fn(context):
+        client = tiny_client(context.node_config["partition-id"])
+        client.problem.model[:3].requires_grad_(False)
+        return client
+
+    with pytest.raises(RoundError, match=r"use AFL\(\)"):
+        run(app=make_client_app(client_fn), **KNOWN)
+
+
+def test_the_round_that_begins_with_a_head_is_not_skipped():
+    skipping = Waiting(on_failed_round="skip")
+    with pytest.raises(RoundError):
+        run(app=app_of(lambda *_: 1 / 0), num_rounds=2, waiting=skipping, **KNOWN)
+
+
 @pytest.mark.parametrize(
     ("own", "says"),
     [
+        ({"weighted_by_key": "w"}, "weighted_by_key='num-examples'"),
         ({"refine": None}, r"needs refine=Refinement\(\)"),
         ({"refine": Refinement(head=False)}, r"needs refine=Refinement\(\)"),
         ({"waiting": Waiting(window=9.0)}, "Waiting"),

@@ -34,7 +34,8 @@ def flower(tmp_path_factory) -> Iterator[dict[str, str]]:
     port = free_port()
     yield {
         **os.environ,
-        "HOME": str(tmp_path_factory.mktemp("home")),
+        "HOME": (home := str(tmp_path_factory.mktemp("home"))),
+        "FLWR_HOME": f"{home}/.flwr",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": free_port(),
         "FLWR_LOCAL_CONTROL_API_PORT": port,

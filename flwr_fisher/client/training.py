@@ -222,7 +222,7 @@ class LocalSGD(Options):
 
     def rate(self, config: Mapping[str, Any]) -> float:
         """Return SGD's learning rate: the config's, this loop's, or the default."""
-        default = 0.001 if config.get(PRETRAINED) else 0.01
+        default = 0.001 if config.get(PRETRAINED) is True else 0.01
         return _not_negative(config, "lr", default if self.lr is None else self.lr)
 
 
@@ -237,7 +237,8 @@ def keeping_what_is_known(model: nn.Module, head: str) -> Iterator[None]:
     head : str
         Its last layer, the same on all clients: their features then stay comparable.
     """
-    frozen = [p for p in model.get_submodule(head).parameters() if p.requires_grad]
+    layer = model.get_submodule(head)
+    frozen = [name for name, p in layer.named_parameters() if p.requires_grad]
     with ExitStack() as hooks:
         for norm in norms_by_prefix(model).values():
             in_eval = norm.register_forward_pre_hook(
@@ -245,12 +246,11 @@ def keeping_what_is_known(model: nn.Module, head: str) -> Iterator[None]:
             )
             hooks.enter_context(in_eval)
         try:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
+            layer.requires_grad_(False)
             yield
         finally:
-            for parameter in frozen:
-                parameter.requires_grad_(True)
+            for name in frozen:  # a loop may have replaced them
+                layer.get_parameter(name).requires_grad_(True)
 
 
 def _add_proximal_gradient(

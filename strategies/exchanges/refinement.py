@@ -8,7 +8,7 @@ has left is skipped by name, and if nobody replies, the model stays as it is.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,15 +55,18 @@ from flwr_fisher.wire.additive import GRADIENT, LOSS, GradientUpload
 _ANY_NUMBER = 2**53
 _ASKING: dict[str, Any] = {"clients": "previous", "optional": True, "refines": True}
 _SOLVED, _SCALES = "head", "head-scales"  # groups of the state's tensors
-_START, _START_LOSS = "start", "start-loss"
+_START, _START_HEAD = "start", ("start-head", "start-scales")
+_CHOSEN = "chosen"  # the clients' losses with the head that was taken
 _DESCENT, _KFAC = "descent", "descent-kfac"
 _OF = "clients"  # whose losses the descent's group has
 # Chosen on validation examples: of a model that is sure, the expectation over its own
 # labels is nearly zero, and a draw from them noise. Given labels say where it is wrong.
 _KFAC_OPTIONS = FisherOptions(expectation="empirical", examples=1000)
 # Features move while clients train below a head. One with large weights, on directions
-# in which the features hardly vary, makes that training diverge.
+# in which the features hardly vary, makes that training diverge. The least ridge, as a
+# share of the features' mean variance:
 _FIRST_RIDGE = 0.1
+_TINY = torch.finfo(torch.float64).tiny
 # What the closed form's outputs may be multiplied by: LDA's logits are too sure, and a
 # regression on -1 and 1 is not sure enough.
 _SCALES_OF = {
@@ -102,7 +105,7 @@ def refinements(
         return exchanges
     if wanted.head:
         bounded = wanted.head == "auto" and not strategy.pretrained
-        exchanges += _head_exchanges(bounded=bounded)
+        exchanges += _head_exchanges(bounded=bounded, pretrained=strategy.pretrained)
     if wanted.steps:
         exchanges += _step_exchanges(wanted.steps)
     return exchanges
@@ -124,6 +127,8 @@ def check_pretrained(strategy: CurvatureStrategy, pretrained: bool) -> bool:
             "pretrained=True needs refine=Refinement(), since the last layer is solved "
             "for before the training and after it"
         )
+    if pretrained:
+        strategy.check_weighted_by_examples("pretrained=True")
     if pretrained and strategy.waiting.window is not None:
         raise ConfigurationError(
             "pretrained=True with Waiting(window=...): clients are asked twice before "
@@ -138,12 +143,13 @@ def head_first(
     """Return the exchanges for a pre-trained model's head, before the first training.
 
     Clients then train from there, with the options of :func:`training_options`. The
-    model with this head is kept: if the last round's has a higher loss with its own
-    head in closed form, the result is the kept one.
+    model as it was given is kept, and compared with the last one.
     """
     if not strategy.pretrained or server_round > 1:
         return []
-    return _head_exchanges(first=True)
+    known: Exchange[Any] = head_exchange(name="first head")
+    sums = replace(known, read=read_head, step=_solve_first)
+    return [sums, _losses_of("first head", _choose_first, clients="previous")]
 
 
 def training_options(strategy: CurvatureStrategy) -> dict[str, ConfigValue]:
@@ -173,45 +179,65 @@ def head_exchange(
     )
 
 
-def _head_exchanges(
-    *, bounded: bool = False, first: bool = False
-) -> Sequence[Exchange[Any]]:
-    """Return the exchanges for a head: for sums, and for the losses of candidates."""
-    name, asking = ("first head", {}) if first else ("head", _ASKING)
-    known: Exchange[Any] = head_exchange(name=name, **asking)
-    solve = partial(_solve_head, _FIRST_RIDGE if first else 0.0)
-    sums = replace(known, read=read_head, step=solve)
-    losses = Exchange(
-        {"job": "head-losses"},
-        HeadLossUpload.read,
-        partial(_choose_head, first),
-        send=lambda state: {_SOLVED: state.group(_SOLVED)},
-        additive=Summation(),
-        name=f"{name} losses",
-        **{"clients": "previous", **asking},
-    )
+def _head_exchanges(*, bounded: bool, pretrained: bool) -> Sequence[Exchange[Any]]:
+    """Return the exchanges for a head: for sums, and for the losses of candidates.
+
+    If the run began with a pre-trained model, also for the losses of that one.
+    """
+    known: Exchange[Any] = head_exchange(name="head", **_ASKING)
+    sums = replace(known, read=read_head, step=_solve_head)
 
     def within(before: ServerState, now: ServerState) -> Exchange[Any]:
         """Ask for sums, if `bounded` of no more numbers than the model has."""
         most = sum(v.numel() for v in now.params.values()) if bounded else _ANY_NUMBER
         return replace(sums, options={**sums.options, "most": most})
 
+    losses = _losses_of("head", _choose_head, **_ASKING)
+    exchanges = [replace(sums, prepare=within), losses]
+    if pretrained:
+        asking = {**_ASKING, "start": lambda state: state.group(_START)}
+        own = _losses_of("start", _choose_start, groups=_START_HEAD, **asking)
+        exchanges.append(own)
+    return exchanges
+
+
+def _losses_of(
+    name: str,
+    step: Callable[[ServerState, Uploads[HeadLossUpload]], Step],
+    *,
+    groups: tuple[str, str] = (_SOLVED, _SCALES),
+    **asking: Any,
+) -> Exchange[HeadLossUpload]:
+    """Return the exchange for the losses of a solution at its scales."""
+    solved, scales = groups
+    losses = Exchange(
+        {"job": "head-losses"},
+        HeadLossUpload.read,
+        step,
+        send=lambda state: {_SOLVED: state.group(solved)},
+        additive=Summation(),
+        name=f"{name} losses",
+        **asking,
+    )
+
     def compared(before: ServerState, now: ServerState) -> Exchange[Any] | None:
-        """Ask for losses if this round has solved for a head."""
-        if now.group(_SCALES) is before.group(_SCALES) or not now.group(_SCALES):
+        """Ask for losses if this round has solved for a head, or for the start's."""
+        old = now.group(scales) is before.group(scales) and scales == _SCALES
+        if old or not now.group(scales):
             return None
-        scales = now.group(_SCALES)["scales"].tolist()
-        parts = now.group(_SOLVED).values()
+        factors = now.group(scales)["scales"].tolist()
+        parts = now.group(solved).values()
         classes = len(next(iter(parts)))
-        shape = 1 + len(scales), classes, sum(part.numel() for part in parts) // classes
+        width = sum(part.numel() for part in parts) // classes
         return replace(
             losses,
-            options={**losses.options, "scales": scales},
-            read=partial(HeadLossUpload.read_slopes, shape),
+            options={**losses.options, "scales": factors},
+            read=partial(
+                HeadLossUpload.read_slopes, (1 + len(factors), classes, width)
+            ),
         )
 
-    sums = sums if first else replace(sums, prepare=within)
-    return [sums, replace(losses, prepare=compared)]
+    return replace(losses, prepare=compared)
 
 
 def _solved(
@@ -225,7 +251,11 @@ def _solved(
     factors = [unit * u.num_examples / n for u, n in zip(uploads, counts, strict=True)]
     sums = HeadSums.total([upload.payload.sums for upload in uploads], factors)
     bias, solve = first.bias is not None, lda_head if lda else closed_form_head
-    ridge = max(chosen_ridge(sums, bias=bias), least) if ridge is None else ridge
+    if ridge is None:
+        gram, total = sums.gram[:-1, :-1].diagonal(), sums.gram[:-1, -1]
+        spread = gram - (total.square() / sums.gram[-1, -1] if bias else 0)
+        floor = least * float(spread.sum() / gram.sum().clamp_min(_TINY))
+        ridge = max(chosen_ridge(sums, bias=bias), floor)
     names = [name for name in (first.weight, first.bias) if name is not None]
     solution = solve(sums, bias=bias, ridge=ridge)
     return dict(zip(names, solution, strict=True)), sums, ridge
@@ -239,12 +269,33 @@ def _set_head(
     return Step(ServerState(_with(state.params, solution), state.groups), {}, sums)
 
 
-def _solve_head(least: float, state: ServerState, uploads: Uploads[Any]) -> Step:
-    """Solve for the head, which is not yet taken, with a ridge of at least `least`."""
+def _solve_head(state: ServerState, uploads: Uploads[Any]) -> Step:
+    """Solve for the head, which is not yet taken."""
     if isinstance(first := uploads[0].payload, NoHead):
         logger.info("head: it stays as it was trained, since %s", first.reason)
         return Step(state)
-    likelihood, bias = first.likelihood, first.bias is not None
+    return Step(_with_candidates(state, uploads, (_SOLVED, _SCALES)))
+
+
+def _solve_first(state: ServerState, uploads: Uploads[HeadUpload]) -> Step:
+    """Solve for a head to train below, and for the best one of the model as it is."""
+    start = {name: value.clone() for name, value in state.params.items()}
+    state = replace(state, groups={**state.groups, _START: start})
+    state = _with_candidates(state, uploads, _START_HEAD)
+    return Step(_with_candidates(state, uploads, (_SOLVED, _SCALES), _FIRST_RIDGE))
+
+
+def _with_candidates(
+    state: ServerState,
+    uploads: Uploads[HeadUpload],
+    names: tuple[str, str],
+    least: float = 0.0,
+) -> ServerState:
+    """Return the state with a solution and its scales, in groups of these names."""
+    likelihood, bias = (
+        uploads[0].payload.likelihood,
+        uploads[0].payload.bias is not None,
+    )
     solution, sums, ridge = _solved(None, likelihood == "categorical", uploads, least)
     facts = {
         "scales": torch.tensor(_SCALES_OF.get(likelihood, [1.0]), dtype=torch.float32)
@@ -253,24 +304,37 @@ def _solve_head(least: float, state: ServerState, uploads: Uploads[Any]) -> Step
         bound /= sums.cross.shape[1] if likelihood == "bernoulli" else 1
         facts["majorizer"] = majorizer(sums, bias=bias, bound=bound, ridge=ridge)
         facts["clients"] = torch.tensor(_clients(uploads))
-    groups = {**state.groups, _SOLVED: solution, _SCALES: facts}
-    return Step(ServerState(state.params, groups))
+    groups = {**state.groups, **dict(zip(names, (solution, facts), strict=True))}
+    return ServerState(state.params, groups)
 
 
-def _choose_head(
-    first: bool, state: ServerState, uploads: Uploads[HeadLossUpload]
-) -> Step:
-    """Take the solution at its best scale or the head that is there, a step further.
+def _choose_head(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
+    """Take the solution at its best scale or the head that is there, a step further."""
+    solved, facts = state.group(_SOLVED), state.group(_SCALES)
+    params, metrics, own = _best_head(state.params, solved, facts, uploads)
+    kept = {**state.without(_SOLVED, _SCALES), _CHOSEN: own}
+    return Step(ServerState(params, kept), metrics)
 
-    The run's first such model is kept, and taken if the last has a higher loss.
-    """
-    losses, facts = _mean_losses(uploads), state.group(_SCALES)
-    best, solved = losses.index(min(losses)), state.group(_SOLVED)
+
+def _choose_first(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
+    """Take the solution to train below."""
+    step = _choose_head(state, uploads)
+    first = {"first-head-loss": step.metrics["head-loss"]}
+    state = replace(step.state, groups=step.state.without(_CHOSEN))
+    return replace(step, state=state, metrics=first)
+
+
+def _best_head(
+    params: Params, solved: Params, facts: Params, uploads: Uploads[HeadLossUpload]
+) -> tuple[dict[str, Tensor], dict[str, float], Params]:
+    """Return a model with the best of two heads, metrics, and its clients' losses."""
+    losses = _mean_losses(uploads)
+    best = losses.index(min(losses))
     factor = float(facts["scales"][best - 1]) if best else 0.0
     metrics = {"loss-before-head": losses[0], "head-loss": losses[best]}
     metrics["head-scale"] = factor
     names = sorted(solved, key=lambda name: -solved[name].dim())  # weight, bias
-    own = double(state.params, names)
+    own = double(params, names)
     head = {name: factor * solved[name] if best else own[name] for name in names}
     # The bound is that of the clients that sent the sums.
     steps = "majorizer" in facts and int(facts["clients"]) == _clients(uploads)
@@ -283,20 +347,28 @@ def _choose_head(
     text = "head: %s%s; the clients' loss before the step is %.3g, and was %.3g"
     what = "solved for" if best else "it stays", ", and a step" if steps else ""
     logger.info(text, *what, losses[best], losses[0])
-    params = _with(state.params, head)
-    groups = dict(state.without(_SOLVED, _SCALES, _START, _START_LOSS))
-    if first:
-        groups[_START] = params
-        groups[_START_LOSS] = {"": torch.tensor(losses[best], dtype=torch.float64)}
-        metrics = {"first-head-loss": losses[best]}
-    elif start := dict(state.group(_START)):
-        before = float(state.group(_START_LOSS)[""])
-        if before <= losses[best]:
-            text = "the training has spoilt the features: the clients' loss was %.3g "
-            text += "before it, so that model stays. Try a lower learning rate"
-            logger.warning(text, before)
-            params = start
-    return Step(ServerState(params, groups), metrics)
+    chosen = [upload.payload.losses[best] for upload in uploads]
+    return _with(params, head), metrics, _losses(uploads, chosen)
+
+
+def _choose_start(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
+    """Take the run's first model with its own head if its loss is not higher.
+
+    Or if the clients, which are there, could send no losses of the last model.
+    """
+    solved, facts = (state.group(name) for name in _START_HEAD)
+    params, metrics, own = _best_head(state.group(_START), solved, facts, uploads)
+    kept = ServerState(state.params, state.without(_CHOSEN))
+    last, start = math.inf, metrics["head-loss"]
+    if chosen := state.group(_CHOSEN):
+        last, start = _over_both(chosen, own)
+    if last < start:
+        return Step(kept, {"start-loss": start, "start-taken": 0})
+    text = "the training has spoilt what the network knew (its loss is %.3g, and %.3g "
+    text += "as it was published), so that one is taken. Try a lower learning rate"
+    logger.warning(text, last, start)
+    copies = {name: value.clone() for name, value in params.items()}
+    return Step(replace(kept, params=copies), {**metrics, "start-taken": 1})
 
 
 def _clients(uploads: Uploads[Any]) -> int:
@@ -423,6 +495,18 @@ def _losses(uploads: Uploads[Any], losses: Sequence[Tensor]) -> dict[str, Tensor
     }
 
 
+def _over_both(known: Params, own: Params) -> tuple[float, float]:
+    """Return two means of losses over the clients that have sent both.
+
+    If there is none, the second counts as infinite.
+    """
+    was, now = torch.isin(known[_OF], own[_OF]), torch.isin(own[_OF], known[_OF])
+    weights = own["weights"][now] / own["weights"][now].sum()
+    order, again = known[_OF][was].argsort(), own[_OF][now].argsort()
+    before = float(known["losses"][was][order] @ weights[again])
+    return before, float(own["losses"][now] @ weights) if now.any() else math.inf
+
+
 def _descent(state: ServerState, own: Params) -> tuple[Descent, float, Params]:
     """Return the descent, the loss at the model tried, and the losses at its own.
 
@@ -431,11 +515,7 @@ def _descent(state: ServerState, own: Params) -> tuple[Descent, float, Params]:
     """
     facts, vectors = split_groups(state.group(_DESCENT))
     known = {name: facts[name] for name in own}
-    was, now = torch.isin(known[_OF], own[_OF]), torch.isin(own[_OF], known[_OF])
-    weights = own["weights"][now] / own["weights"][now].sum()
-    order, again = known[_OF][was].argsort(), own[_OF][now].argsort()
-    before = float(known["losses"][was][order] @ weights[again])
-    loss = float(own["losses"][now] @ weights) if now.any() else math.inf
+    before, loss = _over_both(known, own)
     gamma = float(facts["gamma"])
     count = sum(name.startswith("s") for name in vectors) - 1  # but for "step"
     pairs = [(vectors[f"s{i}"], vectors[f"y{i}"]) for i in range(count)]

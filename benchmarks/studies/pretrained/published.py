@@ -28,7 +28,7 @@ ONCE = {
     "FedFisher, the default": FedFisherOneShot,
 }
 MERGED = "as merged"
-ROUNDS = "FedAvg, three rounds of one epoch"
+ROUNDS = "FedAvg, a round for each epoch"
 FEW = range(sized(2, 1))  # seeds that have several rounds
 Scores = dict[str, float]
 

@@ -149,7 +149,8 @@ class TrainingJob:
         metrics = self.run_loop(problem, request)
         if self.structure is None:
             return metrics, None
-        catch_up_norms(problem)
+        if request.options.get(PRETRAINED) is not True:  # or else they are as published
+            catch_up_norms(problem)
         if problem.likelihood == "gaussian":
             # By default the merge takes one iteration then: strategies/fedfisher.py.
             metrics = {**metrics, REGRESSION: 1}
@@ -180,9 +181,16 @@ class TrainingJob:
         if request.options.get(PRETRAINED) is not True:
             return problem.train(request.config, **options)
         with evaluating(problem.model), torch.no_grad():
-            head = output_layer(problem.model, problem.train_batches)
+            # Not by the loader that counts the examples of an epoch.
+            first = problem.mapped(problem.counted.loader)
+            head = output_layer(problem.model, first)
+        if not any(not name.startswith(f"{head}.") for name in problem.trainable()):
+            raise ClientError(
+                f"nothing but the last layer '{head}' is trained, for which "
+                "pretrained=True has a closed form: use AFL()"
+            )
         with keeping_what_is_known(problem.model, head):
-            return problem.train({PRETRAINED: True, **request.config}, **options)
+            return problem.train({**request.config, PRETRAINED: True}, **options)
 
     @property
     def by_example(self) -> bool:
