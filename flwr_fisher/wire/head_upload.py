@@ -235,6 +235,7 @@ class HeadLossUpload(LossUpload):
         float32.
     """
 
+    losses: Tensor = part("losses", torch.float64, ("k",), limit="step", low=0)
     slopes: Tensor = part("slopes", torch.float32, ("k", "C", "f"), limit="step")
 
     @classmethod

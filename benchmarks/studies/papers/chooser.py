@@ -201,7 +201,7 @@ def pretrained(numbers: Numbers) -> Choice:
         over_mean += paired(ours, means)
         shown.append(f"{kind} {with_error(leads[-1], 1)}")
     return Choice(
-        "Clients start from a published network, and answer five requests, one of them "
+        "Clients start from a published network, and answer six requests, one of them "
         "to train",
         "`FedFisherOneShot(pretrained=True)`; `AFL()` where they cannot train",
         f"points over AFL: {', '.join(shown)}; over FedAvg with the same requests "
