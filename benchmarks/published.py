@@ -19,15 +19,15 @@ news of Reuters of eight kinds (5 clients, 5 epochs of AdamW, 0.01 of 0.001, 0.0
 0.01). Those rates were chosen at α = 0.1 on examples that no client and no test set
 has. These two models are ours, since none is published that could be had here.
 
-*As merged* is the model before its last head. *Requests* are all of a run, *MB* what a
-client uploads in them. *Minutes* are of all clients and the server, of which a
-training is the larger part, on a CPU that had other work, too.
+*As merged* is the model before its last head. Of the first split: *requests* are all of
+a run, *MB* what a client uploads in them, and *minutes* are of all clients and the
+server, on a core of a CPU that had other work, too; FedFisher's are without the
+training, which is FedAvg's.
 """
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import fmean
 
 import torch
 from harness.clients import CPU
@@ -103,8 +103,9 @@ def table(splits: Sequence[Mapping[str, Scores]]) -> list[str]:
             cells[1:3] = with_error(less, 1), f"{min(less):+.1f}"
         costs = ["", "", ""]
         if not name.endswith(MERGED):
-            means = (fmean(e[k] for e in own) for k in ("requests", "MB", "seconds"))
-            requests, megabytes, seconds = means
+            requests, megabytes, seconds = (
+                own[0][key] for key in ("requests", "MB", "seconds")
+            )
             costs = [f"{requests:.0f}", f"{megabytes:.2g}", f"{seconds / 60:.2g}"]
         few = f" ({len(own)} splits)" if len(own) < len(splits) else ""
         lines.append(row(f"{name}{few}", *cells, *costs))
