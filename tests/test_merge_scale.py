@@ -276,6 +276,6 @@ def test_a_solution_that_is_no_number_is_an_error():
 
 
 def test_what_is_not_solved_is_logged_and_counted(caplog):
-    step = step_of(fedfisher(unsolvable(), iterations=400))
+    step = step_of(fedfisher(unsolvable(), iterations=400), {})
     assert step.metrics["solver-fallbacks"] == 1
     assert "failed for w:" in caplog.text
