@@ -27,6 +27,7 @@ training, which is FedAvg's.
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -52,6 +53,7 @@ from studies.unseen.data import TEXTS
 NETWORK, ALPHAS = "efficientnet-lite0", (0.1, 0.05)
 SEEDS, FEWER = range(sized(5, 2)), range(sized(3, 2))
 IMAGES = Federation(NETWORK, 0.1, 0, lr=0.001, images=6000)
+MORE, MORE_SEEDS = 10, range(2, sized(4, 3))
 RATES = {"digits": 0.003, "texts": 0.01}
 TITLES = {
     "images": "Images: EfficientNet-Lite0",
@@ -60,32 +62,40 @@ TITLES = {
 }
 FILES = {"images": "CIFAR10", "digits": "MNIST", "texts": str(TEXTS)}
 Job = Callable[[], dict[str, Scores]]
-Found = Mapping[str, Mapping[str, Sequence[Mapping[str, Scores]]]]  # by kind and α
+Found = Mapping[str, Mapping[str, Sequence[Mapping[str, Scores]]]]  # by kind, part
 
 
-def images(alpha: float, seed: int, options: Namespace) -> dict[str, Scores]:
+def images(split: Federation, options: Namespace) -> dict[str, Scores]:
     """Return a split's rows."""
     data = Data(NETWORK, options.data_dir, CPU, CACHE / "pretrained")
-    federation = Federation(NETWORK, alpha, seed, lr=IMAGES.lr, images=IMAGES.images)
-    return of_images(federation, data).rows(rounds=seed in FEW)
+    rounds = split.seed in FEW and split.clients == IMAGES.clients
+    return of_images(split, data).rows(rounds=rounds)
 
 
-def other(kind: str, alpha: float, seed: int, options: Namespace) -> dict[str, Scores]:
+def other(kind: str, split: Federation, options: Namespace) -> dict[str, Scores]:
     """Return a split's rows, of digits or of texts."""
     make = of_digits if kind == "digits" else of_texts
-    return make(alpha, seed, RATES[kind], options.data_dir).rows(rounds=True)
+    problem = make(split.alpha, split.seed, RATES[kind], options.data_dir)
+    return problem.rows(rounds=True)
 
 
 def jobs_of(kind: str, options: Namespace) -> dict[str, list[tuple[str, Job]]]:
-    """Return each α's splits: the names of their files, and what finds their rows."""
+    """Return each part's splits: the names of their files, and what finds their rows."""
+    seeds = SEEDS if kind == "images" else FEWER
+    parts = {
+        f"α = {a}": [replace(IMAGES, alpha=a, seed=s) for s in seeds] for a in ALPHAS
+    }
+    if kind == "images":
+        more = [replace(IMAGES, clients=MORE, seed=seed) for seed in MORE_SEEDS]
+        parts[f"α = 0.1, {MORE} clients"] = more
     jobs: dict[str, list[tuple[str, Job]]] = {}
-    for alpha in ALPHAS:
-        for seed in SEEDS if kind == "images" else FEWER:
-            split = Federation(NETWORK, alpha, seed, lr=IMAGES.lr, images=IMAGES.images)
-            name = split.name if kind == "images" else f"{kind}-{alpha}-{seed}"
+    for part, splits in parts.items():
+        for split in splits:
+            name = f"{kind}-{split.alpha}-{split.seed}"
+            name = split.name if kind == "images" else name
             own = images if kind == "images" else partial(other, kind)
-            job = f"published-{name}.json", partial(own, alpha, seed, options)
-            jobs.setdefault(f"α = {alpha}", []).append(job)
+            job = f"published-{name}.json", partial(own, split, options)
+            jobs.setdefault(part, []).append(job)
     return jobs
 
 
