@@ -80,7 +80,7 @@ def other(kind: str, split: Federation, options: Namespace) -> dict[str, Scores]
 
 
 def jobs_of(kind: str, options: Namespace) -> dict[str, list[tuple[str, Job]]]:
-    """Return each part's splits: the names of their files, and what finds their rows."""
+    """Return each part's splits: their files' names, and what finds their rows."""
     seeds = SEEDS if kind == "images" else FEWER
     parts = {
         f"α = {a}": [replace(IMAGES, alpha=a, seed=s) for s in seeds] for a in ALPHAS
