@@ -224,7 +224,7 @@ class CurvatureStrategy(Strategy):
         """
 
     def may_skip(self, server_round: int) -> bool:
-        """Return whether a run can skip a round: not one that begins with a head."""
+        """Return whether a run can skip a round: no round that begins with a head."""
         return not self.pretrained or server_round > 1
 
     def check_secure(self) -> None:

@@ -228,12 +228,12 @@ class LocalSGD(Options):
 
 @contextmanager
 def keeping_what_is_known(model: nn.Module, head: str) -> Iterator[None]:
-    """Keep a pre-trained model's norms in eval mode, and a layer as it is.
+    """Freeze a model's last layer, and its norms' statistics, in a ``with`` block.
 
     Parameters
     ----------
     model : nn.Module
-        The model that is trained in the ``with`` block.
+        A pre-trained model, which is trained in the block.
     head : str
         Its last layer, the same on all clients: their features then stay comparable.
     """

@@ -70,7 +70,7 @@ class ServerState:
         return self.groups.get(name, {})
 
     def without(self, *names: str) -> Groups:
-        """Return the groups but for those of these names."""
+        """Return all groups but those of these names."""
         return {k: v for k, v in self.groups.items() if k not in names}
 
     def to_tensors(self) -> dict[str, Tensor]:

@@ -384,6 +384,26 @@ def chosen_ridge(sums: HeadSums, *, bias: bool) -> float:
     return min(errors, key=errors.__getitem__) * unit / scale
 
 
+def ridge_of(share: float, sums: HeadSums, *, bias: bool) -> float:
+    """Return the ridge that is a share of the features' mean variance.
+
+    Parameters
+    ----------
+    share : float
+        The share; without a bias, of their mean square.
+    sums, bias
+        As for :func:`chosen_ridge`.
+
+    Returns
+    -------
+    float
+        As for :func:`closed_form_head`; 0 if all features are 0.
+    """
+    gram, *_ = _moments(sums, centred=bias)
+    scale = _mean_square(sums)
+    return share * float(gram.diagonal().mean()) / scale if scale else 0.0
+
+
 def closed_form_head(
     sums: HeadSums, *, bias: bool, ridge: float | None = None
 ) -> tuple[Tensor, ...]:

@@ -37,6 +37,7 @@ from flwr_fisher.tangent.frozen_head import (
     closed_form_head,
     lda_head,
     majorizer,
+    ridge_of,
 )
 from flwr_fisher.wire import (
     PREFIX,
@@ -66,7 +67,6 @@ _KFAC_OPTIONS = FisherOptions(expectation="empirical", examples=1000)
 # in which the features hardly vary, makes that training diverge. The least ridge, as a
 # share of the features' mean variance:
 _FIRST_RIDGE = 0.1
-_TINY = torch.finfo(torch.float64).tiny
 # What the closed form's outputs may be multiplied by: LDA's logits are too sure, and a
 # regression on -1 and 1 is not sure enough.
 _SCALES_OF = {
@@ -122,19 +122,20 @@ def check_pretrained(strategy: CurvatureStrategy, pretrained: bool) -> bool:
     ConfigurationError
         It names the argument that does not.
     """
-    if pretrained and (strategy.refine is None or not strategy.refine.head):
+    if not pretrained:
+        return False
+    if strategy.refine is None or not strategy.refine.head:
         raise ConfigurationError(
             "pretrained=True needs refine=Refinement(), since the last layer is solved "
             "for before the training and after it"
         )
-    if pretrained:
-        strategy.check_weighted_by_examples("pretrained=True")
-    if pretrained and strategy.waiting.window is not None:
+    strategy.check_weighted_by_examples("pretrained=True")
+    if strategy.waiting.window is not None:
         raise ConfigurationError(
             "pretrained=True with Waiting(window=...): clients are asked twice before "
             "they train; leave one of them out"
         )
-    return pretrained
+    return True
 
 
 def head_first(
@@ -153,7 +154,7 @@ def head_first(
 
 
 def training_options(strategy: CurvatureStrategy) -> dict[str, ConfigValue]:
-    """Return the options of a training, which keeps what a model knows already."""
+    """Return the options of a training: those of pre-trained models, or none."""
     return {"pretrained": True} if strategy.pretrained else {}
 
 
@@ -221,7 +222,7 @@ def _losses_of(
     )
 
     def compared(before: ServerState, now: ServerState) -> Exchange[Any] | None:
-        """Ask for losses if this round has solved for a head, or for the start's."""
+        """Ask for losses if this round has solved for a head; the start has its own."""
         old = now.group(scales) is before.group(scales) and scales == _SCALES
         if old or not now.group(scales):
             return None
@@ -240,32 +241,31 @@ def _losses_of(
     return replace(losses, prepare=compared)
 
 
-def _solved(
-    ridge: float | None, lda: bool, uploads: Uploads[HeadUpload], least: float = 0.0
-) -> tuple[dict[str, Tensor], HeadSums, float]:
-    """Return the solution by parameters' names, all clients' sums, and the ridge."""
-    first = uploads[0].payload
+def _total(uploads: Uploads[HeadUpload]) -> HeadSums:
+    """Return all clients' sums."""
     # With another weight than its examples, a client's sums count by its weight.
     counts = [float(upload.payload.count) for upload in uploads]
     unit = sum(counts) / sum(weights_of(uploads))
     factors = [unit * u.num_examples / n for u, n in zip(uploads, counts, strict=True)]
-    sums = HeadSums.total([upload.payload.sums for upload in uploads], factors)
-    bias, solve = first.bias is not None, lda_head if lda else closed_form_head
-    if ridge is None:
-        gram, total = sums.gram[:-1, :-1].diagonal(), sums.gram[:-1, -1]
-        spread = gram - (total.square() / sums.gram[-1, -1] if bias else 0)
-        floor = least * float(spread.sum() / gram.sum().clamp_min(_TINY))
-        ridge = max(chosen_ridge(sums, bias=bias), floor)
+    return HeadSums.total([upload.payload.sums for upload in uploads], factors)
+
+
+def _solution(
+    first: HeadUpload, sums: HeadSums, ridge: float | None, *, lda: bool = False
+) -> dict[str, Tensor]:
+    """Return the solution for the head of an upload, by parameters' names."""
+    solve = lda_head if lda else closed_form_head
     names = [name for name in (first.weight, first.bias) if name is not None]
-    solution = solve(sums, bias=bias, ridge=ridge)
-    return dict(zip(names, solution, strict=True)), sums, ridge
+    solution = solve(sums, bias=first.bias is not None, ridge=ridge)
+    return dict(zip(names, solution, strict=True))
 
 
 def _set_head(
     ridge: float | None, state: ServerState, uploads: Uploads[HeadUpload]
 ) -> Step:
     """Set the head to the ridge regression."""
-    solution, sums, _ = _solved(ridge, False, uploads)
+    sums = _total(uploads)
+    solution = _solution(uploads[0].payload, sums, ridge)
     return Step(ServerState(_with(state.params, solution), state.groups), {}, sums)
 
 
@@ -274,29 +274,32 @@ def _solve_head(state: ServerState, uploads: Uploads[Any]) -> Step:
     if isinstance(first := uploads[0].payload, NoHead):
         logger.info("head: it stays as it was trained, since %s", first.reason)
         return Step(state)
-    return Step(_with_candidates(state, uploads, (_SOLVED, _SCALES)))
+    sums = _total(uploads)
+    ridge = chosen_ridge(sums, bias=first.bias is not None)
+    facts = _candidates(uploads, sums, ridge)
+    groups = dict(zip((_SOLVED, _SCALES), facts, strict=True))
+    return Step(ServerState(state.params, {**state.groups, **groups}))
 
 
 def _solve_first(state: ServerState, uploads: Uploads[HeadUpload]) -> Step:
     """Solve for a head to train below, and for the best one of the model as it is."""
+    sums, bias = _total(uploads), uploads[0].payload.bias is not None
+    ridge = chosen_ridge(sums, bias=bias)
+    least = ridge_of(_FIRST_RIDGE, sums, bias=bias)
+    best = _candidates(uploads, sums, ridge)
+    below = _candidates(uploads, sums, max(ridge, least))
     start = {name: value.clone() for name, value in state.params.items()}
-    state = replace(state, groups={**state.groups, _START: start})
-    state = _with_candidates(state, uploads, _START_HEAD)
-    return Step(_with_candidates(state, uploads, (_SOLVED, _SCALES), _FIRST_RIDGE))
+    groups = dict(zip((*_START_HEAD, _SOLVED, _SCALES), best + below, strict=True))
+    return Step(ServerState(state.params, {**state.groups, _START: start, **groups}))
 
 
-def _with_candidates(
-    state: ServerState,
-    uploads: Uploads[HeadUpload],
-    names: tuple[str, str],
-    least: float = 0.0,
-) -> ServerState:
-    """Return the state with a solution and its scales, in groups of these names."""
-    likelihood, bias = (
-        uploads[0].payload.likelihood,
-        uploads[0].payload.bias is not None,
-    )
-    solution, sums, ridge = _solved(None, likelihood == "categorical", uploads, least)
+def _candidates(
+    uploads: Uploads[HeadUpload], sums: HeadSums, ridge: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the solution, and its scales with what the step from there needs."""
+    first = uploads[0].payload
+    likelihood, bias = first.likelihood, first.bias is not None
+    solution = _solution(first, sums, ridge, lda=likelihood == "categorical")
     facts = {
         "scales": torch.tensor(_SCALES_OF.get(likelihood, [1.0]), dtype=torch.float32)
     }
@@ -304,15 +307,16 @@ def _with_candidates(
         bound /= sums.cross.shape[1] if likelihood == "bernoulli" else 1
         facts["majorizer"] = majorizer(sums, bias=bias, bound=bound, ridge=ridge)
         facts["clients"] = torch.tensor(_clients(uploads))
-    groups = {**state.groups, **dict(zip(names, (solution, facts), strict=True))}
-    return ServerState(state.params, groups)
+    return solution, facts
 
 
 def _choose_head(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
     """Take the solution at its best scale or the head that is there, a step further."""
     solved, facts = state.group(_SOLVED), state.group(_SCALES)
     params, metrics, own = _best_head(state.params, solved, facts, uploads)
-    kept = {**state.without(_SOLVED, _SCALES), _CHOSEN: own}
+    kept = state.without(_SOLVED, _SCALES)
+    if state.group(_START):  # which the next exchange compares
+        kept = {**kept, _CHOSEN: own}
     return Step(ServerState(params, kept), metrics)
 
 

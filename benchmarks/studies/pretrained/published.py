@@ -1,7 +1,7 @@
 """Shipped strategies from pre-trained weights, with clients in memory."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -43,8 +43,10 @@ class Problem:
     ----------
     model : Callable[[], nn.Module]
         Makes the model as it is published, with a new last layer.
-    loaders : Sequence[Callable[[], Iterable]]
-        Make each client's batches.
+    loader : Callable[[int], Iterable]
+        Makes a client's batches.
+    clients : int
+        How many there are.
     test : Iterable
         Batches to score a model on.
     train : Callable[[int], LocalSGD]
@@ -54,7 +56,8 @@ class Problem:
     """
 
     model: Callable[[], nn.Module]
-    loaders: Sequence[Callable[[], Iterable[Any]]]
+    loader: Callable[[int], Iterable[Any]]
+    clients: int
     test: Iterable[Any]
     train: Callable[[int], LocalSGD]
     epochs: int
@@ -97,9 +100,9 @@ class Problem:
                     self.trained[client] = {k: v.clone() for k, v in state}
                 return metrics
 
-            return FisherClient(self.model(), self.loaders[client](), train_fn=loop)
+            return FisherClient(self.model(), self.loader(client), train_fn=loop)
 
-        count = len(self.loaders)
+        count = self.clients
         app = make_client_app(client_fn, mods=[counting(replies)])
         began = time.perf_counter()
         start = ArrayRecord(shared_state(self.model()))
@@ -147,7 +150,8 @@ def of_images(federation: Federation, data: Data) -> Problem:
 
     return Problem(
         model,
-        [lambda client=client: loader(client) for client in range(len(parts))],  # type: ignore[misc]
+        loader,
+        len(parts),
         Images(test[0][chosen], test[1][chosen], network.side),
         lambda epochs: LocalSGD(epochs=epochs),
         federation.epochs,

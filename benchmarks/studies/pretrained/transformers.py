@@ -47,7 +47,8 @@ def of_digits(alpha: float, seed: int, rate: float, data_dir: Path) -> Problem:
     shares = runs.shares(data, alpha, seed)
     return Problem(
         model,
-        [lambda own=own: own for own in shares],  # type: ignore[misc]
+        shares.__getitem__,
+        len(shares),
         runs.scored(data, seed),
         _adam(rate),
         EPOCHS,
@@ -141,7 +142,8 @@ def of_texts(alpha: float, seed: int, rate: float, data_dir: Path) -> Problem:
     shares = [Shuffled(x[rest[part]], y[rest[part]], BATCH) for part in parts]
     return Problem(
         model,
-        [lambda own=own: own for own in shares],  # type: ignore[misc]
+        shares.__getitem__,
+        len(shares),
         in_batches(x[held], y[held], 500),
         _adam(rate),
         EPOCHS,

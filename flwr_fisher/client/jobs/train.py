@@ -184,7 +184,7 @@ class TrainingJob:
             # Not by the loader that counts the examples of an epoch.
             first = problem.mapped(problem.counted.loader)
             head = output_layer(problem.model, first)
-        if not any(not name.startswith(f"{head}.") for name in problem.trainable()):
+        if all(name.startswith(f"{head}.") for name in problem.trainable()):
             raise ClientError(
                 f"nothing but the last layer '{head}' is trained, for which "
                 "pretrained=True has a closed form: use AFL()"
