@@ -54,7 +54,12 @@ from studies.unseen.data import TEXTS
 NETWORK, ALPHAS = "efficientnet-lite0", (0.1, 0.05)
 SEEDS, FEWER = range(sized(5, 2)), range(sized(3, 2))
 IMAGES = Federation(NETWORK, 0.1, 0, lr=0.001, images=6000)
-MORE, MORE_SEEDS = 10, range(2, sized(4, 3))
+ALL = sized(19_000, 6000)  # images that are neither held out nor tested
+PARTS = {  # other federations of images, and their seeds
+    "10 clients": ({"clients": 10}, range(2, sized(4, 3))),
+    "20 clients": ({"clients": 20}, range(4, 5)),
+    f"{ALL} images": ({"images": ALL}, range(sized(2, 1))),
+}
 RATES = {"digits": 0.003, "texts": 0.01}
 TITLES = {
     "images": "Images: EfficientNet-Lite0",
@@ -69,7 +74,7 @@ Found = Mapping[str, Mapping[str, Sequence[Mapping[str, Scores]]]]  # by kind, p
 def images(split: Federation, options: Namespace) -> dict[str, Scores]:
     """Return a split's rows."""
     data = Data(NETWORK, options.data_dir, CPU, CACHE / "pretrained")
-    rounds = split.seed in FEW and split.clients == IMAGES.clients
+    rounds = split == replace(IMAGES, seed=split.seed) and split.seed in FEW
     return of_images(split, data).rows(rounds=rounds)
 
 
@@ -87,8 +92,9 @@ def jobs_of(kind: str, options: Namespace) -> dict[str, list[tuple[str, Job]]]:
         f"α = {a}": [replace(IMAGES, alpha=a, seed=s) for s in seeds] for a in ALPHAS
     }
     if kind == "images":
-        more = [replace(IMAGES, clients=MORE, seed=seed) for seed in MORE_SEEDS]
-        parts[f"α = 0.1, {MORE} clients"] = more
+        for title, (changed, own_seeds) in PARTS.items():
+            more = [replace(IMAGES, seed=seed, **changed) for seed in own_seeds]
+            parts[f"α = {IMAGES.alpha}, {title}"] = more
     jobs: dict[str, list[tuple[str, Job]]] = {}
     for part, splits in parts.items():
         for split in splits:

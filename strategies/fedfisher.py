@@ -122,9 +122,9 @@ class FedFisherOneShot(CurvatureStrategy):
         the merge has a higher loss than the published weights with such a layer, these
         are the result (:doc:`/pretrained`).
     **kwargs
-        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``. With
-        ``aggregate="parts"``, `policy`'s `max_curvature` has no effect: use
-        ``MergeOptions(max_share=)``.
+        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``. The
+        policy's `max_curvature` has no effect where ``merge.max_share`` is below 1.
+        With ``structure="kfac"`` it needs an `anchor`.
 
     Raises
     ------
@@ -190,6 +190,14 @@ class FedFisherOneShot(CurvatureStrategy):
         if aggregate == "sums":
             self._use_sums()
         self._filled = self.merge.filled()  # `check` has the model's own defaults
+        strict = self.policy.max_curvature < math.inf
+        if strict and structure == "kfac" and not self._filled.anchor:
+            # One client then decides where the others' Fishers are nearly singular.
+            raise ConfigurationError(
+                f"a policy with max_curvature needs an anchor with structure='kfac', "
+                f"and solver='{self.merge.solver}' has none by default: pass "
+                f"merge=MergeOptions(solver='{self.merge.solver}', anchor=0.03)"
+            )
         if aggregate == "parts" and self._filled.max_share < 1:
             # The merge limits each client's share of a layer's curvature.
             self.policy = replace(self.policy, max_curvature=math.inf)

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from virtual import Remembering
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.merge.options import SOLVERS
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import (
     AFL,
@@ -33,6 +35,7 @@ from flwr_fisher.strategies import (
     FedAvg,
     FedFish,
     FedFisherOneShot,
+    MergeOptions,
     Policy,
     Refinement,
     Scaffold,
@@ -111,6 +114,7 @@ VICTIMS = {
     "FedFisher, refined": Victim(
         partial(lossless, refine=Refinement(steps=3)), model="deep"
     ),
+    "FedFisher, pretrained": Victim(partial(lossless, pretrained=True), model="deep"),
     "FedFisher, three rounds": Victim(lossless, 3, LocalSGD(epochs=4, lr=0.05)),
     "FedFish": Victim(partial(FedFish, codec="lossless"), 6, ONE),
     "FedFish, Adam": Victim(
@@ -127,6 +131,16 @@ VICTIMS = {
         partial(TCT, stage1_rounds=2, num_features=40, local_steps=50), 5, ONE
     ),
 }
+# All other merges: each solver for each structure and aggregate. K-FAC needs an anchor
+# with the strict policy.
+for solver in ("cg", "adam", "gd"):
+    VICTIMS[f"FedFisher, {solver}"] = Victim(
+        partial(lossless, merge=MergeOptions(solver=solver, anchor=0.03))
+    )
+for solver, aggregate in product(SOLVERS[1:], ("parts", "sums")):
+    VICTIMS[f"FedFisher, diagonal, {aggregate}, {solver}"] = Victim(
+        partial(lossless, structure="diagonal", aggregate=aggregate, solver=solver)
+    )
 
 
 # The clients

@@ -24,6 +24,7 @@ from flwr_fisher.client import (
     identify,
     make_client_app,
 )
+from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
@@ -31,6 +32,8 @@ from flwr_fisher.strategies import FedFish, FedFisherOneShot, Waiting
 from flwr_fisher.strategies.baselines import AFL
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire.options import split_frozen
+
+MOST = ("categorical",) * 2
 
 
 def model(frozen=()):
@@ -41,8 +44,11 @@ def model(frozen=()):
     return net
 
 
-def app_of(make, trained):
-    """Return clients with a model for each partition; `trained` notes who trains."""
+def app_of(make, trained, likelihoods=("categorical",)):
+    """Return clients with a model for each partition; `trained` notes who trains.
+
+    They have these likelihoods in turn.
+    """
     data = TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
 
     def client_fn(context):
@@ -54,7 +60,8 @@ def app_of(make, trained):
                 return super().__call__(*args, **options)
 
         loader = DataLoader(data, batch_size=4)
-        return FisherClient(make(partition), loader, train_fn=Noted())
+        own = likelihoods[partition % len(likelihoods)]
+        return FisherClient(make(partition), loader, likelihood=own, train_fn=Noted())
 
     return make_client_app(client_fn)
 
@@ -98,6 +105,26 @@ def test_what_most_freeze_may_be_sent_and_who_trains_it_is_odd():
         str(caught.value),
     )
     assert "did not reply" not in str(caught.value)
+
+
+# What labels are
+
+
+class Softmax(type(likelihood_of("categorical"))):
+    """A likelihood of a user's own."""
+
+
+@pytest.mark.parametrize("odd", ["bernoulli", "gaussian", Softmax()])
+def test_who_has_another_kind_of_labels_is_named_before_it_trains(odd, caplog):
+    trained = []
+    app = app_of(lambda partition: model(), trained, ("categorical", odd, *MOST))
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    result = strategy.start(LocalGrid(app, 4), arrays(shared_state(model())))
+    assert len(result.uploads) == 3
+    assert 1 not in trained
+    name = odd if isinstance(odd, str) else "Softmax"
+    said = f"it has likelihood='{name}', and most have 'categorical'"
+    assert caplog.text.count(said) == 1
 
 
 # What is frozen and never sent

@@ -66,6 +66,7 @@ from flwr_fisher.strategies import (
     FedFisherOneShot,
     FisherOptions,
     MergeOptions,
+    Policy,
     Refinement,
     Scaffold,
 )
@@ -781,6 +782,7 @@ def test_arguments_out_of_range_are_named(row, name, value):
     ("arguments", "text"),
     [
         ({"solver": "closed-form"}, "solver='closed-form' needs structure='diagonal'"),
+        ({"solver": "gd", "policy": Policy.strict()}, "(solver='gd', anchor=0.03)"),
         (
             {"score": lambda params: 0.0},
             "score works with solver='adam' only, not 'pcg'",

@@ -34,6 +34,7 @@ from hostile import (
     says,
 )
 
+REFINED = "FedFisher, refined", "FedFisher, pretrained"
 Attack = Callable[[RecordDict, RecordDict], None]
 
 
@@ -209,9 +210,9 @@ def cases() -> list[tuple[str, str, str, Attack]]:
             attacks |= OF_CURVATURE
         if name == "TCT":
             attacks |= OF_TCT
-        if name in ("AFL", "FedFisher, refined"):
+        if name == "AFL" or name in REFINED:
             attacks |= OF_SUMS
-        if name == "FedFisher, refined":
+        if name in REFINED:
             attacks |= OF_LOSSES
         if "batch norm" in name:
             attacks |= OF_STATISTICS

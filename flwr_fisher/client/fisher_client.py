@@ -34,7 +34,7 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import log_once, watching
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES
-from flwr_fisher.wire.options import ANY_JOB, with_frozen
+from flwr_fisher.wire.options import ANY_JOB, LIKELIHOOD, with_frozen
 
 
 class FisherClient:
@@ -270,9 +270,13 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
     @app.query(mods=[errors_as_replies])
     def query(message: Message, context: Context) -> Message:
         asks = asks_for_parameters(message)
-        model = _client_of(client_fn, context).problem.model if asks else None
-        answer = identify(message, context, model)
-        answer.content.config_records["config"][ANY_JOB] = True
+        problem = _client_of(client_fn, context).problem if asks else None
+        answer = identify(message, context, problem.model if problem else None)
+        record = answer.content.config_records["config"]
+        record[ANY_JOB] = True
+        if problem is not None:
+            own = problem.likelihood
+            record[LIKELIHOOD] = [own if isinstance(own, str) else type(own).__name__]
         return answer
 
     return app

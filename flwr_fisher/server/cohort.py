@@ -7,7 +7,7 @@ and a round samples them by seed and round.
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -182,9 +182,11 @@ class Cohort:
         # it sits out.
         self._missed: dict[str, tuple[int, int]] = {}
         self._patience = _GONE_WITHIN  # seconds for which nodes are waited for
-        # By node: names of trained parameters; names and digests of frozen ones.
+        # By node: names of trained parameters; names and digests of frozen ones; and
+        # what the labels are.
         self._trained: dict[int, frozenset[str] | None] = {}
         self._frozen: dict[int, frozenset[str]] = {}
+        self._likelihoods: dict[int, str] = {}
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the grid's mailbox, which knows the outstanding replies."""
@@ -448,7 +450,8 @@ class Cohort:
         """Return the nodes with other parameters than most nodes', with the difference.
 
         They train other parameters of `like`, which the server sends, or their frozen
-        parameters, which it does not send, have other values. The server queries each
+        parameters, which it does not send, have other values, or their labels have
+        another likelihood. The server queries each
         node once, before it trains, and waits at most a minute. A node that does not
         answer is not returned: it may fail later, by itself. A node that does not
         report its frozen parameters may have any. The order of `nodes` is the same in
@@ -468,23 +471,25 @@ class Cohort:
             node: _difference(trained[node], other, whom)
             for node, (other, whom) in unlike_most(trained).items()
         }
-        left = self._frozen.keys() - reasons
-        frozen = {node: self._frozen[node] for node in nodes if node in left}
-        for node, (other, whom) in unlike_most(frozen).items():
-            names = {frozen_name(described) for described in frozen[node] ^ other}
-            reasons[node] = (
-                f"its frozen {some(names)} differ from those of {whom}: "
-                f"{FREEZE_THE_SAME}"
-            )
+        told: tuple[tuple[Mapping[int, Any], Callable[..., str]], ...] = (
+            (self._frozen, _other_values),
+            (self._likelihoods, _other_labels),
+        )
+        for said, difference in told:
+            left = {n: said[n] for n in nodes if n in said and n not in reasons}
+            for node, (other, whom) in unlike_most(left).items():
+                reasons[node] = difference(left[node], other, whom)
         return {node: ClientError(why) for node, why in reasons.items()}
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
-        """Store which of these names a node trains, and which others it freezes."""
+        """Store which of these names a node trains, and what else it is compared by."""
         answer = Answer.of(reply.message)
         if answer.trained is not None:
             self._trained[reply.node] = names & answer.trained
         if (frozen := answer.frozen_beside(names)) is not None:
             self._frozen[reply.node] = frozen
+        if answer.likelihood is not None:
+            self._likelihoods[reply.node] = answer.likelihood
 
 
 def claimed_twice(connected: Sequence[Identity]) -> dict[int, str]:
@@ -543,6 +548,18 @@ def _difference(trained: frozenset[str], other: frozenset[str], whom: str) -> st
     if missing := other - trained:
         parts.append(f"it freezes {some(missing)}, which {whom} train")
     return f"{'; '.join(parts)}: freeze the same parameters on every client"
+
+
+def _other_values(frozen: frozenset[str], other: frozenset[str], whom: str) -> str:
+    names = {frozen_name(described) for described in frozen ^ other}
+    return f"its frozen {some(names)} differ from those of {whom}: {FREEZE_THE_SAME}"
+
+
+def _other_labels(likelihood: str, other: str, whom: str) -> str:
+    return (
+        f"it has likelihood='{likelihood}', and {whom} have '{other}': give all "
+        "clients the same"
+    )
 
 
 def by_reason(reasons: Mapping[Key, str]) -> dict[str, list[Key]]:

@@ -28,7 +28,11 @@ ONCE = {
     "FedFisher, the default": FedFisherOneShot,
 }
 MERGED = "as merged"
-ROUNDS = "FedAvg, a round for each epoch"
+STEPS, STEPS_ROW = 3, "FedFisher, then three steps"
+ROUNDS = {
+    "FedAvg, a round for each epoch": FedAvg,
+    "FedFisher, a round for each epoch": FedFisherOneShot,
+}
 FEW = range(sized(2, 1))  # seeds that have several rounds
 Scores = dict[str, float]
 
@@ -64,7 +68,7 @@ class Problem:
     trained: dict[int, Params] = field(default_factory=dict)
 
     def rows(self, *, rounds: bool) -> dict[str, Scores]:
-        """Return each row's scores; with `rounds`, also FedAvg's of several rounds."""
+        """Return each row's scores; with `rounds`, also those of more exchanges."""
         torch.set_num_threads(1)
         own = {"fraction_evaluate": 0.0}
         found = {AFL_ROW: self.run(AFL(**own))[""]}
@@ -73,7 +77,10 @@ class Problem:
             for part, scores in self.run(kind(**more)).items():
                 found[f"{name}, {part}" if part else name] = scores
         if rounds:
-            found[ROUNDS] = self.run(FedAvg(**more), self.epochs)[""]
+            steps = FedFisherOneShot(**{**more, "refine": Refinement(steps=STEPS)})
+            found[STEPS_ROW] = self.run(steps)[""]
+            for name, kind in ROUNDS.items():
+                found[name] = self.run(kind(**more), self.epochs)[""]
         return found
 
     def run(self, strategy: Any, rounds: int = 1) -> dict[str, Scores]:
