@@ -59,6 +59,7 @@ PARTS = {  # other federations of images, and their seeds
     "10 clients": ({"clients": 10}, range(2, sized(4, 3))),
     "20 clients": ({"clients": 20}, range(4, 5)),
     f"{ALL} images": ({"images": ALL}, range(sized(2, 1))),
+    f"{ALL} images, 6 epochs": ({"images": ALL, "epochs": 6}, range(1)),
 }
 RATES = {"digits": 0.003, "texts": 0.01}
 TITLES = {

@@ -40,9 +40,13 @@ def softmax_fisher(logits):
     return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
 
 
+def every_piece(pieces):
+    return backward_plan(pieces, 0)[0].of_passes(0, pieces.count)
+
+
 def factors_of(logits):
     pieces = Pieces(SoftmaxVectors(logits.unsqueeze(1)), logits.unsqueeze(1).shape)
-    return torch.stack(list(backward_plan(pieces, 0)[0].all())).squeeze(2)
+    return every_piece(pieces).squeeze(2)
 
 
 values = st.one_of(
@@ -79,7 +83,7 @@ def test_the_likeliest_labels_and_a_draw_are_right_on_average(most):
     vectors = SoftmaxVectors(logits, most, rng(most))
     assert vectors.count == most
     every = torch.arange(most).unsqueeze(1).expand(-1, len(logits))
-    pieces = torch.stack([vectors.at(index)[:, 0] for index in every]).double()
+    pieces = vectors.at(every)[:, :, 0].double()
     # All but the last are columns: the same in every row, and exact.
     exact, drawn = pieces[:-1, 0], pieces[-1]
     left = softmax_fisher(row) - exact.mT @ exact
@@ -102,10 +106,10 @@ def test_the_likeliest_labels_and_a_draw_are_right_on_average(most):
 def test_a_draw_is_never_of_a_class_without_a_chance():
     row = torch.tensor([0.0, -200.0, -200.0, 0.0, -200.0])
     sure = SoftmaxVectors(row.expand(100, 1, -1), 3, rng(0))
-    assert not sure.at(torch.full((100,), 2)).any()
+    assert not sure.at(torch.full((1, 100), 2)).any()
     assert not sure.squares()[2].any()
     half = SoftmaxVectors(row.expand(100, 1, -1), 1, rng(0))
-    piece = half.at(torch.zeros(100, dtype=torch.long))
+    piece = half.at(torch.zeros(1, 100, dtype=torch.long))[0]
     torch.testing.assert_close(
         piece.abs(), torch.tensor([0.5, 0, 0, 0.5, 0]).expand_as(piece)
     )
@@ -116,7 +120,7 @@ def test_positions_share_a_pass_with_random_signs():
     pieces = Pieces(SoftmaxVectors(logits), logits.shape, rng(0))
     assert pieces.count == 2
     total = torch.zeros(len(logits), 12, 12)
-    for piece in backward_plan(pieces, 0)[0].all():
+    for piece in every_piece(pieces):
         flattened = piece.flatten(1)
         total += flattened.unsqueeze(2) * flattened.unsqueeze(1)
     want = torch.block_diag(*softmax_fisher(logits[0])).float()

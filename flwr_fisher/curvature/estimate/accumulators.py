@@ -134,9 +134,13 @@ class KroneckerAccumulator(LayerAccumulator):
         if gradients[0].shape[3] == 1:
             self.G.add(side_by_side(torch.cat(list(gradients))), weight)
             return
+        if share is not None:
+            gradients = [g / _rows(share, g).sqrt() for g in gradients]
+        if gradients[0].device.type != "cpu":  # few launches
+            columns = torch.cat([g.permute(1, 2, 0, 3) for g in gradients], 3)
+            self.G.add(columns.flatten(2), weight)
+            return
         for g in gradients:
-            if share is not None:
-                g = g / _rows(share, g).sqrt()
             together = g.stride(0) == g.shape[3] * g.stride(3)
             if together or g.shape[3] <= g.shape[2]:
                 self.G.add(side_by_side(g), weight)

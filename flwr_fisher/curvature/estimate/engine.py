@@ -13,8 +13,8 @@ gradients.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,9 @@ from flwr_fisher.curvature.estimate.layers import Positions
 from flwr_fisher.curvature.estimate.likelihood import Expectation
 from flwr_fisher.curvature.estimate.model_sums import (
     ModelSums,
-    examples_at_once,
+    Room,
     make_sums,
+    room_for,
 )
 from flwr_fisher.curvature.estimate.pieces import Group, backward_plan, drawn
 from flwr_fisher.curvature.models import device_of
@@ -69,8 +70,8 @@ class Engine:
         Makes the pieces of a batch's outputs.
     positions : Positions
         Which positions of a layer count, if it has several.
-    chunk : int
-        The largest number of examples at once.
+    room : Room
+        How many examples fit in memory.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class Engine:
         sums: ModelSums,
         expectation: Expectation,
         positions: Positions,
-        chunk: int,
+        room: Room,
     ) -> None:
         self.model, self.sums, self.expectation = model, sums, expectation
-        self.positions, self.chunk = positions, chunk
+        self.positions, self.room, self.chunk = positions, room, room.examples
         self.layers = {name: each.layer for name, each in sums.accumulators.items()}
-        self._tapped = self.layers | {n: x.layer for n, x in sums.direct.items()}
-        device = device_of(model)
-        self._enough = min(chunk, _QUEUE) if device.type == "cpu" else chunk
+        self._tapped = {**self.layers, **sums.direct.layers}
+        self._on_cpu = device_of(model).type == "cpu"
+        self._enough = min(self.chunk, _QUEUE) if self._on_cpu else self.chunk
         # On the CPU, so that a seed draws the same on every device.
         self._generator = torch.Generator().manual_seed(expectation.seed)
         self.count = 0
@@ -114,15 +115,13 @@ class Engine:
         reduces = options.weight_sharing == "reduce"
         most = None if structure == "diagonal" or reduces else options.max_positions
         positions = Positions(most, expectation.seed)
-        chunk = examples_at_once(
-            model, forms, sums, positions, len(first), max_batch_bytes
-        )
+        room = room_for(model, forms, sums, positions, len(first), max_batch_bytes)
         if isinstance(first.labels, Tensor):
             few = first[:_FEW]
             with torch.no_grad():
                 outputs = few.inputs(model)
             expectation.likelihood.check_labels(outputs, few.labels)
-        return cls(model, sums, expectation, positions, chunk)
+        return cls(model, sums, expectation, positions, room)
 
     def add(self, batch: Batch) -> None:
         """Run a batch forward, and back once for each of its pieces that count.
@@ -165,7 +164,7 @@ class Engine:
         self._observe(run, active)
         shares = {name: _share(each) for name, each in active.items()}
         if whole:
-            self._backward(run, columns, whole.all(), shares)
+            self._backward(run, columns, whole.of_passes, len(whole.order), shares)
             return
         for group in groups:
             rows = group.rows
@@ -194,15 +193,16 @@ class Engine:
 
         # Groups of one queue need up to twice as many passes as each other; a group
         # that has no more pieces gives zeros.
-        def pieces_of(rows: slice) -> Iterator[Tensor]:
-            for index in range(passes):
-                yield torch.cat([group.piece(index) for _, group, _ in queue])[rows]
+        def pieces_of(rows: slice, start: int, stop: int) -> Tensor:
+            parts = [group.of_passes(start, stop) for _, group, _ in queue]
+            return torch.cat(parts, 1)[:, rows]
 
         for start in range(0, len(inputs), self.chunk):
             rows = slice(start, start + self.chunk)
             run = self._forward(inputs[rows])
             of_rows = {name: share[rows] for name, share in shares.items()}
-            self._backward(run, self._columns(run), pieces_of(rows), of_rows)
+            pieces = partial(pieces_of, rows)
+            self._backward(run, self._columns(run), pieces, passes, of_rows)
 
     def _forward(self, inputs: Inputs) -> _Forward:
         return _Forward(inputs, *tapped_once(self.model, inputs, self._tapped))
@@ -269,85 +269,99 @@ class Engine:
         self,
         run: _Forward,
         columns: Mapping[str, Tensor],
-        pieces: Iterable[Tensor],
+        pieces: Callable[[int, int], Tensor],
+        passes: int,
         shares: Mapping[str, Tensor],
     ) -> None:
-        """Run pieces backward to every layer's output, and add up there."""
+        """Run pieces backward to every layer's output, and add up there.
+
+        `pieces` returns those from one pass to another, ``[passes, n, *outputs]``.
+        """
         inputs, outputs, taps = run
         # The pass ends at the layers' outputs: the gradients of weights, which
         # autograd would sum over the batch, are never formed.
         edges = [tap.edge() for tap in taps.values()]
         sizes = {n: x.positions(taps[n].inputs.shape) for n, x in self.layers.items()}
         prepared = {
-            name: squares.layer.prepared(taps[name].inputs)
-            for name, squares in self.sums.direct.items()
+            name: layer.prepared(taps[name].inputs)
+            for name, layer in self.sums.direct.layers.items()
         }
-        bundle_size = self._bundle_size(len(inputs), sizes)
-        for bundle, is_last in _in_bundles(pieces, bundle_size):
-            # Gradients of layers with one position are small. Those of several pieces
-            # are added together, which takes fewer and larger operations.
+        size = self._bundle_size(outputs, sizes)
+        for start in range(0, passes, size):
+            stop = min(start + size, passes)
+            bundle = pieces(start, stop)
+            # Those of several pieces are added together, which takes fewer and larger
+            # operations: of layers with one position, whose gradients are small, and on
+            # a device other than the CPU of all layers that take no inputs.
             bundled: dict[str, list[Tensor]] = {}
-            for k, piece in enumerate(bundle if taps else (), start=1):
+            weights: dict[str, float] = {}
+            for number, piece in enumerate(bundle if taps else (), start + 1):
                 at_layers = torch.autograd.grad(
                     outputs,
                     edges,
                     piece.to(outputs.dtype),
-                    retain_graph=not (is_last and k == len(bundle)),
+                    retain_graph=number < passes,
                     allow_unused=True,
                 )
-                for name, gradient in zip(taps, at_layers, strict=True):
-                    if gradient is None:  # no example of this batch uses the layer
-                        continue
-                    # What a layer's type needs decides its way: a norm or an embedding
-                    # squares each example's gradient; a grouped convolution takes
-                    # whole calls; all others take columns.
-                    if name in prepared:
-                        with _full_precision(gradient):
-                            self.sums.direct[name].add(prepared[name], gradient)
-                        continue
-                    accumulator = self.sums.accumulators[name]
-                    if accumulator.takes_calls:
-                        with _full_precision(gradient):
+                found = zip(taps, at_layers, strict=True)
+                used = {k: v for k, v in found if v is not None}  # by some example
+                # What a layer's type needs decides its way: norms and embeddings square
+                # each example's gradient; a grouped convolution takes whole calls; all
+                # others take columns.
+                direct = {name: used.pop(name) for name in prepared if name in used}
+                with _full_precision(outputs):
+                    self.sums.direct.add(prepared, direct)
+                    for name, gradient in used.items():
+                        layer, grid = self.layers[name], None
+                        accumulator = self.sums.accumulators[name]
+                        if accumulator.takes_calls:
                             accumulator.add_call(taps[name].inputs, gradient)
-                    elif math.prod(sizes[name]) == 1:
-                        bundled.setdefault(name, []).append(gradient)
-                    else:
-                        share = shares.get(name)
-                        self._add(name, columns, [gradient], sizes[name], share)
-            for name, gradients in bundled.items():
-                self._add(name, columns, gradients, sizes[name])
+                            continue
+                        # One that pairs gradients with inputs needs all positions. For
+                        # another one those of a grid are enough.
+                        if not accumulator.takes_inputs:
+                            grid, weight = self.positions.of_gradients(sizes[name])
+                            weights[name] = weight / math.prod(sizes[name])
+                        g = layer.output_columns(gradient, grid)
+                        if self._on_cpu and math.prod(sizes[name]) > 1:
+                            self._add(name, [g], columns, weights, shares)
+                        else:
+                            bundled.setdefault(name, []).append(g)
+            with _full_precision(outputs):
+                for name, gradients in bundled.items():
+                    self._add(name, gradients, columns, weights, shares)
             # What has no form takes each example's gradient, with passes of its own.
             if self.sums.others is not None:
-                self.sums.others.add(inputs, torch.stack(bundle))
+                self.sums.others.add(inputs, bundle)
 
-    def _bundle_size(self, count: int, sizes: Mapping[str, list[int]]) -> int:
-        """Return for how many passes `count` examples' gradients fit in memory."""
-        single = [x for n, x in self.layers.items() if math.prod(sizes[n]) == 1]
-        outputs = sum(layer.matrices().shape[:2].numel() for layer in single)
-        return max(1, min(_MOST_BUNDLED, _MOST_ENTRIES // max(count * outputs, 1)))
+    def _bundle_size(self, outputs: Tensor, sizes: Mapping[str, list[int]]) -> int:
+        """Return for how many passes some examples' gradients fit in memory."""
+        n, entries = len(outputs), outputs.numel()
+        if self._on_cpu:
+            single = [
+                x for name, x in self.layers.items() if math.prod(sizes[name]) == 1
+            ]
+            entries += n * sum(x.matrices().shape[:2].numel() for x in single)
+        most = max(1, _MOST_ENTRIES // max(entries, 1))
+        if not self._on_cpu:
+            most = min(most, self.room.passes(n))
+        return min(_MOST_BUNDLED, most)
 
     def _add(
         self,
         name: str,
-        columns: Mapping[str, Tensor],
         gradients: list[Tensor],
-        sizes: list[int],
-        share: Tensor | None = None,
+        columns: Mapping[str, Tensor],
+        weights: Mapping[str, float],
+        shares: Mapping[str, Tensor],
     ) -> None:
-        """Give a layer's gradients, one tensor a pass, to its accumulator.
-
-        An accumulator that pairs gradients with inputs needs all positions. For another
-        one those of the grid are enough.
-        """
-        layer, accumulator = self.layers[name], self.sums.accumulators[name]
-        grid, weight = self.positions.of_gradients(sizes)
-        with _full_precision(gradients[0]):
-            if accumulator.takes_inputs:
-                g = [layer.output_columns(each) for each in gradients]
-                accumulator.add_pairs(columns[name], g)
-            else:
-                g = [layer.output_columns(each, grid) for each in gradients]
-                accumulator.add_gradients(g, weight / math.prod(sizes), share)
+        """Give a layer's gradients, one tensor a pass, to its accumulator."""
+        accumulator = self.sums.accumulators[name]
+        if accumulator.takes_inputs:
+            accumulator.add_pairs(columns[name], gradients)
+        else:
+            share = shares.get(name)
+            accumulator.add_gradients(gradients, weights[name], share)
 
 
 def _share(active: Tensor) -> Tensor:
@@ -359,15 +373,3 @@ def _share(active: Tensor) -> Tensor:
 def _full_precision(columns: Tensor) -> torch.autocast:
     """Leave the caller's autocast, which would multiply in half precision."""
     return torch.autocast(columns.device.type, enabled=False)
-
-
-def _in_bundles(
-    pieces: Iterable[Tensor], size: int
-) -> Iterator[tuple[list[Tensor], bool]]:
-    """Yield pieces, `size` at a time, and whether they are the last."""
-    rest = iter(pieces)
-    bundle = list(islice(rest, size))
-    while bundle:
-        following = list(islice(rest, size))
-        yield bundle, not following
-        bundle = following

@@ -16,7 +16,7 @@ batch.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, cast
@@ -73,6 +73,11 @@ class Positions:
     def of_gradients(self, sizes: Sequence[int]) -> tuple[Grid, int]:
         """Return the same for the gradients of the outputs."""
         return self._grid(sizes, None if self.most is None else 2 * self.most)
+
+    def most_of_gradients(self, sizes: Sequence[int]) -> int:
+        """Return how many positions the grid of gradients has, at most."""
+        every = math.prod(sizes)
+        return every if self.most is None else min(every, 2 * self.most)
 
     def _grid(self, sizes: Sequence[int], most: int | None) -> tuple[Grid, int]:
         if most is None:
@@ -379,33 +384,13 @@ class ConvolutionLayer(KroneckerLayer):
 class DirectLayer(Layer):
     """A layer with cheap per-example gradients."""
 
-    def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
-        """Return the parameters' gradients for a given gradient of the output."""
-        return self.reduced(self.prepared(inputs), output, lambda gradient: gradient)
-
     @abstractmethod
     def entries(self, inputs: Tensor) -> int:
         """Return how many entries an example's gradient takes, for such inputs."""
 
     @abstractmethod
     def prepared(self, inputs: Tensor) -> Any:
-        """Return what :meth:`reduced` needs from the layer's input."""
-
-    @abstractmethod
-    def reduced(
-        self, prepared: Any, output: Tensor, function: Callable[[Tensor], Tensor]
-    ) -> list[Tensor]:
-        """Apply a function to the examples' gradients; return its sum by parameter.
-
-        Parameters
-        ----------
-        prepared : Any
-            What :meth:`prepared` returned for an input ``[n, ...]``.
-        output : Tensor
-            The gradient of the layer's output, ``[n, ...]``.
-        function : Callable[[Tensor], Tensor]
-            A function of each entry, 0 at 0.
-        """
+        """Return what per-example gradients need from the layer's input."""
 
 
 class AffineNorm(DirectLayer):
@@ -436,17 +421,19 @@ class AffineNorm(DirectLayer):
         mean, variance = (None if s is None else s.to(x.dtype) for s in statistics)
         return F.batch_norm(x, mean, variance, eps=layer.eps)
 
-    def reduced(
-        self, prepared: Tensor, output: Tensor, function: Callable[[Tensor], Tensor]
-    ) -> list[Tensor]:
-        """Return the sums, each in its parameter's shape."""
+    def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
+        """Return the parameters' gradients for a given gradient of the output."""
+        return [rows.sum(0) for rows in self.rows(self.prepared(inputs), output)]
+
+    def rows(self, prepared: Tensor, output: Tensor) -> list[Tensor]:
+        """Return each example's gradient of each parameter, ``[n, *shape]``."""
         gradient = output.to(self.dtype)
-        sums = []
+        rows = []
         if self.weight is not None:
-            sums.append(function(self._rows(gradient * prepared)).sum(0))
+            rows.append(self._rows(gradient * prepared))
         if self.bias is not None:
-            sums.append(function(self._rows(gradient)).sum(0))
-        return sums
+            rows.append(self._rows(gradient))
+        return rows
 
     def _rows(self, products: Tensor) -> Tensor:
         """Return each example's sums over positions, ``[n, *shape]``."""
@@ -477,13 +464,21 @@ class EmbeddingRows(DirectLayer):
         pairs, pair_of_index = torch.unique(keys, return_inverse=True)
         return pairs % number, pair_of_index.flatten()
 
-    def reduced(
+    def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
+        """Return the weight's gradient for a given gradient of the output."""
+        return [self._summed(self.prepared(inputs), output, lambda rows: rows)]
+
+    def squares(self, prepared: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+        """Return the sum over examples of their squared gradients."""
+        return self._summed(prepared, output, torch.square)
+
+    def _summed(
         self,
         prepared: tuple[Tensor, Tensor],
         output: Tensor,
         function: Callable[[Tensor], Tensor],
-    ) -> list[Tensor]:
-        """Return the sum, in the weight's shape."""
+    ) -> Tensor:
+        """Return the sum of a function of the examples' gradients; it is 0 at 0."""
         layer, (rows, pair_of_index) = self.layer, prepared
         gradient = output.to(self.dtype).reshape(-1, layer.embedding_dim)
         of_pairs = gradient.new_zeros(len(rows), layer.embedding_dim)
@@ -491,19 +486,60 @@ class EmbeddingRows(DirectLayer):
         if layer.padding_idx is not None:  # which is not trained
             of_pairs[rows == layer.padding_idx] = 0
         total = gradient.new_zeros(layer.num_embeddings, layer.embedding_dim)
-        return [total.index_add_(0, rows, function(of_pairs))]
+        return total.index_add_(0, rows, function(of_pairs))
 
 
 class SquaredGradients:
-    """The sum over examples of a layer's squared gradients: its exact diagonal."""
+    """The sums over examples of norms' and embeddings' squared gradients."""
 
-    def __init__(self, layer: DirectLayer) -> None:
-        self.layer = layer
-        self.sums = Sums(dict(zip(layer.names, layer.parameters(), strict=True)))
+    def __init__(self, layers: Mapping[str, DirectLayer]) -> None:
+        self.layers = layers
+        self.norms = {k: v for k, v in layers.items() if isinstance(v, AffineNorm)}
+        self.embeddings = {
+            k: v for k, v in layers.items() if isinstance(v, EmbeddingRows)
+        }
+        rows, self._of_norms = list[Tensor](), dict[str, Tensor]()
+        for norm in self.norms.values():
+            own = dict(zip(norm.names, norm.parameters(), strict=True))
+            self._of_norms |= own
+            rows += [torch.zeros_like(p, dtype=norm.dtype) for p in own.values()]
+        # All norms' sums are one row, so that a pass adds to them at once.
+        self._row = torch.cat([x.flatten() for x in rows]) if rows else None
+        self._sums = Sums(
+            {name: x.layer.weight for x in self.embeddings.values() for name in x.names}
+        )
 
-    def add(self, prepared: Any, output: Tensor) -> None:
-        """Add the squares of the gradients of some examples."""
-        self.sums.add(self.layer.reduced(prepared, output, torch.square))
+    def add(self, prepared: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
+        """Add the squares of some examples' gradients, from those of layers' outputs.
+
+        A layer without an entry in `outputs` has none.
+        """
+        terms = [
+            layer.squares(prepared[name], outputs[name]) if name in outputs else None
+            for name, layer in self.embeddings.items()
+        ]
+        self._sums.add(terms)
+        rows = list[Tensor]()
+        for name, layer in self.norms.items():
+            if name in outputs:
+                rows += layer.rows(prepared[name], outputs[name])
+            else:
+                rows += [torch.zeros_like(p)[None] for p in layer.parameters()]
+        if self._row is not None:
+            most = max(map(len, rows))
+            flat = [x.flatten(1).expand(most, -1) for x in rows]
+            self._row += torch.cat(flat, 1).square_().sum(0)
+
+    def mean(self, count: int) -> dict[str, Tensor]:
+        """Return the mean over so many examples of each parameter."""
+        found = self._sums.mean(count)
+        if self._row is None:
+            return found
+        sizes = [p.numel() for p in self._of_norms.values()]
+        parts = (self._row / count).split(sizes)
+        for (name, p), part in zip(self._of_norms.items(), parts, strict=True):
+            found[name] = part.view(p.shape).to(p.dtype)
+        return found
 
 
 def layer_of(module: nn.Module, weight: str | None, bias: str | None) -> Layer | None:

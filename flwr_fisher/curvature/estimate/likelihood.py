@@ -181,8 +181,8 @@ class Categorical(Likelihood):
     def columns(self, outputs: Tensor) -> Tensor:
         """Return C - 1 pieces for each position; see :class:`SoftmaxVectors`."""
         vectors = self.vectors(outputs, None, None)
-        index = torch.zeros(len(outputs), dtype=torch.long, device=outputs.device)
-        return torch.stack([vectors.at(index + i) for i in range(vectors.count)])
+        every = torch.arange(vectors.count, device=outputs.device)
+        return vectors.at(every.unsqueeze(1).expand(-1, len(outputs)))
 
     def vectors(
         self, outputs: Tensor, most: int | None, generator: torch.Generator | None

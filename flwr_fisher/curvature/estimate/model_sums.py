@@ -31,22 +31,20 @@ class ModelSums:
         The trained parameters' names, in the model's order.
     accumulators : dict[str, LayerAccumulator]
         Of each layer with a Kronecker form.
-    direct : dict[str, SquaredGradients]
-        Of each norm and embedding.
+    direct : SquaredGradients
+        Of all norms and embeddings.
     others : DiagonalJacobian | None
         Of the diagonal of all other parameters, if there are any.
     """
 
     names: list[str]
     accumulators: dict[str, LayerAccumulator]
-    direct: dict[str, SquaredGradients]
+    direct: SquaredGradients
     others: DiagonalJacobian | None
 
     def mean(self, count: int) -> Curvature:
         """Return the mean over so many examples; the sums are used up."""
-        entries: dict[str, Tensor] = {}
-        for squares in self.direct.values():
-            entries |= squares.sums.mean(count)
+        entries = self.direct.mean(count) if self.direct.layers else {}
         if self.others is not None:
             entries |= self.others.mean(count).diagonal()
         parts: list[Curvature] = []
@@ -99,7 +97,7 @@ def make_sums(
         else chosen.accumulator(layer, weight_sharing)
         for name, layer in forms.layers.items()
     }
-    direct = {name: SquaredGradients(each) for name, each in forms.direct.items()}
+    direct = SquaredGradients(forms.direct)
     others = DiagonalJacobian(model, forms.others) if forms.others else None
     return forms, ModelSums(trainable_names(model), accumulators, direct, others)
 
@@ -112,15 +110,46 @@ _LEAST_ELSEWHERE = 2**30
 _FEWEST = 8  # examples at once, unless the caller bounds the memory
 
 
-def examples_at_once(
+class Room(NamedTuple):
+    """How much memory examples may take, and what one takes.
+
+    Parameters
+    ----------
+    total : int
+        The bytes that all examples may take.
+    each : int
+        The bytes that one takes in a forward and a backward pass.
+    held : int
+        What one takes for each backward pass whose gradients are added later.
+    fewest : int
+        Examples at once, even if they take more.
+    """
+
+    total: int
+    each: int
+    held: int
+    fewest: int
+
+    @property
+    def examples(self) -> int:
+        """The largest number of examples to run at once."""
+        return max(self.fewest, self.total // max(self.each, 1))
+
+    def passes(self, examples: int) -> int:
+        """Return of how many passes so many examples' gradients may be held."""
+        left = self.total - examples * self.each
+        return max(1, left // max(examples * self.held, 1))
+
+
+def room_for(
     model: nn.Module,
     forms: Forms,
     sums: ModelSums,
     positions: Positions,
     batch_size: int,
     max_batch_bytes: int | None,
-) -> int:
-    """Return the largest number of examples to run at once.
+) -> Room:
+    """Return how many examples, and how many passes of them, fit in memory.
 
     By default they take about as much memory as a training step, which holds all of a
     batch's examples and the gradients, or 64 MiB if that is more. Beside the examples
@@ -144,24 +173,24 @@ def examples_at_once(
         _bytes(forms.layers[name], forms.inputs[name], accumulator, positions)
         for name, accumulator in sums.accumulators.items()
     ]
-    for name, squares in sums.direct.items():
-        layer = squares.layer
+    for name, layer in sums.direct.layers.items():
         entries = layer.entries(forms.inputs[name])
         size = entries * layer.parameters()[0].element_size()
         wide = entries * layer.dtype.itemsize
-        sizes.append(_Bytes(4 * size, 2 * wide, wide))
+        sizes.append(_Bytes(4 * size, 2 * wide, wide, 0))
     passing = max((each.passing for each in sizes), default=0)
     beyond = sum(each.kept for each in sizes) + passing
+    later = sum(each.held for each in sizes)
     if max_batch_bytes is not None:
-        return max(1, max_batch_bytes // max(beyond, 1))
+        return Room(max_batch_bytes, beyond, later, 1)
     held = sum(each.nbytes for each in sums.accumulators.values())
     parameters = [*trainable(model).values()]
     on_cpu = all(p.device.type == "cpu" for p in parameters)
     gradients = sum(p.nbytes for p in parameters)
     forward = sum(each.forward for each in sizes)
     step = max(_SHARE * (batch_size * forward + gradients), _LEAST)
-    room = step - held if on_cpu else max(step - held, _LEAST_ELSEWHERE)
-    return max(_FEWEST, int(room / max(forward + beyond, 1)))
+    total = step - held if on_cpu else max(step - held, _LEAST_ELSEWHERE)
+    return Room(int(total), forward + beyond, later, _FEWEST)
 
 
 class _Bytes(NamedTuple):
@@ -173,11 +202,14 @@ class _Bytes(NamedTuple):
       the input's columns that are paired with it.
     - `passing`: held for one layer at a time: columns that are needed without
       gradients.
+    - `held`: the gradient's columns, of the positions that count, until those of
+      several passes are added.
     """
 
     forward: int
     kept: int
     passing: int
+    held: int
 
 
 def _bytes(
@@ -193,10 +225,13 @@ def _bytes(
     columns = 0
     if paired or accumulator.observes:
         columns = layer.input_columns(inputs[:1], None if paired else grid).numel()
-    outputs = weight.shape[0] * weight.shape[1] * math.prod(sizes)
+    channels = weight.shape[0] * weight.shape[1]
+    outputs = channels * math.prod(sizes)
+    held = outputs if paired else channels * positions.most_of_gradients(sizes)
     kept, passing = outputs + paired * columns, (not paired) * columns
     return _Bytes(
         2 * (inputs[:1].numel() + outputs) * weight.element_size(),
         kept * layer.dtype.itemsize,
         passing * layer.dtype.itemsize,
+        held * layer.dtype.itemsize,
     )

@@ -7,7 +7,6 @@ costs a backward pass; this file chooses the pieces that are worth it.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +26,9 @@ class OutputVectors(ABC):
 
     @abstractmethod
     def at(self, index: Tensor) -> Tensor:
-        """Return one vector at each position of an example, ``[n, T, C]``.
+        """Return one vector at each position of an example, ``[k, n, T, C]``.
 
-        `index` ``[n]`` is the number of the vector, for each example.
+        `index` ``[k, n]`` is the number of the vector, for each pass and example.
         """
 
     @abstractmethod
@@ -50,7 +49,7 @@ class GivenVectors(OutputVectors):
 
     def at(self, index: Tensor) -> Tensor:
         """Return one vector at each position."""
-        return self.values[index, torch.arange(len(index), device=index.device)]
+        return self.values[index, torch.arange(index.shape[1], device=index.device)]
 
     def __getitem__(self, rows: Tensor) -> "GivenVectors":
         """Return the vectors of some examples alone."""
@@ -88,7 +87,7 @@ class SoftmaxVectors(OutputVectors):
     Examples
     --------
     >>> vectors = SoftmaxVectors(torch.zeros(1, 1, 2))
-    >>> v = vectors.at(torch.tensor([0]))
+    >>> v = vectors.at(torch.tensor([[0]]))[0]
     >>> v.mT @ v
     tensor([[[ 0.2500, -0.2500],
              [-0.2500,  0.2500]]])
@@ -135,16 +134,21 @@ class SoftmaxVectors(OutputVectors):
 
     def at(self, index: Tensor) -> Tensor:
         """Return one column at each position, with classes in the logits' order."""
-        index = index.view(-1, 1, 1).expand(*self.p.shape[:2], 1)
-        below = -self.p / self.after.gather(-1, index)
+        k, positions = len(index), self.p.shape[1]
+        index = index[..., None, None].expand(-1, -1, positions, 1)
+
+        def each(values: Tensor) -> Tensor:
+            return values.expand(k, *values.shape)
+
+        below = -self.p / each(self.after).gather(-1, index)
         ranks = torch.arange(self.top.shape[-1], device=index.device)
-        likeliest = below.gather(-1, self.top)
+        likeliest = below.gather(-1, each(self.top))
         likeliest = torch.where(ranks > index, likeliest, (ranks == index).to(below))
-        column = below.scatter_(-1, self.top, likeliest)
+        column = below.scatter_(-1, each(self.top), likeliest)
         if self.drawn is not None:
             is_draw = (index == self.count - 1).to(below)
-            column.scatter_add_(-1, self.drawn, is_draw)
-        return column.mul_(self.pivots.gather(-1, index))
+            column.scatter_add_(-1, each(self.drawn), is_draw)
+        return column.mul_(each(self.pivots).gather(-1, index))
 
     def __getitem__(self, rows: Tensor) -> "SoftmaxVectors":
         """Return the columns of some examples alone."""
@@ -196,11 +200,11 @@ class Pieces:
         return squares.permute(2, 0, 1).flatten(0, 1)
 
     def pick(self, pieces: Tensor) -> Tensor:
-        """Return one piece of each example, ``[n]``, in the outputs' shape."""
+        """Return one piece of each example, ``[k, n]``, each in the outputs' shape."""
         values = self.vectors.at(pieces % self.vectors.count)
         if self.mask is not None:
             values = values * self.mask.unsqueeze(-1)
-        positions = values.shape[1]
+        positions = values.shape[2]
         # One pass for all positions: the products of two of them have random signs, and
         # are zero in expectation. Without signs, a pass is for one position alone.
         if self.generator is not None:
@@ -209,8 +213,8 @@ class Pieces:
         elif positions > 1:
             chosen = torch.div(pieces, self.vectors.count, rounding_mode="floor")
             every = torch.arange(positions, device=pieces.device)
-            values = values * (every == chosen.unsqueeze(1)).unsqueeze(-1)
-        return values.reshape(self.shape)
+            values = values * (every == chosen.unsqueeze(-1)).unsqueeze(-1)
+        return values.reshape(len(pieces), *self.shape)
 
     def __getitem__(self, rows: Tensor) -> "Pieces":
         """Return the pieces of some examples alone."""
@@ -305,16 +309,19 @@ class Group:
     order: Tensor
     counts: Tensor
 
-    def piece(self, index: int) -> Tensor:
-        """Return a pass's pieces, ``[len(rows), *outputs]``, 0 for examples without."""
-        chosen = self.order[min(index, len(self.order) - 1)]
-        picked = self.pieces.pick(chosen)
-        needed = index < self.counts
-        return picked * needed.reshape(-1, *[1] * (picked.dim() - 1))
+    def of_passes(self, start: int, stop: int) -> Tensor:
+        """Return some passes' pieces, ``[stop - start, len(rows), *outputs]``.
 
-    def all(self) -> Iterator[Tensor]:
-        """Yield every pass's pieces."""
-        return map(self.piece, range(len(self.order)))
+        They are 0 for examples that need fewer passes, and beyond `order`.
+        """
+        picked = self.pieces.pick(self.order[start:stop])
+        every = torch.arange(start, start + len(picked), device=picked.device)
+        needed = every.unsqueeze(1) < self.counts
+        picked = picked * needed.reshape(*needed.shape, *[1] * (picked.dim() - 2))
+        missing = stop - start - len(picked)
+        if not missing:
+            return picked
+        return torch.cat([picked, picked.new_zeros(missing, *picked.shape[1:])])
 
 
 def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
@@ -359,4 +366,6 @@ def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
     ]
     if largest * len(counts) > sum((1 + len(x.order)) * len(x.rows) for x in apart):
         return apart
-    return [group(sizes[-1], torch.arange(len(counts)))] if apart else []
+    rows = torch.arange(n, device=device)
+    whole = Group(sizes[-1] if sizes else 0, rows, pieces, order[:largest], kept.sum(0))
+    return [whole] if apart else []
