@@ -433,12 +433,14 @@ class CurvatureStrategy(Strategy):
             raise
         finally:
             run.journal.release()
-        if self.refine is not None and run.server_round < num_rounds:
-            text = "the model is not refined: the run ended before round %s"
-            logger.warning(text, num_rounds)
+        result = run.result()
+        if self.refine is not None and num_rounds and result.unrefined is None:
+            text = "the model is not refined: round %s was not done as the last one"
+            text += ", or its clients were gone. start(..., reopen=True) does it again"
+            logger.warning(text, run.server_round)
         logger.info("")
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
-        return run.result()
+        return result
 
     # --- Flower's hooks
 

@@ -198,9 +198,6 @@ class FedFisherOneShot(CurvatureStrategy):
                 f"and solver='{self.merge.solver}' has none by default: pass "
                 f"merge=MergeOptions(solver='{self.merge.solver}', anchor=0.03)"
             )
-        if aggregate == "parts" and self._filled.max_share < 1:
-            # The merge limits each client's share of a layer's curvature.
-            self.policy = replace(self.policy, max_curvature=math.inf)
 
     def _use_sums(self) -> None:
         """Set the options for sums; raise an error for those that need more."""
@@ -228,9 +225,15 @@ class FedFisherOneShot(CurvatureStrategy):
             # A first merge has no usual length of moves, which `trust` could limit.
             trust = math.inf if server_round == 1 else self.merge.trust
             step = partial(self._merge_uploads, replace(self.merge, trust=trust))
-            merging = [
-                Exchange(options, self._read, step, require_same_parameters=True)
-            ]
+            merge: Exchange[Any] = Exchange(
+                options,
+                self._read,
+                step,
+                require_same_parameters=True,
+                # The merge limits each client's share of a layer's curvature.
+                limit_curvature=self._filled.max_share >= 1,
+            )
+            merging = [merge]
         elif self.structure == "kfac":
             merging = KfacSums(self._filled, options).exchanges()
         else:

@@ -127,6 +127,27 @@ def test_who_has_another_kind_of_labels_is_named_before_it_trains(odd, caplog):
     assert caplog.text.count(said) == 1
 
 
+def test_who_was_left_out_is_left_out_after_a_restart(tmp_path):
+    trained, kept = [], {"checkpoint_dir": tmp_path, "resume": True}
+
+    def start(app):
+        strategy = FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=2)
+        return strategy.start(LocalGrid(app, 4), arrays(shared_state(model())), **kept)
+
+    class Dies(list):
+        def append(self, partition):
+            if len(self) == 2:
+                raise KeyboardInterrupt
+            super().append(partition)
+
+    likelihoods = ("categorical", "gaussian", *MOST)
+    with pytest.raises(KeyboardInterrupt):
+        start(app_of(lambda partition: model(), Dies(), likelihoods))
+    result = start(app_of(lambda partition: model(), trained, likelihoods))
+    assert len(result.uploads) == 3
+    assert 1 not in trained
+
+
 # What is frozen and never sent
 
 

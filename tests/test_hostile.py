@@ -78,6 +78,17 @@ def times(pattern, factor):
     return edit(pattern, lambda a: factor * a)
 
 
+def times_if_no_params(pattern, factor):
+    """Multiply curvature that comes without a model: that of the steps."""
+
+    def attack(content, sent=None):
+        (record,) = content.array_records.values()
+        if not any(re.search(NETWORK, key) for key in record):
+            times(pattern, factor)(content, sent)
+
+    return attack
+
+
 INDEFINITE = both(
     times(r"^\d", -1), edit("/kfac/.*/A$", arrow), times("/kfac/.*/G$", 1 / 3e-7)
 )
@@ -160,6 +171,19 @@ CASES = {
         "AFL",
         constant("^head/", 1e30),
         left("'head/cross': has other counts than rows"),
+    ),
+    "sums for a head x 1e9, of other labels": (
+        "FedFisher, pretrained",
+        both(
+            times("^head/(gram|square)$", 1e9),
+            edit("^head/cross$", lambda a: 1e9 * np.roll(a, 1, axis=-1)),
+        ),
+        limited(".*head"),
+    ),
+    "steps, F x 1e8": (
+        "FedFisher, refined",
+        times_if_no_params(CURVATURE, 1e8),
+        limited(".*curvature"),
     ),
     "sums, F x 1e6": (
         "FedFisher, sums",

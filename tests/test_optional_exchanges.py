@@ -13,13 +13,23 @@ from virtual import (
     same_bits,
     tiny_app,
     tiny_arrays,
+    tiny_client,
     tiny_data,
     tiny_model,
 )
 
+from flwr_fisher.client import make_client_app
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums
-from flwr_fisher.strategies import FedFisherOneShot, ServerState, Step, head_exchange
+from flwr_fisher.strategies import (
+    FedAvg,
+    FedFisherOneShot,
+    Refinement,
+    ServerState,
+    Step,
+    Waiting,
+    head_exchange,
+)
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -98,6 +108,64 @@ def test_one_client_that_fails_is_skipped_and_named(caplog):
     assert len(result.exchange_uploads["head"]) == 2
     assert "head: left out partition-1" in caplog.text
     assert len(result.uploads) == 3
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_what_few_clients_say_is_not_taken_for_what_all_say(left, caplog):
+    gone = {p: at_request(3, fail) for p in range(left, CLIENTS)}
+    with caplog.at_level(logging.WARNING, "flwr"):
+        result = run(WithHead, Watched(tamper=gone))
+    assert ("head" in result.exchange_uploads) == (left == 2)
+    assert ("but 2 is needed" in caplog.text) == (left == 1)
+
+
+def test_the_same_clients_are_asked_in_all_of_them():
+    """Who is not waited for in one exchange is asked in the next one."""
+    waiting = Waiting(enough_fraction=0.6)
+    strategy = FedFisherOneShot(
+        fraction_evaluate=0.0, refine=Refinement(steps=2), waiting=waiting
+    )
+    result = strategy.start(LocalGrid(tiny_app(), 10), tiny_arrays())
+    assert len(result.uploads) == 6
+    assert len(result.exchange_uploads) == 3
+    assert {len(uploads) for uploads in result.exchange_uploads.values()} == {4}
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedFisherOneShot])
+def test_a_head_asks_more_clients_than_a_round_samples(kind):
+    strategy = kind(fraction_train=0.4, fraction_evaluate=0.0, refine=Refinement())
+    result = strategy.start(LocalGrid(tiny_app(), 5), tiny_arrays())
+    assert len(result.uploads) == 2
+    assert len(result.exchange_uploads["head"]) == 5
+
+
+class StopsAfterTwo:
+    def on_round_end(self, server_round, arrays, history):
+        return server_round == 2
+
+
+def test_a_last_round_that_was_none_is_said_to_be_unrefined(tmp_path, caplog):
+    for rounds, callbacks in ((3, [StopsAfterTwo()]), (2, [])):
+        caplog.clear()
+        result = FedFisherOneShot(fraction_evaluate=0.0).start(
+            LocalGrid(tiny_app(), CLIENTS),
+            tiny_arrays(),
+            num_rounds=rounds,
+            checkpoint_dir=tmp_path,
+            resume=True,
+            callbacks=callbacks,
+        )
+        assert result.unrefined is None
+        assert "round 2 was not done as the last one" in caplog.text
+
+
+def test_a_client_may_count_fewer_examples_than_its_loader_has():
+    def client_fn(context):
+        return tiny_client(context.node_config["partition-id"], num_examples=4)
+
+    result = run(WithHead, make_client_app(client_fn))
+    counts = [float(u.payload.count) for u in result.exchange_uploads["head"]]
+    assert counts == [4.0] * CLIENTS
 
 
 def at_request(number, tamper):

@@ -410,6 +410,7 @@ def test_another_training_is_told_apart_and_the_same_is_known_again(tmp_path, wh
     [
         {"likelihood": "gaussian"},
         {"loss_fn": nn.functional.nll_loss},
+        {"loss_fn": nn.CrossEntropyLoss(label_smoothing=0.1)},
         {"limits": ClientLimits(max_examples=5)},
         {"batch_fn": lambda batch: batch},
         {"num_examples": 5},
@@ -417,6 +418,17 @@ def test_another_training_is_told_apart_and_the_same_is_known_again(tmp_path, wh
 )
 def test_another_client_of_the_same_data_hands_over_nothing(tmp_path, other):
     assert digest_of(client(tmp_path)) != digest_of(client(tmp_path, **other)) != ""
+
+
+def test_a_loss_of_other_settings_hands_over_nothing(tmp_path):
+    losses = [
+        {},
+        {"label_smoothing": 0.1},
+        {"weight": torch.tensor([1.0, 2.0, 3.0])},
+        {"weight": torch.tensor([1.0, 2.0, 4.0])},
+    ]
+    made = (client(tmp_path, loss_fn=nn.CrossEntropyLoss(**own)) for own in losses * 2)
+    assert len({digest_of(one) for one in made}) == len(losses)
 
 
 def test_another_layer_or_a_frozen_one_makes_another_upload(tmp_path):

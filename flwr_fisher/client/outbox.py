@@ -56,7 +56,13 @@ def settings_of(value: Any) -> Any:
     name = getattr(value, "__qualname__", type(value).__qualname__)
     if callable(settings := getattr(value, "settings", None)):
         return [name, settings_of(settings())]
-    return repr(value) if isinstance(value, torch.dtype | torch.nn.Module) else name
+    if isinstance(value, torch.Tensor):
+        return digest_of(name, {"": value})
+    if isinstance(value, torch.nn.Module):
+        public = {k: v for k, v in vars(value).items() if not k.startswith("_")}
+        plain = {k: v for k, v in public.items() if isinstance(v, float | str | None)}
+        return [repr(value), plain, digest_of(name, value.state_dict())]
+    return repr(value) if isinstance(value, torch.dtype) else name
 
 
 @dataclass(frozen=True)

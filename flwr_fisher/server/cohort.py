@@ -221,6 +221,12 @@ class Cohort:
         known = sorted(self._known.values(), key=lambda client: client.order)
         return list(dict.fromkeys(c.name for c in known if c.number in numbers))
 
+    def some_numbers(self, most: int) -> list[int]:
+        """Return the numbers of all clients that are known, or of `most` of them."""
+        known = sorted({client.number for client in self._known.values()})
+        chosen = random.Random(f"{self.seed}/some")
+        return chosen.sample(known, min(most, len(known)))
+
     def recall(self, client: Identity) -> None:
         """Restore a client's identity, with its node id before the resume."""
         self._known.setdefault(client.node, client)
@@ -464,7 +470,9 @@ class Cohort:
             content = RecordDict({"config": config})
             for reply in query(self.mailbox(grid), new, content, timeout, take):
                 take(reply)
-        trained = {n: t for n in nodes if (t := self._trained[n]) is not None}
+        # All that have answered in this run are compared, not these nodes alone.
+        known = sorted(self._trained, key=self.order)
+        trained = {n: t for n in known if (t := self._trained[n]) is not None}
         if text := adapter_warning(frozenset[str]().union(*trained.values())):
             self.warn_once(text, "products of adapters")
         reasons = {
@@ -476,7 +484,7 @@ class Cohort:
             (self._likelihoods, _other_labels),
         )
         for said, difference in told:
-            left = {n: said[n] for n in nodes if n in said and n not in reasons}
+            left = {n: said[n] for n in known if n in said and n not in reasons}
             for node, (other, whom) in unlike_most(left).items():
                 reasons[node] = difference(left[node], other, whom)
         return {node: ClientError(why) for node, why in reasons.items()}

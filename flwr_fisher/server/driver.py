@@ -158,7 +158,11 @@ class Driver:
             try:
                 for stage in self._stages(session, index):
                     index += 1
-                    previous = self._do_exchange(stage, index, config, previous)
+                    weights = self._do_exchange(stage, index, config, previous)
+                    # Optional exchanges ask the same clients one after another: if each
+                    # asked those that answered the last one, fewer would be left.
+                    if not (stage.optional and stage.clients == "previous"):
+                        previous = weights
             except RoundError as error:
                 if not exchange.optional:
                     raise

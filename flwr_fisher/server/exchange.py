@@ -290,7 +290,8 @@ class Exchange(Generic[P]):
         Which clients receive the request: by default the strategy's fraction of those
         that are connected, the same ones in each exchange of a round; or all that are
         connected; or those whose uploads the round's exchange before this one used,
-        with the weights that they had there; or those with the returned numbers.
+        with the weights that they had there (optional ones that asked such clients do
+        not count); or those with the returned numbers.
     require_same_parameters : bool, default False
         Skip, before they train, clients that train other parameters than most, or whose
         frozen parameters have other values.
@@ -324,6 +325,9 @@ class Exchange(Generic[P]):
         options=…)``; or None, to leave it out.
     quiet : bool, default False
         Whether its replies are not logged one by one.
+    limit_curvature : bool, default True
+        Whether the policy's `max_curvature` holds for its uploads. It need not where
+        the step itself limits what a client's curvature counts.
 
     Raises
     ------
@@ -347,6 +351,7 @@ class Exchange(Generic[P]):
     refines: bool = False
     prepare: "Callable[[ServerState, ServerState], Exchange[P] | None] | None" = None
     quiet: bool = False
+    limit_curvature: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.clients, str):

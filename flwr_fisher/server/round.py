@@ -5,6 +5,7 @@ disk, asks clients and receives their replies; ``step`` computes the next state 
 what the door admitted; ``close`` records whose uploads it used.
 """
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -165,9 +166,11 @@ class ExchangeRun(Generic[P]):
     ) -> None:
         self.strategy, self.exchange, self.state = strategy, exchange, state
         self.grid, self.journal, self.cohort = grid, journal, strategy.cohort
-        # An optional exchange takes what it can get, and waits for nobody.
-        self.needed = 1 if exchange.optional else strategy.min_train_nodes
+        # An optional exchange waits for nobody to connect. But what few clients say of
+        # the model must not be taken for what all of them say.
         self._numbers = exchange.numbers(state, previous)
+        half = (len(self._numbers or ()) + 1) // 2
+        self.needed = max(1, half) if exchange.optional else strategy.min_train_nodes
         # A collection window asks whoever connects, so it has no sample.
         self._window = strategy.waiting.window if self._numbers is None else None
         record = journal.record
@@ -184,6 +187,8 @@ class ExchangeRun(Generic[P]):
         again = exchange.clients == "previous" and not exchange.optional
         weights = previous if again else {}
         policy = strategy.policy
+        if not exchange.limit_curvature:
+            policy = replace(policy, max_curvature=math.inf)
         self.door = Door(self.cohort, policy, weighted_by, exchange, state, weights)
         self._sampled: set[str] | None = None  # names, or None for all that connect
         self._due: set[int] = set()  # nodes without a reply
@@ -329,13 +334,16 @@ class ExchangeRun(Generic[P]):
         """Reject the nodes with parameters that cannot be merged; return the rest."""
         if not self.exchange.require_same_parameters or not nodes:
             return nodes
-        # Those asked before count, too: a newcomer is compared with all.
-        everyone, timeout = [*self._requests, *nodes], self.strategy.timeout
-        mismatched = self.cohort.mismatched(
-            self.grid, everyone, self.state.params, timeout
-        )
+        # Those asked before count, too, and after a restart those that have replied: a
+        # newcomer is compared with all.
+        cohort, timeout, again = self.cohort, self.strategy.timeout, list[int]()
+        if self._sampled:
+            here = cohort.present(self.grid, timeout)
+            again = [n for n in here if cohort.name(n) in self._sampled]
+        everyone = [*dict.fromkeys([*self._requests, *again, *nodes])]
+        mismatched = cohort.mismatched(self.grid, everyone, self.state.params, timeout)
         for node in mismatched.keys() & set(nodes):
-            name, error = self.cohort.name(node), mismatched[node]
+            name, error = cohort.name(node), mismatched[node]
             self.door.left_out.reject(name, error, node, stage="configure_train")
         return [node for node in nodes if node not in mismatched]
 

@@ -54,6 +54,7 @@ from flwr_fisher.wire import (
 from flwr_fisher.wire.additive import GRADIENT, LOSS, GradientUpload
 
 _ANY_NUMBER = 2**53
+_MANY = 100  # clients that are enough for a head
 _ASKING: dict[str, Any] = {"clients": "previous", "optional": True, "refines": True}
 _SOLVED, _SCALES = "head", "head-scales"  # groups of the state's tensors
 _START, _START_HEAD = "start", ("start-head", "start-scales")
@@ -82,8 +83,9 @@ def refinements(
     """Return the exchanges after a round's step: norms' statistics, head, steps.
 
     A strategy lists them behind its last step that changes the model's weights. They
-    ask the clients of the exchange before. Only the run's last round has a head and
-    steps: a training that begins at a head in closed form ends in a worse merge.
+    ask the clients of the exchange before; with a `fraction_train` below 1, a head asks
+    a hundred clients, or all if there are fewer. Only the run's last round has a head
+    and steps: a training that begins at a head in closed form ends in a worse merge.
 
     Parameters
     ----------
@@ -104,8 +106,7 @@ def refinements(
     if wanted is None or server_round < strategy.num_rounds:
         return exchanges
     if wanted.head:
-        bounded = wanted.head == "auto" and not strategy.pretrained
-        exchanges += _head_exchanges(bounded=bounded, pretrained=strategy.pretrained)
+        exchanges += _head_exchanges(strategy, bounded=wanted.head == "auto")
     if wanted.steps:
         exchanges += _step_exchanges(wanted.steps)
     return exchanges
@@ -149,7 +150,7 @@ def head_first(
     if not strategy.pretrained or server_round > 1:
         return []
     known: Exchange[Any] = head_exchange(name="first head")
-    sums = replace(known, read=read_head, step=_solve_first)
+    sums = replace(known, read=read_head, step=_solve_first, clients="all")
     return [sums, _losses_of("first head", _choose_first, clients="previous")]
 
 
@@ -180,13 +181,20 @@ def head_exchange(
     )
 
 
-def _head_exchanges(*, bounded: bool, pretrained: bool) -> Sequence[Exchange[Any]]:
+def _head_exchanges(
+    strategy: CurvatureStrategy, *, bounded: bool
+) -> Sequence[Exchange[Any]]:
     """Return the exchanges for a head: for sums, and for the losses of candidates.
 
     If the run began with a pre-trained model, also for the losses of that one.
     """
+    pretrained = strategy.pretrained
+    bounded = bounded and not pretrained
     known: Exchange[Any] = head_exchange(name="head", **_ASKING)
     sums = replace(known, read=read_head, step=_solve_head)
+    if strategy.fraction_train < 1:
+        # A head forgets the classes that no asked client has.
+        sums = replace(sums, clients=lambda _: strategy.cohort.some_numbers(_MANY))
 
     def within(before: ServerState, now: ServerState) -> Exchange[Any]:
         """Ask for sums, if `bounded` of no more numbers than the model has."""

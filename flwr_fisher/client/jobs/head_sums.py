@@ -42,7 +42,7 @@ def head_sums_job(problem: LocalProblem, request: Request) -> Reply:
     data = problem.model, problem.train_batches, head
     sums = head_sums(*data, classes=problem.has_classes, targets=signs)
     upload = HeadUpload.of(*head_names(problem, head), str(problem.likelihood), sums)
-    return Reply({}, upload.to_arrays())
+    return Reply({}, upload.counting(problem.num_examples).to_arrays())
 
 
 def _head_of(problem: LocalProblem, named: str) -> str:

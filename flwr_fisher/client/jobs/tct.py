@@ -77,7 +77,7 @@ def tct_features_job(problem: LocalProblem, request: Request) -> Reply:
     """
     mine = _features(problem, request)
     upload = FeatureUpload.of(_about(mine), feature_sums(mine.raw()["features"]))
-    return Reply({}, upload.to_arrays())
+    return Reply({}, upload.counting(problem.num_examples).to_arrays())
 
 
 @register_job("tct-spectrum")

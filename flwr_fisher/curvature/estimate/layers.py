@@ -536,7 +536,7 @@ class SquaredGradients:
         if self._row is None:
             return found
         sizes = [p.numel() for p in self._of_norms.values()]
-        parts = (self._row / count).split(sizes)
+        parts = torch.split(self._row / count, sizes)
         for (name, p), part in zip(self._of_norms.items(), parts, strict=True):
             found[name] = part.view(p.shape).to(p.dtype)
         return found
