@@ -174,8 +174,8 @@ def test_it_is_made_once_a_process_by_forward_passes(monkeypatch):
     monkeypatch.setattr(train, "try_upload", counted)
     for config in ({}, {"server-round": 2}, {"structure": "diagonal"}):
         asked(client_of(lambda: Counting(3, 3)), **config)
-    assert tries == [4, 0, 4]  # the batch, its first example, and its halves
-    assert calls[:4] == [(n, False, False) for n in (4, 1, 2, 2)]
+    assert tries == [3, 0, 3]  # the batch, its first example, and its second half
+    assert calls[:3] == [(n, False, False) for n in (4, 1, 2)]
     ask(client_of(), tiny_arrays())  # without a Fisher
     assert len(tries) == 3
 

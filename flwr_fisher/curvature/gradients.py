@@ -12,6 +12,7 @@ from flwr_fisher.curvature.data import batches_of
 from flwr_fisher.curvature.losses import Loss, check_is_mean, checked_loss, loss_of
 from flwr_fisher.curvature.models import (
     check_outputs,
+    check_rows,
     device_of,
     evaluating,
     training,
@@ -122,7 +123,8 @@ def mean_derivatives(
             outputs = batch.inputs(model)
             if not count:
                 if not train_mode:
-                    check_outputs(model, batch.inputs, outputs)
+                    check_outputs(outputs, len(batch))
+                    check_rows(model, batch.inputs, outputs)
                 if isinstance(batch.labels, Tensor) and len(outputs) == len(batch):
                     check_is_mean(loss_fn, outputs.detach(), batch.labels)
             loss = checked_loss(loss_of(loss_fn, outputs, batch.labels))

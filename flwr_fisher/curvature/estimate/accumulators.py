@@ -120,8 +120,8 @@ class KroneckerAccumulator(LayerAccumulator):
 
     def __init__(self, layer: KroneckerLayer) -> None:
         super().__init__(layer)
-        groups, outputs, inputs = layer.matrices().shape
-        like = layer.kernel.new_zeros((), dtype=layer.dtype)
+        groups, outputs, inputs = layer.shape
+        like = layer.kernel.new_empty(0, dtype=layer.dtype)
         self.A = SecondMoment(groups, inputs, like)
         self.G = SecondMoment(groups, outputs, like)
 
@@ -174,7 +174,7 @@ class DiagonalAccumulator(LayerAccumulator):
 
     def __init__(self, layer: KroneckerLayer) -> None:
         super().__init__(layer)
-        self.total = torch.zeros_like(layer.matrices(), dtype=layer.dtype)
+        self.total = layer.kernel.new_zeros(layer.shape, dtype=layer.dtype)
 
     def add_pairs(self, inputs: Tensor, gradients: Columns) -> None:
         """Add the squares of the gradients ``sum_t g_t a_t^T``, example by example."""

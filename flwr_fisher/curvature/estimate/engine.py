@@ -117,9 +117,8 @@ class Engine:
         positions = Positions(most, expectation.seed)
         room = room_for(model, forms, sums, positions, len(first), max_batch_bytes)
         if isinstance(first.labels, Tensor):
-            few = first[:_FEW]
-            with torch.no_grad():
-                outputs = few.inputs(model)
+            few = first[: min(_FEW, len(forms.outputs), len(first))]
+            outputs = forms.outputs[: len(few)]
             expectation.likelihood.check_labels(outputs, few.labels)
         return cls(model, sums, expectation, positions, room)
 
@@ -341,7 +340,7 @@ class Engine:
             single = [
                 x for name, x in self.layers.items() if math.prod(sizes[name]) == 1
             ]
-            entries += n * sum(x.matrices().shape[:2].numel() for x in single)
+            entries += n * sum(len(x.kernel) for x in single)
         most = max(1, _MOST_ENTRIES // max(entries, 1))
         if not self._on_cpu:
             most = min(most, self.room.passes(n))

@@ -24,11 +24,11 @@ example i at a layer, for random gradients :math:`v_i` of the model's outputs.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from flwr_fisher.curvature.estimate.layers import (
     layer_of,
 )
 from flwr_fisher.curvature.estimate.pieces import drawn
-from flwr_fisher.curvature.models import check_outputs
+from flwr_fisher.curvature.models import check_outputs, check_rows
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import trainable_names, widened
 
@@ -137,15 +137,18 @@ class Forms:
     direct : dict[str, DirectLayer]
         Norms and embeddings.
     inputs : dict[str, Tensor]
-        The inputs of each of these layers for a few examples.
+        The inputs of each of these layers for one example.
     others : list[str]
         All other parameters, which need per-example gradients.
+    outputs : Tensor
+        The model's for the first examples of the batch.
     """
 
     layers: dict[str, KroneckerLayer]
     direct: dict[str, DirectLayer]
     inputs: dict[str, Tensor]
     others: list[str]
+    outputs: Tensor
 
     @classmethod
     def of(
@@ -169,30 +172,43 @@ class Forms:
         StructureError
             If an example has no row of outputs, or its outputs depend on the others.
         """
-        layers = layers_by_type(model)
+        layers, seen = layers_by_type(model), dict[str, Tensor]()
         inputs = inputs.mapped(_telling)
-        # Twice the same example, where there is one: one alone mixes with no other.
-        few = concatenated([inputs[:_FEW]] * 2)[:_FEW]
-        outputs, taps = tapped_forward(model, few, layers)
-        calls = {name: each[0] for name, each in taps.items() if each}
-        size = len(inputs)
+        size, first = len(inputs), None
         if max_bytes is not None:
-            activations = sum(call.inputs.numel() for call in calls.values())
-            entries = 2 * activations + 4 * outputs.numel()
-            size = max(1, max_bytes * len(few) // (entries * outputs.itemsize))
-        del outputs, taps
-        whole = inputs[: max(size, 2)] if len(inputs) > 1 else few
-        check_outputs(model, whole, whole(model))
+            size = _fitting(model, inputs, layers, max_bytes)
         for part in inputs.split(size):
             several = part if len(part) > 1 else concatenated([part, part])
-            layers = passing(model, several, layers)
+            outputs, taps = tapped_forward(model, several, layers)
+            check_outputs(outputs, len(several))
+            layers = passing(several, layers, outputs, taps)
+            if first is None:
+                # Behind the backward passes, because a forward pass may change in place
+                # what they need.
+                first = outputs.detach()
+                seen = {n: each[0].inputs[:1] for n, each in taps.items() if each}
+                check_rows(model, several, first)
+        assert first is not None
         taken = {parameter for layer in layers.values() for parameter in layer.names}
         return cls(
             {n: x for n, x in layers.items() if isinstance(x, KroneckerLayer)},
             {n: x for n, x in layers.items() if isinstance(x, DirectLayer)},
-            {name: calls[name].inputs for name in layers},
+            {name: seen[name] for name in layers},
             [name for name in trainable_names(model) if name not in taken],
+            first,
         )
+
+
+def _fitting(
+    model: nn.Module, inputs: Inputs, layers: Mapping[str, Layer], max_bytes: int
+) -> int:
+    """Return about how many examples' activations and gradients fit in memory."""
+    few = concatenated([inputs[:_FEW]] * 2)[:_FEW]
+    outputs, taps = tapped_forward(model, few, layers)
+    activations = sum(each[0].inputs.numel() for each in taps.values() if each)
+    entries = 2 * activations + 4 * outputs.numel()
+    # Two at least, since one example alone mixes with no other.
+    return max(2, max_bytes * len(few) // (entries * outputs.itemsize))
 
 
 def _telling(inputs: Tensor) -> Tensor:
@@ -227,20 +243,22 @@ def layers_by_type(model: nn.Module) -> dict[str, Layer]:
 
 
 def passing(
-    model: nn.Module, inputs: Inputs, layers: Mapping[str, Layer]
+    inputs: Inputs,
+    layers: Mapping[str, Layer],
+    outputs: Tensor,
+    taps: Mapping[str, list[Tap]],
 ) -> dict[str, Layer]:
     """Return the layers whose form gives each example's gradient, as autograd does.
 
     Parameters
     ----------
-    model : nn.Module
-        In eval mode.
     inputs : Inputs
         At least two examples.
     layers : Mapping[str, Layer]
         The layers to check.
+    outputs, taps
+        What :func:`tapped_forward` returned for them.
     """
-    outputs, taps = tapped_forward(model, inputs, layers)
     # First, what needs no gradient: one call, with a row for each example, whose shapes
     # are those of the layer's own operation.
     calls = {
@@ -250,10 +268,9 @@ def passing(
     }
     if not calls:
         return {}
-    names = list(calls)
-    parameters = [layers[name].parameters() for name in names]
-    edges = [calls[name].edge() for name in names]
-    leaves = [get_gradient_edge(p) for of_layer in parameters for p in of_layer]
+    edges = [call.edge() for call in calls.values()]
+    counts = [len(layers[name].names) for name in calls]
+    leaves = [get_gradient_edge(p) for name in calls for p in layers[name].parameters()]
     generator = torch.Generator().manual_seed(0)
     of_one = outputs.reshape(len(inputs), -1)[:, 0]
     v, c = (drawn(Tensor.normal_, each, generator) for each in (outputs, of_one))
@@ -262,21 +279,24 @@ def passing(
     )
     second = torch.autograd.grad(outputs, edges, v * _rows(c, v), allow_unused=True)
     of_leaves = iter(first[len(edges) :])
-    flags = {}
-    for name, of_layer, r, r_again in zip(
-        names, parameters, first, second, strict=False
-    ):
-        gradients = [next(of_leaves) for _ in of_layer]
+    seen = dict[str, _Seen]()
+    for name, r, r_again, count in zip(calls, first, second, counts, strict=False):
+        gradients = [next(of_leaves) for _ in range(count)]
         missing = [each is None or each.is_sparse for each in gradients]
-        if r is None or r_again is None or any(missing):
-            continue
-        flags[name] = _is_own(r, r_again, c) & _is_sum(
-            layers[name], calls[name].inputs, r, gradients
-        )
-    if not flags:
-        return {}
-    answers = torch.stack(list(flags.values())).tolist()  # a device is waited for once
-    return {n: layers[n] for n, answer in zip(flags, answers, strict=True) if answer}
+        if r is not None and r_again is not None and not any(missing):
+            layer, inputs_of = layers[name], calls[name].inputs
+            seen[name] = _Seen(layer, inputs_of, r, widened(r_again), gradients)
+    return _passed(seen, c) if seen else {}
+
+
+class _Seen(NamedTuple):
+    """What two backward passes show of a layer: its input, r, r again, gradients."""
+
+    layer: Layer
+    inputs: Tensor
+    r: Tensor
+    r_again: Tensor
+    gradients: list[Tensor]
 
 
 def _fits(layer: Layer, call: Tap, count: int) -> bool:
@@ -291,45 +311,64 @@ def _fits(layer: Layer, call: Tap, count: int) -> bool:
     )
 
 
-def _is_own(r: Tensor, r_again: Tensor, c: Tensor) -> Tensor:
-    """Return, as a tensor, whether each row depends on its own example alone."""
-    wide = widened(r)
-    wanted = wide * _rows(c, r).to(wide)
-    errors = torch.linalg.vector_norm((wanted - r_again).flatten(1), dim=1)
-    norms = torch.linalg.vector_norm(wanted.flatten(1), dim=1)
+def _passed(seen: Mapping[str, _Seen], c: Tensor) -> dict[str, Layer]:
+    """Return the layers that pass; all are compared at once, in few operations."""
+    every = list(seen.values())
+    wide = [widened(each.r) for each in every]
+    # 1. Each row depends on its own example alone.
+    wanted = torch._foreach_mul(wide, [_rows(c, r).to(r) for r in wide])
+    off = torch._foreach_sub(wanted, [each.r_again for each in every])
+    errors, norms = (
+        torch.stack([torch.linalg.vector_norm(x.flatten(1), dim=1) for x in some])
+        for some in (off, wanted)
+    )
     # Row by row: the two rows of examples that change places are few among many.
-    allowed = 2 * _tolerance(r.dtype) * (norms + norms.square().mean().sqrt())
-    own: Tensor = errors.le(allowed).all()
-    return own
+    tolerance = max(_tolerance(each.r.dtype) for each in every)
+    typical = norms.square().mean(1, keepdim=True).sqrt()
+    own = errors.le(2 * tolerance * (norms + typical)).all(1)
+    # 2. The examples' gradients add up to autograd's, parameter by parameter: a
+    # weight's gradient may be far smaller than that of the bias.
+    sums = [widened(x) for each in every for x in _summed(each)]
+    gradients = [widened(x) for each in every for x in each.gradients]
+    tolerance = max(_tolerance(x.dtype) for each in every for x in each.gradients)
+    distances = torch._foreach_norm(torch._foreach_sub(sums, gradients))
+    # A bias before a norm has no other gradient than rounding. A weight's gradients are
+    # products.
+    sizes = torch._foreach_norm(wide, 1)
+    columns = [k for k, x in enumerate(every) if isinstance(x.layer, KroneckerLayer)]
+    products = dict[int, Tensor]()
+    if columns:
+        pairs = [wide[k] for k in columns], [widened(every[k].inputs) for k in columns]
+        found = torch._foreach_mul(*(torch._foreach_norm(list(x)) for x in pairs))
+        products = dict(zip(columns, found, strict=True))
+    rounding = list[Tensor]()
+    for k, each in enumerate(every):
+        rounding += [sizes[k]] * len(each.gradients)
+        if k in products:
+            rounding[-len(each.gradients)] = products[k]
+    unit = _ROUNDINGS * max(torch.finfo(x.dtype).eps for x in wide)
+    most = tolerance * torch.stack(list(torch._foreach_norm(gradients)))
+    equal = torch.stack(list(distances)).le(most + unit * torch.stack(rounding))
+    answers = torch.cat([own, equal]).tolist()  # a device is waited for once
+    owns, rest = answers[: len(every)], iter(answers[len(every) :])
+    passes = {
+        name: all([is_own, *(next(rest) for _ in each.gradients)])
+        for (name, each), is_own in zip(seen.items(), owns, strict=True)
+    }
+    return {name: each.layer for name, each in seen.items() if passes[name]}
 
 
-def _is_sum(
-    layer: Layer, inputs: Tensor, r: Tensor, gradients: Iterable[Tensor]
-) -> Tensor:
-    """Return, as a tensor, whether the examples' gradients add up to autograd's.
-
-    The parameters are compared one by one: a weight's gradient may be far smaller than
-    that of the bias.
-    """
+def _summed(seen: _Seen) -> list[Tensor]:
+    """Return the sums of the examples' gradients, as the layer's form computes them."""
+    layer, inputs, r, *_ = seen
     size = len(inputs)
     if isinstance(layer, KroneckerLayer):  # whose columns may be large
-        size = max(1, _AT_ONCE // layer.input_columns(inputs[:1]).numel())
+        size = max(1, _AT_ONCE // layer.num_column_entries(inputs.shape))
     parts = zip(torch.split(inputs, size), torch.split(r, size), strict=True)
-    sums = [layer.gradients(a, g) for a, g in parts]
-    totals = [torch.stack(terms).sum(0) for terms in zip(*sums, strict=True)]
-    # A bias before a norm has no other gradient than rounding.
-    wide = widened(r)
-    unit = _ROUNDINGS * torch.finfo(wide.dtype).eps
-    rounding = [unit * wide.abs().sum()] * len(totals)
-    if isinstance(layer, KroneckerLayer):  # a weight's gradients are products
-        norms = torch.linalg.vector_norm(wide), torch.linalg.vector_norm(inputs)
-        rounding[0] = unit * norms[0] * norms[1]
-    equal = []
-    for total, wanted, allowed in zip(totals, gradients, rounding, strict=True):
-        a, b = widened(total), widened(wanted)
-        most = _tolerance(wanted.dtype) * torch.linalg.vector_norm(b) + allowed
-        equal.append(torch.dist(a, b).le(most))
-    return torch.stack(equal).all()
+    first, *others = [layer.gradients(a, g) for a, g in parts]
+    for terms in others:
+        first = [total + term for total, term in zip(first, terms, strict=True)]
+    return first
 
 
 def _tolerance(dtype: torch.dtype) -> float:

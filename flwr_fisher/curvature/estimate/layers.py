@@ -18,6 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
 from typing import Any, cast
 
@@ -185,6 +186,21 @@ class KroneckerLayer(Layer):
     def kernel(self) -> Tensor:
         """The weight."""
         return self.parameters()[0].detach()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of :meth:`matrices`."""
+        kernel, groups = self.kernel, self.groups
+        inputs = kernel[0].numel() + (self.bias is not None)
+        return groups, len(kernel) // groups, inputs
+
+    def num_column_entries(self, inputs: torch.Size, grid: Grid | None = None) -> int:
+        """Return the entries of one example's input columns, for such inputs."""
+        groups, _, size = self.shape
+        sizes = self.positions(inputs)
+        cuts = grid or (slice(None),) * len(sizes)
+        points = [len(range(n)[cut]) for n, cut in zip(sizes, cuts, strict=True)]
+        return groups * size * math.prod(points)
 
     def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
         """Return the parameters' gradients for a given gradient of the output."""
@@ -498,13 +514,18 @@ class SquaredGradients:
         self.embeddings = {
             k: v for k, v in layers.items() if isinstance(v, EmbeddingRows)
         }
-        rows, self._of_norms = list[Tensor](), dict[str, Tensor]()
-        for norm in self.norms.values():
-            own = dict(zip(norm.names, norm.parameters(), strict=True))
-            self._of_norms |= own
-            rows += [torch.zeros_like(p, dtype=norm.dtype) for p in own.values()]
+        self._of_norms = {
+            name: parameter
+            for norm in self.norms.values()
+            for name, parameter in zip(norm.names, norm.parameters(), strict=True)
+        }
         # All norms' sums are one row, so that a pass adds to them at once.
-        self._row = torch.cat([x.flatten() for x in rows]) if rows else None
+        self._row: Tensor | None = None
+        if self._of_norms:
+            dtypes = [norm.dtype for norm in self.norms.values()]
+            like = next(iter(self._of_norms.values()))
+            size = sum(p.numel() for p in self._of_norms.values())
+            self._row = like.new_zeros(size, dtype=reduce(torch.promote_types, dtypes))
         self._sums = Sums(
             {name: x.layer.weight for x in self.embeddings.values() for name in x.names}
         )
@@ -558,6 +579,8 @@ def layer_of(module: nn.Module, weight: str | None, bias: str | None) -> Layer |
         return ConvolutionLayer(module, weight, bias)
     if isinstance(module, nn.Embedding):
         return EmbeddingRows(module, weight, bias)
+    if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
+        return None  # it normalises by its batch
     if isinstance(module, (*_BATCH_NORMS, *_FEATURE_NORMS, nn.GroupNorm)):
         return AffineNorm(module, weight, bias)
     return None

@@ -93,7 +93,7 @@ def make_sums(
     chosen = STRUCTURES[structure]
     accumulators = {
         name: diagonal_of(layer)
-        if max(layer.matrices().shape[1:]) > LARGEST_FACTOR
+        if max(layer.shape[1:]) > LARGEST_FACTOR
         else chosen.accumulator(layer, weight_sharing)
         for name, layer in forms.layers.items()
     }
@@ -219,18 +219,18 @@ def _bytes(
     positions: Positions,
 ) -> _Bytes:
     """Return an example's bytes at a layer with a Kronecker form."""
-    sizes, weight = layer.positions(inputs.shape), layer.matrices()
+    sizes = layer.positions(inputs.shape)
     paired = accumulator.takes_inputs
     grid, _ = positions.of_inputs(sizes)
     columns = 0
     if paired or accumulator.observes:
-        columns = layer.input_columns(inputs[:1], None if paired else grid).numel()
-    channels = weight.shape[0] * weight.shape[1]
+        columns = layer.num_column_entries(inputs.shape, None if paired else grid)
+    channels = len(layer.kernel)
     outputs = channels * math.prod(sizes)
     held = outputs if paired else channels * positions.most_of_gradients(sizes)
     kept, passing = outputs + paired * columns, (not paired) * columns
     return _Bytes(
-        2 * (inputs[:1].numel() + outputs) * weight.element_size(),
+        2 * (inputs[:1].numel() + outputs) * layer.kernel.element_size(),
         kept * layer.dtype.itemsize,
         passing * layer.dtype.itemsize,
         held * layer.dtype.itemsize,
