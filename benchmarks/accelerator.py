@@ -11,6 +11,13 @@ two batches. Networks are those of `engine.py`. *Waits a batch* are the third ba
 *other waits* are the rest, with the check of the layers' forms. Merges are of three
 clients, whose uploads are in the machine's memory, by the default solver. After a
 merge, clients send sums for a head, losses of five heads, and gradients for steps.
+
+*Operations* are those that a device has to be told of one by one: neither views nor
+allocations. Small networks and small batches are bound by nothing else. They are in
+those of a gradient pass: of a second batch, and *beside* it, of what comes once for all
+batches. Beside ours are those of curvlinops' K-FAC, where it is installed (engine.py
+says how): it takes linear layers and convolutions alone, ours the diagonal of
+everything else, too.
 """
 
 import argparse
@@ -21,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +58,13 @@ if OPTIONS.device == "pretended":
     pretend()
 
 import torch  # noqa: E402
-from engine import cases, training  # noqa: E402
+from engine import OURS, cases, theirs, training  # noqa: E402
 from harness.page import RESULTS, blocks, numbers_of, opening, write_page  # noqa: E402
 from harness.tables import head, row  # noqa: E402
 from harness.timing import peak_bytes  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from flwr_fisher.curvature import FisherOptions, fisher, gradient  # noqa: E402
 from flwr_fisher.curvature.losses import cross_entropy  # noqa: E402
@@ -65,6 +75,12 @@ from flwr_fisher.tangent.frozen_head import head_losses  # noqa: E402
 
 NETWORKS = ("LeNet", "CNN", "ResNet-18", "small ViT")
 STRUCTURES = ("kfac", "diagonal")
+COUNTED = ("sampled", "default", "all classes")  # of engine.py's
+PEER = "curvlinops, sampled"
+LAUNCH_NOTHING = (  # and are no views
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    *("detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh"),
+)
 APART = 0.25  # relative: what a device's own figures may differ by unsaid
 Found = dict[str, dict[str, float]]
 
@@ -156,6 +172,58 @@ def of_reading(
     }
 
 
+class Operations(TorchDispatchMode):
+    """Counts the operations on a device, but for views and allocations."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.count = device, 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Count one, and do it."""
+        result = operation(*args, **(kwargs or {}))
+        name = operation.name().partition("::")[2].partition(".")[0]
+        if not operation.is_view and name not in LAUNCH_NOTHING:
+            parts = tree_leaves((args, kwargs, result))
+            tensors = (part for part in parts if isinstance(part, torch.Tensor))
+            self.count += any(t.device.type == self.device.type for t in tensors)
+        return result
+
+
+def of_operations(
+    model: nn.Module, batches: list[Any], device: torch.device
+) -> dict[str, list[float]]:
+    """Return the operations of a second batch, and beside it, in those of a pass."""
+
+    def counted(compute: Callable[[list[Any]], object]) -> tuple[int, int]:
+        counts = []
+        for number in (1, 2):
+            with Operations(device) as seen:
+                compute(batches[:number])
+            counts.append(seen.count)
+        return counts[1] - counts[0], 2 * counts[0] - counts[1]
+
+    training(model, batches)
+    one, _ = counted(lambda some: training(model, some))
+    computed: dict[str, Callable[[list[Any]], object]] = {
+        name: partial(
+            lambda kind, options, some: fisher(
+                model, [x for x, _ in some], kind, options=options
+            ),
+            *OURS[name],
+        )
+        for name in COUNTED
+    }
+    if find_spec("curvlinops") is not None:
+        computed[PEER] = lambda some: theirs(model, some, "mc")
+    return {
+        name: [each / one for each in counted(compute)]
+        for name, compute in computed.items()
+    }
+
+
 def of_merge(structure: str, device: torch.device) -> dict[str, float]:
     """Return how often a merge of three LeNets waits, and its number of layers."""
     model, batches = networks()["LeNet"]
@@ -177,7 +245,7 @@ def of_merge(structure: str, device: torch.device) -> dict[str, float]:
 def measured(device: torch.device) -> dict[str, Found]:
     """Return every figure."""
     torch.manual_seed(0)
-    found: dict[str, Found] = {"client": {}, "merge": {}}
+    found: dict[str, Found] = {"client": {}, "merge": {}, "operations": {}}
     for name, (model, batches) in networks().items():
         here = model.to(device)
         data = [tuple(part.to(device) for part in batch) for batch in batches]
@@ -185,6 +253,11 @@ def measured(device: torch.device) -> dict[str, Found]:
             key = f"{what}, {name}"
             found["client"][key] = of_reading(here, data, compute, device)
             print(key, found["client"][key], flush=True)
+        for what, counts in of_operations(here, data, device).items():
+            batch, beside = counts
+            own = {"a-batch": batch, "beside": beside}
+            found["operations"][f"{what}, {name}"] = own
+            print(f"operations, {what}, {name}", own, flush=True)
     for structure in STRUCTURES:
         found["merge"][structure] = of_merge(structure, device)
     return found
@@ -201,10 +274,16 @@ def page(found: dict[str, Found]) -> list[str]:
         memory.append(row(name, *(f"{each['memory']:.1f}" for each in every)))
         cells = (f"{e['waits-a-batch']:g}, {e['other-waits']:g}" for e in every)
         counts.append(row(name, *cells))
+    operations = head("a batch, and beside it", *NETWORKS)
+    for name in (*COUNTED, PEER):
+        rows = (found["operations"].get(f"{name}, {n}") for n in NETWORKS)
+        cells = (f"{e['a-batch']:.1f}, {e['beside']:.1f}" if e else "" for e in rows)
+        operations.append(row(name, *cells))
     merges = head("structure", "layers", "waits")
     for name, each in found["merge"].items():
         merges.append(row(name, *(f"{each[key]:g}" for key in ("layers", "waits"))))
     parts = (where, "## Memory, in that of a training step", memory)
+    parts += ("## Operations, in those of a gradient pass", operations)
     parts += ("## Waits of a client", counts, "## Waits of a merge", merges)
     return blocks(opening("On an accelerator", __doc__), *parts)
 

@@ -22,8 +22,8 @@ could be had here.
 
 *As merged* is the model before its last head. Of the first split: *requests* are all of
 a run, *MB* what a client uploads in them, and *minutes* are of all clients and the
-server, on a core of a CPU that had other work, too; FedFisher's are without the
-training, which is FedAvg's.
+server, on a core of a CPU that had other work, too. FedFisher's clients load what
+FedAvg's have trained, and the minutes of this training are added.
 """
 
 from argparse import Namespace
@@ -47,7 +47,14 @@ from harness.size import sized
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from studies.pretrained.cell import Data, Federation
-from studies.pretrained.published import AFL_ROW, FEW, MERGED, Scores, of_images
+from studies.pretrained.published import (
+    AFL_ROW,
+    FEW,
+    MERGED,
+    TRAINED_ROW,
+    Scores,
+    of_images,
+)
 from studies.pretrained.transformers import of_digits, of_texts
 from studies.unseen.data import TEXTS
 
@@ -59,7 +66,6 @@ PARTS = {  # other federations of images, and their seeds
     "10 clients": ({"clients": 10}, range(2, sized(4, 3))),
     "20 clients": ({"clients": 20}, range(4, 5)),
     f"{ALL} images": ({"images": ALL}, range(sized(2, 1))),
-    f"{ALL} images, 6 epochs": ({"images": ALL, "epochs": 6}, range(1)),
 }
 RATES = {"digits": 0.003, "texts": 0.01}
 TITLES = {
@@ -75,8 +81,10 @@ Found = Mapping[str, Mapping[str, Sequence[Mapping[str, Scores]]]]  # by kind, p
 def images(split: Federation, options: Namespace) -> dict[str, Scores]:
     """Return a split's rows."""
     data = Data(NETWORK, options.data_dir, CPU, CACHE / "pretrained")
-    rounds = split == replace(IMAGES, seed=split.seed) and split.seed in FEW
-    return of_images(split, data).rows(rounds=rounds)
+    usual = replace(IMAGES, alpha=split.alpha, seed=split.seed) == split
+    rounds = usual and split.seed in FEW
+    more = rounds and split.alpha == IMAGES.alpha
+    return of_images(split, data).rows(rounds=rounds, more=more)
 
 
 def other(kind: str, split: Federation, options: Namespace) -> dict[str, Scores]:
@@ -124,6 +132,8 @@ def table(splits: Sequence[Mapping[str, Scores]]) -> list[str]:
             requests, megabytes, seconds = (
                 own[0][key] for key in ("requests", "MB", "seconds")
             )
+            if name != AFL_ROW and not own[0]["training"]:
+                seconds += splits[0][TRAINED_ROW]["training"]
             costs = [f"{requests:.0f}", f"{megabytes:.2g}", f"{seconds / 60:.2g}"]
         few = f" ({len(own)} splits)" if len(own) < len(splits) else ""
         lines.append(row(f"{name}{few}", *cells, *costs))

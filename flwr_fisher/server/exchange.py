@@ -313,7 +313,8 @@ class Exchange(Generic[P]):
         last round's uploads under it.
     optional : bool, default False
         Whether the round is good without it. Only clients that are connected are asked,
-        one usable reply is enough, and who does not answer is skipped. If it fails, the
+        half of those that it names are enough, and who does not answer is skipped. If
+        it fails, the
         model of the step before remains, and the log says so. Its step does not change
         the result's `uploads` and `details`. Clients are weighted by their examples.
     refines : bool, default False

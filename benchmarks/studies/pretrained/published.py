@@ -23,16 +23,15 @@ from studies.pretrained.networks import NETWORKS, make
 from studies.refinement.runs import counting
 
 AFL_ROW = "AFL: the published features"
+TRAINED_ROW = "FedAvg, the same requests"
 ONCE = {
-    "FedAvg, the same requests": FedAvg,
+    TRAINED_ROW: FedAvg,
     "FedFisher, the default": FedFisherOneShot,
 }
 MERGED = "as merged"
 STEPS, STEPS_ROW = 3, "FedFisher, then three steps"
-ROUNDS = {
-    "FedAvg, a round for each epoch": FedAvg,
-    "FedFisher, a round for each epoch": FedFisherOneShot,
-}
+ROUNDS = "FedAvg, a round for each epoch"
+MORE_ROUNDS = "FedFisher, a round for each epoch"
 FEW = range(sized(2, 1))  # seeds that have several rounds
 Scores = dict[str, float]
 
@@ -67,20 +66,26 @@ class Problem:
     epochs: int
     trained: dict[int, Params] = field(default_factory=dict)
 
-    def rows(self, *, rounds: bool) -> dict[str, Scores]:
-        """Return each row's scores; with `rounds`, also those of more exchanges."""
+    def rows(self, *, rounds: bool, more: bool = False) -> dict[str, Scores]:
+        """Return each row's scores.
+
+        With `rounds` also FedAvg's of several rounds, and with `more` FedFisher's, and
+        those after steps.
+        """
         torch.set_num_threads(1)
         own = {"fraction_evaluate": 0.0}
         found = {AFL_ROW: self.run(AFL(**own))[""]}
-        more = {**own, "pretrained": True, "refine": Refinement()}
+        known = {**own, "pretrained": True, "refine": Refinement()}
         for name, kind in ONCE.items():
-            for part, scores in self.run(kind(**more)).items():
+            for part, scores in self.run(kind(**known)).items():
                 found[f"{name}, {part}" if part else name] = scores
         if rounds:
-            steps = FedFisherOneShot(**{**more, "refine": Refinement(steps=STEPS)})
+            found[ROUNDS] = self.run(FedAvg(**known), self.epochs)[""]
+        if more:
+            steps = FedFisherOneShot(**{**known, "refine": Refinement(steps=STEPS)})
             found[STEPS_ROW] = self.run(steps)[""]
-            for name, kind in ROUNDS.items():
-                found[name] = self.run(kind(**more), self.epochs)[""]
+            again = FedFisherOneShot(**known)
+            found[MORE_ROUNDS] = self.run(again, self.epochs)[""]
         return found
 
     def run(self, strategy: Any, rounds: int = 1) -> dict[str, Scores]:
