@@ -147,9 +147,17 @@ def test_evaluation_without_clients_costs_the_run_nothing(clock, caplog):
 def test_a_silent_node_delays_the_start_by_seconds(clock):
     app = Watched()
     grid = ClockedGrid(app, {1: Behaviour(answers=inf)}, clock, 4)
-    result = start(grid, timeout=3600)
+    result = start(grid, num_rounds=2, timeout=3600)
     assert result.train_metrics_clientapp[1]["num-replies"] == 3
-    assert clock.now < 15
+    assert clock.now < 20
+
+
+@pytest.mark.parametrize(("answers", "replies"), [(100.0, 4), (inf, 3)])
+def test_in_one_shot_every_connected_node_is_waited_for(clock, answers, replies):
+    grid = ClockedGrid(quick_app(), {1: Behaviour(answers=answers)}, clock, 4)
+    result = start(grid, timeout=3600)
+    assert result.train_metrics_clientapp[1]["num-replies"] == replies
+    assert 100 < clock.now < 150
 
 
 def test_a_node_that_starts_again_is_waited_for_where_it_is_wanted(clock):

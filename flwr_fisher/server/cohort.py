@@ -320,6 +320,7 @@ class Cohort:
         purpose: str,
         timeout: float,
         waiting: Waiting,
+        all_connected: bool = False,
     ) -> tuple[list[int], int]:
         """Return the round's nodes, and how many replies are wanted.
 
@@ -332,7 +333,8 @@ class Cohort:
             If, after `timeout` seconds, too few nodes are connected, have answered, or
             have a name that no other node claims.
         """
-        nodes = self.ready(grid, available, minimum, timeout, purpose)
+        asked = (available, minimum, timeout, purpose)
+        nodes = self.ready(grid, *asked, all_connected=all_connected)
         wanted = max(int(len(nodes) * fraction), minimum)
         candidates = self._reliable(nodes, minimum, server_round)
         wanted = min(wanted, len(candidates))
@@ -347,12 +349,15 @@ class Cohort:
         minimum: int,
         timeout: float,
         purpose: str = "train",
+        *,
+        all_connected: bool = False,
     ) -> list[int]:
         """Wait for enough nodes that can be asked; return them in order.
 
         The server waits up to two minutes until ``min_available_nodes`` nodes have
-        answered, because a SuperLink lists a node for that long after it has gone or
-        restarted. Then it begins with fewer.
+        answered (with `all_connected`, all that are connected), because a SuperLink
+        lists a node for that long after it has gone or restarted. Then it begins with
+        fewer.
 
         Raises
         ------
@@ -378,7 +383,8 @@ class Cohort:
                 all_others = others >= set(connected)
                 hopeless = not silent and (all_others or waited > _GONE_WITHIN)
             answered = len(connected) - len(silent)
-            all_here = answered >= needed or waited > self._patience
+            here = answered >= needed and not (all_connected and silent)
+            all_here = here or waited > self._patience
             if all_here and len(nodes) >= minimum:
                 if silent:
                     text = "Not asking nodes that have not answered yet: "

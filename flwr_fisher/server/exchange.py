@@ -314,9 +314,9 @@ class Exchange(Generic[P]):
     optional : bool, default False
         Whether the round is good without it. Only clients that are connected are asked,
         half of those that it names are enough, and who does not answer is skipped. If
-        it fails, the
-        model of the step before remains, and the log says so. Its step does not change
-        the result's `uploads` and `details`. Clients are weighted by their examples.
+        it fails, the model of the step before remains, and the log says so. Its step
+        does not change the result's `uploads` and `details`. Clients are weighted by
+        their examples.
     refines : bool, default False
         Whether it improves a model that is already whole. ``CurvatureResult.unrefined``
         is the model before the first such exchange of the last round.

@@ -305,6 +305,8 @@ class ExchangeRun(Generic[P]):
             fraction=1.0 if everyone else strategy.fraction_train,
             minimum=self.needed,
             available=self.needed if optional else strategy.min_available_nodes,
+            # In one shot, who is not asked now is never asked.
+            all_connected=strategy.num_rounds == 1 and not optional,
             server_round=self.journal.server_round,
             purpose="train",
             timeout=strategy.timeout,
