@@ -6,7 +6,7 @@ agrees with most others, and the policy (:meth:`Door.uploads`).
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -288,6 +288,8 @@ class Door(Generic[P]):
         # What else is known of each admitted client, by its name.
         self._clients: dict[str, Identity] = {}
         self._sizes: dict[str, Sizes] = {}
+        # By each claim, a name or a number: the clients that made it.
+        self._claims: defaultdict[str | int, set[str]] = defaultdict(set)
         self._frozen_digests: dict[str, str] = {}  # of what is frozen and not sent
 
     # --- one reply
@@ -341,6 +343,8 @@ class Door(Generic[P]):
         upload = Upload(node, name, weight, payload, metrics, size, number)
         self.admitted.append(upload)
         self._clients[upload.client], self._sizes[upload.client] = identity, sizes
+        for claim in (name, number):
+            self._claims[claim].add(name)
         if frozen_digest:
             self._frozen_digests[upload.client] = frozen_digest
         self.left_out.missing.pop(upload.client, None)
@@ -356,7 +360,11 @@ class Door(Generic[P]):
         Two nodes can be here with one partition if the second one connected after the
         first was asked, or if the SuperLink has registered one of them since.
         """
-        clients = [self._clients[upload.client] for upload in self.admitted]
+        near = self._claims[identity.name] | self._claims[identity.number]
+        if not near:
+            return
+        here = [upload.client for upload in self.admitted if upload.client in near]
+        clients = [self._clients[client] for client in here]
         refused = claimed_twice([*clients, identity])
         if identity.node in refused:
             raise WireError(refused[identity.node], field="partition-id")

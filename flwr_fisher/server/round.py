@@ -80,6 +80,8 @@ class Strategy(FedAvg):
         Seconds until a request's deadline.
     secure : Secure | None
         Replaces uploads by secure sums.
+    num_rounds : int
+        The run's.
     """
 
     seed: int
@@ -88,6 +90,7 @@ class Strategy(FedAvg):
     waiting: Waiting
     timeout: float
     secure: Secure | None
+    num_rounds: int
 
     @abstractmethod
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
@@ -191,6 +194,7 @@ class ExchangeRun(Generic[P]):
             policy = replace(policy, max_curvature=math.inf)
         self.door = Door(self.cohort, policy, weighted_by, exchange, state, weights)
         self._sampled: set[str] | None = None  # names, or None for all that connect
+        self._all_asked = False  # of those that are sampled
         self._due: set[int] = set()  # nodes without a reply
         # By node: how often it was asked, and when for the last time.
         self._requests: dict[int, tuple[int, float]] = {}
@@ -466,11 +470,13 @@ class ExchangeRun(Generic[P]):
 
     def _unasked(self) -> set[str]:
         """Return the names of sampled clients that have not been asked yet."""
-        if not self._sampled:
+        if not self._sampled or self._all_asked:
             return set()
         identities = map(self.cohort.identity, self._requests)
         requested = {name for identity in identities for name in identity.names}
-        return self._sampled - requested - self.door.done()
+        unasked = self._sampled - requested - self.door.done()
+        self._all_asked = not unasked  # for good
+        return unasked
 
     # --- 2. step
 
