@@ -145,7 +145,9 @@ class Run:
                 history = getattr(run._result, name)
                 for server_round, metrics in rounds.items():
                     history[int(server_round)] = MetricRecord(metrics)
-        logger.info("Resuming after round %s from %s", last, journal.path)
+        kept = len([*journal.uploads(last + 1).rglob("*.safetensors")])
+        text = "Resuming in round %s, with %s uploads of it, from %s"
+        logger.info(text, last + 1, kept, journal.path)
         _check_model(initial, run.state.params, journal)
         return run
 
