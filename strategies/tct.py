@@ -12,7 +12,6 @@ from flwr_fisher.errors import (
     ConfigurationError,
     check_whole,
 )
-from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import derive_seed
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -40,7 +39,6 @@ from flwr_fisher.tangent import check_lr
 from flwr_fisher.wire import Additive, named_options
 from flwr_fisher.wire.schema import PARAMETERS
 from flwr_fisher.wire.tct_upload import (
-    KEYS,
     EigenvalueCounts,
     EigenvalueUpload,
     FeatureUpload,
@@ -163,10 +161,6 @@ class TCT(CurvatureStrategy):
         check_whole("local_steps", local_steps, 1)
         if lr is not None:
             check_lr(lr, 0.0)
-        if self.fraction_train == 0.0:
-            raise ConfigurationError(
-                "fraction_train must be > 0, because TCT's stage 2 needs training"
-            )
         if self.secure is not None and self.secure.bits != 64:
             raise ConfigurationError(
                 f"secure=SecureSums(bits={self.secure.bits}) has too few bits for the "
@@ -188,14 +182,9 @@ class TCT(CurvatureStrategy):
             )
 
     def check(self, state: ServerState) -> None:
-        """Raise an error for another run's learning rate, or a TCT model as start."""
-        if (agreed := rate_of(state)) is None:
-            if tangent := sorted(k for k in state.params if k.startswith(KEYS)):
-                raise ConfigurationError(
-                    f"the initial arrays have {tangent} of a TCT model: start from the "
-                    "network alone, shared_state(model)"
-                )
-        elif self.lr not in (None, agreed):
+        """Raise an error for another learning rate than the run's."""
+        agreed = rate_of(state)
+        if agreed is not None and self.lr not in (None, agreed):
             raise CheckpointError(
                 f"this run's stage 2 began with lr={agreed}, not {self.lr}: pass "
                 f"lr={agreed}, or leave lr out"
@@ -281,15 +270,6 @@ class TCT(CurvatureStrategy):
     def _average(self, state: ServerState, uploads: Uploads[WeightUpload]) -> Step:
         connected = self.cohort.connected
         return average(state, uploads, connected, local_steps=self.local_steps)
-
-    def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
-        """Return the config of a round that trains; log its stage."""
-        after = server_round - self.stage1_rounds
-        stage = f"1, round {server_round} of {self.stage1_rounds}"
-        if after > 0:
-            stage = "convexifying" if after == 1 else "2"
-        logger.info("TCT: stage %s", stage)
-        return config
 
     def evaluation_config(
         self, server_round: int, config: ConfigRecord

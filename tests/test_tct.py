@@ -189,8 +189,6 @@ def test_metrics_show_the_stages(caplog):
         for w in (torch.zeros(20, CLASSES), weight_of(plain(num_rounds=4)))
     ]
     assert metric(result, "train_loss")[2:] == pytest.approx(loss)
-    assert "stage 1, round 2 of 2" in caplog.text
-    assert "stage convexifying" in caplog.text
     assert f"stage 2 begins with lr {lr[0]:g}" in caplog.text
 
 
@@ -438,7 +436,6 @@ def test_the_server_evaluates_the_network_and_then_the_model():
         ({"lr": float("nan")}, r"^lr must be > 0"),
         ({"solver": "cg"}, r"unknown solver 'cg'; known: closed-form, steps"),
         ({"feature_dtype": "int8"}, r"unknown feature_dtype 'int8'"),
-        ({"fraction_train": 0.0}, r"^fraction_train must be > 0"),
         ({"fraction_train": 2.0}, r"^fraction_train must be in"),
         ({"weighted_by_key": "trust"}, r"^TCT needs weighted_by_key='num-examples'"),
     ],
@@ -459,7 +456,7 @@ def test_too_few_rounds_for_a_stage_2_are_refused(num_rounds):
 def test_a_tct_model_is_nothing_to_start_from():
     result = plain()
     grid = LocalGrid(client_app(), CLIENTS)
-    with pytest.raises(ConfigurationError, match=r"\['tct/head', .*shared_state"):
+    with pytest.raises(RoundError, match=r"sent 'tct/weight' .*shared_state"):
         tct().start(grid, result.arrays, num_rounds=5)
 
 
