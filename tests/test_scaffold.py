@@ -24,7 +24,7 @@ from virtual import (
 from virtual import start as run
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.errors import ClientError, RoundError
+from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.server.membership import Membership
 from flwr_fisher.strategies import Policy, Scaffold
@@ -234,11 +234,11 @@ def test_a_round_that_failed_is_repeated_from_where_it_began(tmp_path):
         (lambda *args: {}, {}, r"needs train_fn=LocalSGD"),
         (LocalSGD(momentum=0.9), {}, r"LocalSGD\(momentum=0\), not 0.9"),
         (LocalSGD(optimizer=torch.optim.Adam), {}, r"LocalSGD\(optimizer=None\)"),
-        (LocalSGD(momentum=0.0), {"lr": 0.0}, r"lr must be > 0, got 0"),
+        (LocalSGD(momentum=0.0), {"lr": 0.0}, r"lr must be > 0 and finite, got 0"),
     ],
 )
 def test_what_a_client_must_be(train_fn, config, reason):
-    with pytest.raises(ClientError, match=reason):
+    with pytest.raises((ClientError, ConfigurationError), match=reason):
         ask(tiny_client(0, train_fn=train_fn), config={"job": "scaffold"} | config)
 
 

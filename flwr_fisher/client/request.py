@@ -11,7 +11,6 @@ from torch import Tensor
 
 from flwr_fisher.errors import (
     ClientError,
-    ParamsError,
     check_number,
     check_range,
     check_whole,
@@ -191,16 +190,13 @@ class Request:
         Raises
         ------
         ClientError
-            If it is missing, or does not fit.
+            If it is missing.
+        ParamsError
+            If it is over other parameters.
         """
         if not (sent := self.groups.get(name)):
             raise ClientError(f"the server sent no '{name}': {_SAME_VERSION}")
-        try:
-            check_same_layout(like, sent, f"the '{name}' that the server sent")
-        except ParamsError as error:
-            raise ClientError(
-                f"{error}: train the same parameters on every client, in every round"
-            ) from error
+        check_same_layout(like, sent, f"the '{name}' that the server sent")
         return {k: sent[k].to(p.dtype) for k, p in like.items()}
 
 

@@ -8,7 +8,7 @@ import torch
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.training import TrainFn, local_sgd
-from flwr_fisher.errors import ClientError
+from flwr_fisher.errors import ClientError, check_positive
 from flwr_fisher.params import Params, subtract
 from flwr_fisher.rounds import scaffold_control
 from flwr_fisher.wire import Additive
@@ -27,8 +27,10 @@ def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
     Raises
     ------
     ClientError
-        If the client's loop is not ``LocalSGD`` without momentum and with a positive
-        learning rate, or control variates take more than its ``state_bytes``.
+        If the client's loop is not ``LocalSGD`` without momentum, or control variates
+        take more than its ``state_bytes``.
+    ConfigurationError
+        If the learning rate is not positive.
     """
     lr = _rate_of_plain_sgd(problem.train_fn, request.config)
     parameters = problem.trainable()
@@ -78,8 +80,5 @@ def _rate_of_plain_sgd(train_fn: TrainFn, config: Mapping[str, Any]) -> float:
                 f"so it needs LocalSGD({name}={needed}), not {value!r}"
             )
     lr = loop.rate(config)
-    if not 0 < lr < float("inf"):
-        raise ClientError(
-            f"SCAFFOLD divides by the learning rate, so lr must be > 0, got {lr}"
-        )
+    check_positive("lr", lr)  # control variates are divided by it
     return lr

@@ -156,30 +156,21 @@ class TrainingJob:
             metrics = {**metrics, REGRESSION: 1}
         return metrics, self.curvature(problem, problem.train_batches)
 
-    def run_loop(
-        self, problem: LocalProblem, request: Request, **options: Any
-    ) -> dict[str, Any]:
+    def run_loop(self, problem: LocalProblem, request: Request) -> dict[str, Any]:
         """Run the client's loop, whose first batch is checked; return its metrics.
-
-        Parameters
-        ----------
-        problem, request
-            The job's.
-        **options
-            Keywords of the loop, such as ``LocalSGD``'s `on_gradients`.
 
         Raises
         ------
         ConfigurationError, StructureError
             If the model has no trainable parameter, or one that no Fisher covers.
         """
+        check = None
         if self.structure is not None:
             device_of(problem.model)
             check_can_be_read_again(problem.counted.loader, "a Fisher is taken of it")
             check = partial(try_upload, problem, request, self, self.by_example)
-            options["on_first_batch"] = check
         if request.options.get(PRETRAINED) is not True:
-            return problem.train(request.config, **options)
+            return problem.train(request.config, on_first_batch=check)
         with evaluating(problem.model), torch.no_grad():
             # Not by the loader that counts the examples of an epoch.
             first = problem.mapped(problem.counted.loader)
@@ -190,7 +181,8 @@ class TrainingJob:
                 "pretrained=True has a closed form: use AFL()"
             )
         with keeping_what_is_known(problem.model, head):
-            return problem.train({**request.config, PRETRAINED: True}, **options)
+            config = {**request.config, PRETRAINED: True}
+            return problem.train(config, on_first_batch=check)
 
     @property
     def by_example(self) -> bool:
@@ -224,7 +216,7 @@ class TrainingJob:
     ) -> ArrayRecord:
         """Return the upload of a problem's trained model with weight `count`."""
         params = problem.state_like(request.params)
-        warn_of_upload(problem, request.params)
+        warn_if_unchanged(problem, request.params)
         if curvature is None:
             return tensors_to_arrays(params)
         posterior = LocalPosterior(params, curvature, count)
@@ -272,22 +264,13 @@ def dry_run(problem: LocalProblem, request: Request) -> None:
     job.packed(alone, request, curvature, count)
 
 
-def warn_of_upload(problem: LocalProblem, start: Params) -> None:
-    """Log what is odd about an upload: nothing trained, or much that is not trained."""
-    trained = problem.trainable()
-    if all(torch.equal(t, start[name].to(t)) for name, t in trained.items()):
+def warn_if_unchanged(problem: LocalProblem, start: Params) -> None:
+    """Log it if a training has changed nothing."""
+    trained = problem.trainable().items()
+    if all(torch.equal(tensor, start[name].to(tensor)) for name, tensor in trained):
         logger.warning(
             "The training has changed no parameter. If it trained a copy of the model, "
             "load the copy's state_dict() into the model at the end"
-        )
-    parameters = dict(problem.model.named_parameters())
-    frozen = [n for n in start if n in parameters and n not in trained]
-    if frozen:
-        part = sum(start[name].nbytes for name in frozen)
-        share = part / sum(tensor.nbytes for tensor in start.values())
-        log_once(
-            f"{len(frozen)} frozen parameters are {share:.0%} of the upload, since the "
-            "server sent them: start from shared_state(model), which has none"
         )
 
 
