@@ -23,7 +23,6 @@ from torch import nn
 
 from flwr_fisher.errors import (
     ConfigurationError,
-    DataError,
     StructureError,
     UnknownNameError,
 )
@@ -351,7 +350,6 @@ REFUSED = [
     (on(VECTORS, lambda: Centred()), StructureError, "other examples"),
     (on(VECTORS[:1], lambda: Centred()), StructureError, "other examples"),
     (on(SERIES, lambda: OverTimeHead()), StructureError, r"\(4, 5, 1\) for 4"),
-    (on([VECTORS], lambda: nn.Linear(3, 2)), DataError, "list"),
 ]
 
 

@@ -12,7 +12,7 @@ from flwr_fisher.client import cross_entropy, score
 from flwr_fisher.curvature.data import batches_of, num_correct
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import default_device
-from flwr_fisher.errors import DataError, ParamsError, check_whole
+from flwr_fisher.errors import DataError, check_whole
 from flwr_fisher.params import Params, load_state
 from flwr_fisher.server.driver import EvaluateFn
 from flwr_fisher.tangent import TCTModel
@@ -66,8 +66,6 @@ def ensemble_accuracy(
     :func:`accuracies`.
     """
     models = [_copy_with(model, params) for params in members]
-    if not models:
-        raise ParamsError("an ensemble needs at least one member")
     device = place_of(model)
     correct, count = 0.0, 0
     with torch.no_grad():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature.data import Inputs
 from flwr_fisher.curvature.models import evaluating
-from flwr_fisher.errors import DataError, check_whole
+from flwr_fisher.errors import check_whole
 from flwr_fisher.randomness import random_stream
 from flwr_fisher.tangent.feature_engine import Chosen, FeatureEngine
 from flwr_fisher.tangent.head import (
@@ -138,17 +138,11 @@ class TangentFeatures:
 
         Raises
         ------
-        DataError
-            If `x` is not a tensor.
         StructureError
             As above; also where a parameter has no gradient through ``torch.func``.
         """
         if isinstance(x, Tensor):
             x = Inputs((x,))
-        if not isinstance(x, Inputs):
-            raise DataError(
-                f"examples must be a tensor, or Inputs, got {type(x).__name__}"
-            )
         with evaluating(self._network):
             x = x.mapped(lambda t: t.clone() if t.is_inference() else t.detach())
             shape = len(x), self.num_features
