@@ -158,7 +158,7 @@ def test_sums_that_need_no_iterations():
 
 def test_a_right_hand_side_out_of_a_sums_range_is_told():
     F = random_kronecker(1) + random_kronecker(2)
-    with pytest.raises(StructureError, match=r"WeightedSum\(2 terms.*pass more damp"):
+    with pytest.raises(StructureError, match=r"WeightedSum\(.*pass more damp"):
         F.solve(random_like(F, 3))
     F.solve(random_like(F, 3), damping=0.1)
 
@@ -245,11 +245,6 @@ def test_another_device(kind):
         assert relative(in_order(there @ b, F).cpu(), in_order(F @ v, F)) <= 1e-12
         x, want = there.solve(b, 0.1), F.solve(v, 0.1)
         assert relative(in_order(x, F).cpu(), in_order(want, F)) <= 1e-7
-
-
-def test_a_dtype_must_be_one_of_floats():
-    with pytest.raises(ConfigurationError, match="float dtype, got torch"):
-        random_blocks(1).to(dtype=torch.int64)
 
 
 def test_a_vector_that_does_not_fit_is_told_how():
@@ -382,7 +377,6 @@ OTHER, LARGER = random_diagonal(1, a=(2,), c=(2,)), random_diagonal(1, a=(3,), b
 @pytest.mark.parametrize(
     ("make", "culprit"),
     [
-        (lambda: Diagonal({"n": torch.ones(2).long()}), "'n' has dtype torch.int64"),
         (lambda: BlockDiagonal([ONE, OTHER]), r"\['a'\] are in more than one block"),
         (lambda: WeightedSum([ONE, OTHER], [1, 1]), r"curvature 1 .*\['b', 'c'\]"),
         (lambda: WeightedSum([ONE, ONE, LARGER], [1, 1, 1]), "curvature 2 .*'a'"),

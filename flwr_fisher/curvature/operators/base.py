@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, StructureError, check_range
+from flwr_fisher.errors import StructureError, check_range
 from flwr_fisher.params import Params, add, dot, norm, select
 
 
@@ -251,7 +251,7 @@ class Curvature(ABC):
     >>> F @ {"w": torch.tensor([3.0, 4.0])}
     {'w': tensor([3., 8.])}
     >>> 0.5 * F + F
-    WeightedSum(2 terms, 1 blocks, 2 parameters, 16 B)
+    WeightedSum(2 parameters, 16 bytes)
     >>> (0.5 * F + F).solve({"w": torch.ones(2)}, damping=0.5)
     {'w': tensor([0.5000, 0.2857])}
     """
@@ -346,19 +346,12 @@ class Curvature(ABC):
     ) -> "Curvature":
         """Return the curvature on a device, or in a dtype of floats.
 
-        Raises
-        ------
-        ConfigurationError
-            If the dtype is not floating-point.
-
         Examples
         --------
         >>> from flwr_fisher.curvature import Diagonal
         >>> Diagonal({"w": torch.ones(5)}).to(dtype=torch.float64)
-        Diagonal(5 parameters, 40 B)
+        Diagonal(5 parameters, 40 bytes)
         """
-        if dtype is not None and not dtype.is_floating_point:
-            raise ConfigurationError(f"dtype must be a float dtype, got {dtype}")
         return self.mapped(lambda tensor: tensor.to(device=device, dtype=dtype))
 
     def solve(self, rhs: Params, damping: float = 0.0) -> dict[str, Tensor]:
@@ -442,11 +435,7 @@ class Curvature(ABC):
     __rmul__ = __mul__
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.summary()}, {_in_bytes(self.nbytes)})"
-
-    def summary(self) -> str:
-        """Return a description of its parts."""
-        return f"{self.numel()} parameters"
+        return f"{self.kind}({self.numel()} parameters, {self.nbytes} bytes)"
 
     def check(self, vector: Params) -> None:
         """Raise :class:`StructureError` unless `vector` has this curvature's layout."""
@@ -472,13 +461,6 @@ class Curvature(ABC):
             )
 
 
-def _in_bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
-
-
 class Diagonal(Curvature):
     """A diagonal matrix, kept as tensors of the parameters' shapes.
 
@@ -495,11 +477,6 @@ class Diagonal(Curvature):
     """
 
     def __init__(self, entries: Params) -> None:
-        for name, tensor in entries.items():
-            if not tensor.is_floating_point():
-                raise StructureError(
-                    f"'{name}' has dtype {tensor.dtype}, but a diagonal needs floats"
-                )
         self.entries = dict(entries)
         self.shapes = {name: entry.shape for name, entry in entries.items()}
 
@@ -596,10 +573,6 @@ class BlockDiagonal(Curvature):
     def made(self) -> "BlockDiagonal":
         """Return the curvature with its deferred children computed."""
         return BlockDiagonal([child.made() for child in self.children])
-
-    def summary(self) -> str:
-        """Return the number of blocks, and of parameters."""
-        return f"{len(self.blocks())} blocks, {super().summary()}"
 
     def blocks(self) -> list[Curvature]:
         """Return the children's blocks."""

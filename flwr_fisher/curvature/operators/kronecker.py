@@ -191,12 +191,6 @@ class Kronecker(Curvature):
         """Return both factors' diagonals: in their products, two signs can cancel."""
         return [self.A_factor.diagonal(), self.G_factor.diagonal()]
 
-    def summary(self) -> str:
-        """Return the weight's name and its numbers of outputs and inputs."""
-        groups, outputs, inputs = self.matrix_shape
-        of_groups = f"{groups} groups of " if groups > 1 else ""
-        return f"'{self.weight}', {of_groups}{outputs} x {inputs}"
-
     def to_dense(self) -> Tensor:
         """Return the matrix over the flattened weight followed by the bias."""
         pairs = zip(self.A, self.G, strict=True)

@@ -41,7 +41,7 @@ class Deferred(Curvature):
     >>> F = Diagonal({"w": torch.tensor([1.0, 2.0])})
     >>> later = Deferred(F, lambda: F)
     >>> later, later @ {"w": torch.ones(2)}
-    (Deferred(Diagonal, 2 parameters, 0 B), {'w': tensor([1., 2.])})
+    (Diagonal(2 parameters, 0 bytes), {'w': tensor([1., 2.])})
     """
 
     def __init__(
@@ -105,10 +105,6 @@ class Deferred(Curvature):
     def solver(self, damping: float) -> Solver:
         """Compute it, and return its solver."""
         return self.made().solver(damping)
-
-    def summary(self) -> str:
-        """Return a description of the curvature that is computed."""
-        return f"{self.kind}, {super().summary()}"
 
 
 class WeightedSum(Curvature):
@@ -238,11 +234,6 @@ class WeightedSum(Curvature):
         if len(self.terms) == 1:
             return self.terms[0].scaled(self.weights[0]).solver(damping)
         return super().solver(damping)
-
-    def summary(self) -> str:
-        """Return the numbers of terms, blocks and parameters."""
-        terms, blocks = len(self.terms), len(self.blocks())
-        return f"{terms} terms, {blocks} blocks, {super().summary()}"
 
     def non_negative(self) -> list[Tensor]:
         """Return every term's numbers that must not be negative, times its weight."""
