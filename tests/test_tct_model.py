@@ -195,24 +195,18 @@ def test_files_that_cannot_be_read(saved):
     whole = saved.read_bytes()
     for content in (whole[:-10], b"garbage" * 20, b"", whole[:6]):
         saved.write_bytes(content)
-        with pytest.raises(
-            CheckpointError, match=r"tct\.safetensors is missing or dam"
-        ):
+        with pytest.raises(CheckpointError, match=r"tct\.safetensors has no TCT"):
             TCTModel.load(saved, net())
-    with pytest.raises(CheckpointError, match=r"no\.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"no\.safetensors .* No such file"):
         TCTModel.load(saved.with_name("no.safetensors"), net())
 
 
 def test_files_of_something_else(saved):
     wider = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, C))
-    with pytest.raises(
-        CheckpointError, match=r"tct\.safetensors does not .*'0\.weight'"
-    ):
+    with pytest.raises(CheckpointError, match=r"tct\.safetensors has no .*'0\.weight'"):
         TCTModel.load(saved, wider)
     save_file(shared_state(net()), saved)
-    with pytest.raises(
-        CheckpointError, match=r"tct\.safetensors does not .*tct/weight"
-    ):
+    with pytest.raises(CheckpointError, match=r"tct\.safetensors has no .*tct/weight"):
         TCTModel.load(saved, net())
 
 

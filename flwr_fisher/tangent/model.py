@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.data import Inputs
-from flwr_fisher.errors import CheckpointError, FlwrFisherError, ParamsError
+from flwr_fisher.errors import CheckpointError, ParamsError
 from flwr_fisher.files import save_tensors
 from flwr_fisher.params import check_same_layout, load_state, shared_state
 from flwr_fisher.tangent.features import TangentFeatures
@@ -233,14 +233,10 @@ class TCTModel(nn.Module):
             If `model` is no module.
         """
         try:
-            tensors = load_file(Path(path).expanduser())
+            return cls.from_tensors(model, load_file(Path(path).expanduser()))
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is missing or damaged: {error}") from error
-        try:
-            return cls.from_tensors(model, tensors)
-        except FlwrFisherError as error:
             raise CheckpointError(
-                f"{path} does not hold a TCT model of this architecture: {error}"
+                f"{path} has no TCT model of this architecture: {error}"
             ) from error
 
 
