@@ -9,6 +9,7 @@ that is no error.
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -250,18 +251,15 @@ class ClientDisk:
     def _make_room(self) -> None:
         """Delete the oldest entries until the others are within the limits."""
         entries: dict[str, list[Path]] = {}
+        sizes, used = Counter[str](), dict[str, int]()
         for path in self.path.iterdir():  # without those that are still written
             if file := _FILE.fullmatch(path.name):
-                entries.setdefault(file["key"], []).append(path)
-        sizes = {
-            key: sum(max(_BLOCK, _stat(path, "st_size")) for path in paths)
-            for key, paths in entries.items()
-        }
-        used = {
-            key: max(_stat(path, "st_atime_ns") for path in paths)
-            for key, paths in entries.items()
-        }
-        total, count = sum(sizes.values()), len(sizes)
+                with suppress(OSError):  # another process has just deleted it
+                    status, key = path.stat(), file["key"]
+                    entries.setdefault(key, []).append(path)
+                    sizes[key] += max(_BLOCK, status.st_size)
+                    used[key] = max(used.get(key, 0), status.st_atime_ns)
+        total, count = sizes.total(), len(sizes)
         for key in sorted(sizes.keys() - {self.key}, key=used.__getitem__):
             if total <= self.limit and count <= _MOST:
                 break
@@ -299,11 +297,3 @@ def _deleted(paths: Collection[Path]) -> bool:
     except OSError:  # it is locked, or this user may not lock it
         return False
     return True
-
-
-def _stat(path: Path, what: str) -> int:
-    """Return a file's status, or 0 if another process has just deleted it."""
-    try:
-        return int(getattr(path.stat(), what))
-    except OSError:
-        return 0
