@@ -23,14 +23,8 @@ class FlwrFisherError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how pickle makes the error again, from its text."""
-        return _made_again, (type(self), self.args, self.__dict__)
-
-
-def _made_again(kind: type[Exception], args: Any, attributes: Any) -> Exception:
-    error = kind.__new__(kind, *args)
-    Exception.__init__(error, *args)
-    error.__dict__.update(attributes)
-    return error
+        kind = type(self)
+        return kind.__new__, (kind, *self.args), self.__dict__
 
 
 class ConfigurationError(FlwrFisherError, ValueError):

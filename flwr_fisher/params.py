@@ -5,7 +5,7 @@ This library keeps a model's parameters, a gradient or a direction as a
 shapes. If not, a :class:`~flwr_fisher.errors.ParamsError` names the difference.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,17 +51,6 @@ def check_finite(params: Params, what: str) -> None:
 def is_finite(params: Params) -> bool:
     """Return whether no entry is NaN or infinite."""
     return all(map(all_finite, params.values()))
-
-
-def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor that is not finite, or None.
-
-    A device is read once, after all tensors.
-    """
-    flagged = [(name, all_finite(tensor)) for name, tensor in tensors]
-    flags = torch.stack([flag for _, flag in flagged]).tolist() if flagged else []
-    names = (name for name, _ in flagged)
-    return next((n for n, fine in zip(names, flags, strict=True) if not fine), None)
 
 
 def all_finite(tensor: Tensor) -> Tensor:
@@ -245,24 +234,19 @@ def weighted_mean(
     for index, other in enumerate(params[1:], start=1):
         check_same_layout(params[0], other, f"client {index}")
     shares = shares_of(weights)
-    return {
-        key: rounded(_mean_of((p[key] for p in params), shares), value.dtype)
-        for key, value in params[0].items()
-    }
+    means = {}
+    for key, first in params[0].items():
+        mean = shares[0] * first.to(torch.float64)
+        for other, share in zip(params[1:], shares[1:], strict=True):
+            mean.add_(other[key].to(torch.float64), alpha=share)
+        means[key] = rounded(mean, first.dtype)
+    return means
 
 
 def shares_of(weights: Sequence[float]) -> list[float]:
     """Return each weight's share of the sum of all weights."""
     total = float(sum(weights))
     return [float(weight) / total for weight in weights]
-
-
-def _mean_of(tensors: Iterator[Tensor], shares: list[float]) -> Tensor:
-    first = next(tensors)
-    mean = shares[0] * first.to(torch.float64)
-    for tensor, share in zip(tensors, shares[1:], strict=True):
-        mean.add_(tensor.to(torch.float64), alpha=share)
-    return mean
 
 
 def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -244,8 +244,6 @@ def test_what_does_not_fit_is_refused():
     for culprit, make in (
         ("no posterior", lambda: DiagonalSums.of([])),
         ("posterior 1 .*'b'", lambda: DiagonalSums.of(clients)),
-        ("fisher_params", lambda: replace(one, fisher_params={})),
-        ("params", lambda: replace(one, params=w)),
         ("'b'", lambda: fedfisher_from_sums(replace(one, fisher=odd))),
         ("sums", lambda: fedfisher_from_sums(one, like=w)),
     ):

@@ -24,7 +24,7 @@ from flwr_fisher.errors import (
 from flwr_fisher.log_lines import Progress, watching
 from flwr_fisher.merge.batch_norms import norms_by_prefix
 from flwr_fisher.options import Options, option
-from flwr_fisher.params import first_not_finite, trainable
+from flwr_fisher.params import all_finite, trainable
 
 PRETRAINED = "pretrained"  # in a request's options, and in a loop's config
 Loader = Iterable[Any]  # batches
@@ -295,12 +295,12 @@ def check_functions(owner: object, names: Iterable[str]) -> None:
 
 def check_trained(model: nn.Module) -> None:
     """Raise :class:`ClientError` if a training has left NaN or infinity in a model."""
-    named = ((name, p.detach()) for name, p in trainable(model).items())
-    if (name := first_not_finite(named)) is not None:
-        raise ClientError(
-            f"the training has left NaN or infinity in {name!r}: look for them in the "
-            "data, inputs and labels, or lower the learning rate"
-        )
+    for name, parameter in trainable(model).items():
+        if not all_finite(parameter.detach()):
+            raise ClientError(
+                f"the training has left NaN or infinity in {name!r}: look for them in "
+                "the data, inputs and labels, or lower the learning rate"
+            )
 
 
 def score(

@@ -41,7 +41,6 @@ from flwr_fisher.params import (
     check_same_layout,
     double,
     rounded,
-    select,
     sum_dtype,
     weighted_mean,
 )
@@ -63,20 +62,11 @@ class DiagonalSums:
     fisher_params : dict[str, Tensor]
         :math:`\sum n_i F_i \theta_i / N`, over the same parameters.
 
-    Raises
-    ------
-    ParamsError
-        If keys or shapes do not fit each other.
     """
 
     params: dict[str, Tensor]
     fisher: dict[str, Tensor]
     fisher_params: dict[str, Tensor]
-
-    def __post_init__(self) -> None:
-        check_same_layout(self.fisher, self.fisher_params, "fisher_params")
-        covered = select(self.params, self.fisher)
-        check_same_layout(covered, self.fisher, "fisher")
 
     @classmethod
     def of(cls, posteriors: Sequence[LocalPosterior]) -> "DiagonalSums":
