@@ -23,12 +23,11 @@ def save_tensors(
     path: Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
-    *,
-    durable: bool = True,
 ) -> None:
     """Write a safetensors file under another name, then rename it.
 
-    A crash leaves the old file or the new one, never a part of one.
+    A crash, or a loss of power, leaves the old file or the new one, never a part of
+    one.
 
     Parameters
     ----------
@@ -38,8 +37,6 @@ def save_tensors(
         Tensors by name, on any device.
     metadata : Mapping[str, str], optional
         Texts by name.
-    durable : bool, default True
-        Wait until the file is on the disk, where it survives a loss of power.
 
     Raises
     ------
@@ -51,23 +48,17 @@ def save_tensors(
     aside = path.with_name(f"{path.stem}.{threading.get_native_id()}.partial")
     try:
         save_file(whole, aside, dict(metadata) if metadata else None)
-        if durable:
-            with aside.open("rb") as file:
-                os.fsync(file.fileno())
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())
         aside.replace(path)
-        if durable:
-            sync_folder(path.parent)
+        sync_folder(path.parent)
     except Exception:
         aside.unlink(missing_ok=True)
         raise
 
 
 def save_record(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    texts: Mapping[str, str],
-    *,
-    durable: bool = True,
+    path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]
 ) -> None:
     """Write tensors in their order, texts, and a digest of both.
 
@@ -79,7 +70,7 @@ def save_record(
     # safetensors sorts keys by dtype and name; the order matters to a dense curvature.
     metadata = {**texts, "keys": json.dumps(list(tensors))}
     metadata["digest"] = digest_of(metadata, tensors)
-    save_tensors(path, tensors, metadata, durable=durable)
+    save_tensors(path, tensors, metadata)
 
 
 def load_record(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

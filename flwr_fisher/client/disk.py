@@ -163,7 +163,6 @@ class ClientDisk:
         step: int = 0,
         keep: Collection[int] = (),
         note: str = "",
-        durable: bool = True,
     ) -> None:
         """Write tensors, and delete those of other steps with the same name.
 
@@ -183,8 +182,6 @@ class ClientDisk:
             The steps whose tensors stay, too.
         note : str
             A text that is saved with them.
-        durable : bool, default True
-            Whether they must survive a loss of power.
 
         Raises
         ------
@@ -197,7 +194,7 @@ class ClientDisk:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             sweep(self.path, older_than=_STALE)
-            save_record(path, tensors, {"note": note}, durable=durable)
+            save_record(path, tensors, {"note": note})
         except (SafetensorError, OSError) as error:
             raise ClientError(
                 f"cannot write this client's {self.namespace} in {self.path} "

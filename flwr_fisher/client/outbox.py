@@ -142,7 +142,7 @@ class Outbox:
         if note["digest"] != self.digest:
             return None
         logger.info("Sending the kept reply to this request, without training again")
-        arrays = tensors_to_arrays(kept.tensors) if note["has-arrays"] else None
+        arrays = tensors_to_arrays(kept.tensors) if kept.tensors else None
         return Reply(note["metrics"], arrays)
 
     def keep(self, reply: Reply) -> None:
@@ -150,13 +150,8 @@ class Outbox:
 
         If the disk refuses, or is too small, the log has a warning.
         """
-        arrays = reply.arrays
-        tensors = {} if arrays is None else arrays_to_tensors(arrays)
-        note = {
-            "digest": self.digest,
-            "metrics": dict(reply.metrics),
-            "has-arrays": arrays is not None,
-        }
+        tensors = {} if reply.arrays is None else arrays_to_tensors(reply.arrays)
+        note = {"digest": self.digest, "metrics": dict(reply.metrics)}
         try:
             self.disk.save(_REPLY, tensors, step=self.step, note=json.dumps(note))
         except ClientError as error:
@@ -239,8 +234,6 @@ class TrainingCheckpoint:
                 step=self._step,
                 keep=range(1, self._step),  # a job that starts again runs these, too
                 note=self._note,
-                # The operating system completes the writes of a killed process.
-                durable=False,
             )
         except _UNSAVED as error:
             logger.warning("Cannot save this training: %s", error)
