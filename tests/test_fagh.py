@@ -25,13 +25,19 @@ from virtual import (
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.curvature import gradient_and_hvp
 from flwr_fisher.curvature.second_order import random_probe
-from flwr_fisher.errors import ClientError, ConfigurationError, UnknownNameError
+from flwr_fisher.errors import (
+    ClientError,
+    ConfigurationError,
+    ParamsError,
+    UnknownNameError,
+)
 from flwr_fisher.merge import refresh_norms
 from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.randomness import derive_seed
 from flwr_fisher.rounds import fagh_step
 from flwr_fisher.strategies import FAGH
-from flwr_fisher.wire import SERVER, arrays_to_tensors
+from flwr_fisher.wire import arrays_to_tensors
+from flwr_fisher.wire.options import SERVER
 
 Tensors = dict[str, Tensor]
 PROBES = ("first", "random", "momentum", "none")
@@ -292,6 +298,6 @@ def with_probe(change):
 )
 def test_a_probe_that_does_not_fit_is_an_error_that_says_so(change, text):
     config = {"job": "probe", "probe": "momentum"}
-    with pytest.raises(ClientError, match=re.escape(text)):
+    with pytest.raises((ClientError, ParamsError), match=re.escape(text)):
         ask(tiny_client(), with_probe(change), config)
     ask(tiny_client(), with_probe(lambda probe: probe), config)

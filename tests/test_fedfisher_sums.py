@@ -14,7 +14,7 @@ from virtual import (
 from flwr_fisher.client import LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import split_config
+from flwr_fisher.wire.options import split_config
 
 # With these the parts are weighted as sums are.
 ALIKE = {"robust": 0.0, "max_share": 1.0}

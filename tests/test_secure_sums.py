@@ -49,7 +49,7 @@ from flwr_fisher.strategies import (
     Waiting,
 )
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import split_config
+from flwr_fisher.wire.options import split_config
 
 
 def secure_app(

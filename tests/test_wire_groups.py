@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from flwr_fisher.wire import (
-    SERVER,
-    join_groups,
-    split_groups,
-)
+from flwr_fisher.wire import join_groups, split_groups
+from flwr_fisher.wire.options import SERVER
 
 PARAMS = {"fc.weight": torch.ones(2, 3), "fc.bias": torch.zeros(2)}
 GROUPS = {

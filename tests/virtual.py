@@ -29,12 +29,8 @@ from flwr_fisher.strategies import (
     Policy,
 )
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import (
-    PREFIX,
-    arrays_to_tensors,
-    named_options,
-    split_config,
-)
+from flwr_fisher.wire import PREFIX, arrays_to_tensors, named_options
+from flwr_fisher.wire.options import split_config
 
 FEATURES, CLASSES = 3, 3
 USERS = {"lr", "proximal-mu", "server-round", "note"}  # keys; others are a server's

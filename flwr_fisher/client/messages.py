@@ -29,7 +29,7 @@ from flwr_fisher.files import digest_of
 from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.log_lines import Failures
 from flwr_fisher.params import trainable_names
-from flwr_fisher.wire import LIBRARY
+from flwr_fisher.wire.options import LIBRARY
 
 # As flwr.clientapp has it since 1.32.
 Mod = Callable[[Message, Context, ClientAppCallable], Message]

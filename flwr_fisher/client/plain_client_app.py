@@ -15,10 +15,9 @@ from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.data import BatchFn
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU
-from flwr_fisher.log_lines import log_once
-from flwr_fisher.params import shared_state, trainable_names
+from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import seeded
-from flwr_fisher.wire.options import adapter_warning, with_frozen
+from flwr_fisher.wire.options import with_frozen
 
 
 def fisher_arrays(
@@ -202,6 +201,4 @@ def _read(
     problem.check_layout(request.params)
     if request.from_library:
         problem.check_dtypes(request.params)
-        if text := adapter_warning(trainable_names(model)):
-            log_once(text)
     return problem, request

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from flwr_fisher.errors import (
     ClientError,
-    check_number,
     check_range,
     check_whole,
 )
 from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params, check_same_layout
 from flwr_fisher.randomness import derive_seed
-from flwr_fisher.wire import arrays_to_tensors, split_config, split_groups
-from flwr_fisher.wire.options import OPTION
+from flwr_fisher.wire import arrays_to_tensors, split_groups
+from flwr_fisher.wire.options import OPTION, split_config
 
 _SAME_VERSION = "install the same flwr-fisher on server and clients"
 
@@ -81,13 +80,6 @@ def whole_number(options: Mapping[str, Any], name: str, default: int) -> int:
     value = options.get(name, default)
     check_whole(name, value)
     return int(value)
-
-
-def real_number(options: Mapping[str, Any], name: str, default: float) -> float:
-    """Return an option of the server that is a number; its range is not checked."""
-    value = options.get(name, default)
-    check_number(name, value)
-    return float(value)
 
 
 @dataclass(frozen=True)

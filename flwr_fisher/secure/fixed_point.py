@@ -24,8 +24,6 @@ from flwr_fisher.errors import ConfigurationError, ParamsError
 Words = npt.NDArray[np.unsignedinteger]
 
 LOWEST, LEVELS = -192, 384  # exponents: all of float32's, and some of float64's
-_WORDS: dict[int, type[np.unsignedinteger]] = {32: np.uint32, 64: np.uint64}
-_SIGNED: dict[int, type[np.signedinteger]] = {32: np.int32, 64: np.int64}
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class FixedPoint:
     clients: int
 
     def __post_init__(self) -> None:
-        if self.bits not in _WORDS:
+        if self.bits not in (32, 64):
             raise ConfigurationError(f"bits must be 32 or 64, got {self.bits!r}")
 
     def shift(self, exponent: int) -> int:
@@ -82,12 +80,12 @@ class FixedPoint:
         if not np.abs(flat).max(initial=0) < math.ldexp(1.0, exponent):
             raise ParamsError(f"an entry is not finite, or not below 2^{exponent}")
         units = np.rint(np.ldexp(flat, self.shift(exponent)))
-        words: Words = units.astype(_SIGNED[self.bits]).view(_WORDS[self.bits])
+        words: Words = units.astype(f"int{self.bits}").view(f"uint{self.bits}")
         return words
 
     def values(self, words: Words, exponent: int) -> Tensor:
         """Return the real numbers of a sum's residues, flat in float64."""
-        signed = words.view(_SIGNED[self.bits]).astype(np.float64)
+        signed = words.view(f"int{self.bits}").astype(np.float64)
         return torch.from_numpy(np.ldexp(signed, -self.shift(exponent)))
 
 

@@ -12,7 +12,6 @@ from flwr.app import ArrayRecord
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.train import TrainingJob, training_job
-from flwr_fisher.client.request import real_number
 from flwr_fisher.client.state import run_disk
 from flwr_fisher.errors import ClientError
 from flwr_fisher.merge import (
@@ -74,7 +73,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     params = problem.state_like(request.params)
     count = problem.weight(metrics, request.client)
     names = ("shrink", "damping", "balance")
-    wanted = {name: real_number(request.options, name, 0.0) for name in names}
+    wanted = {name: request.options.get(name, 0.0) for name in names}
     curvature = balanced(curvature, **wanted)
     # The model, its Fisher and its weight are kept until the next round.
     kept = {f"{_PARAMS}{name}": value for name, value in params.items()}
