@@ -1,8 +1,7 @@
 """The client's side: a Flower ``ClientApp`` from a model, data and a loss."""
 
-from flwr_fisher.client.disk import ClientDisk, Kept
-from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app
-from flwr_fisher.client.jobs import Job, register_job
+from flwr_fisher.client.fisher_client import FisherClient, make_client_app
+from flwr_fisher.client.jobs import register_job
 from flwr_fisher.client.messages import ClientApp, identify
 from flwr_fisher.client.outbox import TrainingCheckpoint
 from flwr_fisher.client.plain_client_app import (
@@ -13,25 +12,19 @@ from flwr_fisher.client.plain_client_app import (
 from flwr_fisher.client.problem import CountedLoader, LocalProblem
 from flwr_fisher.client.request import ClientLimits, Reply, Request
 from flwr_fisher.client.state import ClientState
-from flwr_fisher.client.training import EvaluateFn, LocalSGD, TrainFn, score
+from flwr_fisher.client.training import LocalSGD, score
 from flwr_fisher.curvature.losses import cross_entropy
 
 __all__ = [
     "ClientApp",
-    "ClientDisk",
-    "ClientFn",
     "ClientLimits",
     "ClientState",
     "CountedLoader",
-    "EvaluateFn",
     "FisherClient",
-    "Job",
-    "Kept",
     "LocalProblem",
     "LocalSGD",
     "Reply",
     "Request",
-    "TrainFn",
     "TrainingCheckpoint",
     "check_client",
     "check_fisher",

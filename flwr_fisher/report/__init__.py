@@ -6,7 +6,6 @@ from flwr_fisher.report.runs import (
     report_one_shot,
     report_rounds,
     resolve_output_dir,
-    rounds_of,
 )
 
 __all__ = [
@@ -18,5 +17,4 @@ __all__ = [
     "report_one_shot",
     "report_rounds",
     "resolve_output_dir",
-    "rounds_of",
 ]

@@ -25,25 +25,20 @@ from flwr_fisher.wire.layout import (
     tensors_to_curvature,
 )
 from flwr_fisher.wire.options import (
-    LIBRARY,
     NUM_EXAMPLES,
     REGRESSION,
-    SERVER,
     ConfigValue,
     join_groups,
     named_options,
-    split_config,
     split_groups,
 )
-from flwr_fisher.wire.schema import Part, Payload, description, part
+from flwr_fisher.wire.schema import Payload, description, part
 
 __all__ = [
-    "LIBRARY",
     "LOSSLESS",
     "NUM_EXAMPLES",
     "PREFIX",
     "REGRESSION",
-    "SERVER",
     "Additive",
     "Codec",
     "ConfigValue",
@@ -52,7 +47,6 @@ __all__ = [
     "HeadUpload",
     "LossUpload",
     "NoHead",
-    "Part",
     "Payload",
     "arrays_bytes",
     "arrays_to_tensors",
@@ -67,7 +61,6 @@ __all__ = [
     "read_head",
     "resolve",
     "serialized_bytes",
-    "split_config",
     "split_groups",
     "tensors_to_arrays",
     "tensors_to_curvature",
