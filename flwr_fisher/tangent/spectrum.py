@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from decimal import ROUND_FLOOR, Context
 
 import torch
 from torch import Tensor
@@ -156,12 +155,10 @@ def check_lr(lr: float, largest_eigenvalue: float) -> None:
     """
     check_positive("lr", lr)
     if lr > (safe := largest_safe_lr(largest_eigenvalue)):
-        # Rounded down, so that the number in the message is itself safe.
-        rounded = float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal(safe))
         raise ConfigurationError(
             f"lr {lr:g} is too large for these features: their largest eigenvalue is "
             f"{largest_eigenvalue:.6g}, and steps would diverge. The largest safe lr "
-            f"is {rounded:g}"
+            f"is {safe}"
         )
 
 

@@ -72,21 +72,10 @@ def bytes_of(text: str) -> Tensor:
 
     Examples
     --------
-    >>> text_from(bytes_of("fc3"))
-    'fc3'
+    >>> bytes_of("fc3")
+    tensor([102,  99,  51], dtype=torch.uint8)
     """
     return torch.from_numpy(np.frombuffer(bytearray(text.encode()), np.uint8))
-
-
-def text_from(tensor: Tensor) -> str:
-    """Return the text of UTF-8 bytes.
-
-    Raises
-    ------
-    UnicodeDecodeError
-        If they are not UTF-8. It is a ``ValueError``.
-    """
-    return bytes(tensor.tolist()).decode()
 
 
 def numbers_to_tensor(numbers: Iterable[int]) -> Tensor:
