@@ -162,8 +162,7 @@ _logged: set[str] = set()
 
 
 def log_once(text: str) -> None:
-    """Log a text's lines, unless this process has logged them."""
+    """Log a text, unless this process has logged it."""
     if text not in _logged:
         _logged.add(text)
-        for line in text.splitlines():
-            logger.info("%s", line)
+        logger.info("%s", text)

@@ -509,8 +509,8 @@ def test_the_default_is_the_papers_or_what_is_safe():
 @pytest.mark.parametrize(
     ("strategy", "client", "reason"),
     [
-        ({"head": "fc9"}, {}, r"partition-0, .*unknown head 'fc9'"),
-        ({"head": "1"}, {}, r"only an nn.Linear"),
+        ({"head": "fc9"}, {}, r"partition-0, .*linear layer for head 'fc9'"),
+        ({"head": "1"}, {}, r"linear layer for head '1'; known: 0, 3"),
         ({}, {"likelihood": "gaussian"}, r"needs classes.*'gaussian'"),
         ({}, {"state_bytes": 500}, r"20 features of 12 .*Regression\(.*float16"),
         ({}, {"state_dir": Path(__file__)}, r"cannot write .*test_tct.*state_dir="),

@@ -172,7 +172,7 @@ def test_shapes_that_do_not_fit():
         TCTModel(net(), weight[:, 1:], mean, std, seed=0)
     with pytest.raises(ParamsError, match=r"\(90, 3\).* 26 features"):
         TCTModel(net(), *parts(features=90), seed=0)
-    with pytest.raises(UnknownNameError, match="unknown head 'fc'"):
+    with pytest.raises(UnknownNameError, match="linear layer for head 'fc'"):
         TCTModel(net(), weight, mean, std, seed=0, head="fc")
 
 

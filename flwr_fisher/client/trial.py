@@ -1,7 +1,6 @@
 """The check of a training's first batch, and what the log says of an upload."""
 
 from collections.abc import Hashable, Iterable
-from textwrap import wrap
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from flwr_fisher.errors import ClientError, DataError, FlwrFisherError
 from flwr_fisher.log_lines import log_once
 from flwr_fisher.randomness import seeded
 
-_COLUMNS, _NAMED = 100, 6  # characters of a line; layers up to which all are named
+_NAMED = 6  # layers up to which all are named
 _KINDS = {"Kronecker": "K-FAC", "Diagonal": "diagonal"}
 _tried: set[Hashable] = set()  # what this process has tried
 
@@ -125,9 +124,7 @@ def upload_summary(
     kb = size / 1e3
     amount = f"{kb / 1e3:.2f} MB" if kb >= 100 else f"{kb:.1f} kB"
     parts.append(f"upload {amount}, {size / fedavg:.2f} of FedAvg's")
-    text = f"curvature: {'; '.join(parts)}"
-    lines = wrap(text, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join(lines)
+    return f"curvature: {'; '.join(parts)}"
 
 
 def _layers(parameters: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.data import Inputs
-from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
+from flwr_fisher.errors import StructureError, check_known
 from flwr_fisher.randomness import random_stream
 
 
@@ -18,8 +18,8 @@ def find_head(model: nn.Module, head: str | None) -> str:
 
     Raises
     ------
-    ConfigurationError
-        If `head` names no layer, or one that is not linear.
+    UnknownNameError
+        If `head` names no linear layer. It lists these.
     StructureError
         If the model has no linear layer, or the layer shares its weight with another
         one.
@@ -31,14 +31,8 @@ def find_head(model: nn.Module, head: str | None) -> str:
             "the model has no nn.Linear layer, and the last one would be its head: end "
             "the model in an nn.Linear"
         )
-    if head is not None and head not in modules:
-        raise UnknownNameError("head", head, linear)
-    if head is not None and head not in linear:
-        raise ConfigurationError(
-            f"head={head!r} is a {type(modules[head]).__name__}, but only an nn.Linear "
-            f"can be the head: pass one of {', '.join(linear)}"
-        )
     name = linear[-1] if head is None else head
+    check_known("linear layer for head", name, linear)
     _check_not_shared(modules, name)
     return name
 

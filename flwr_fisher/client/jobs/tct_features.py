@@ -13,7 +13,7 @@ from flwr_fisher.client.request import whole_number
 from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature.data import IGNORED, Batch, batches_of, is_whole
 from flwr_fisher.devices import CPU
-from flwr_fisher.errors import ClientError, DataError, check_known
+from flwr_fisher.errors import ClientError, DataError
 from flwr_fisher.files import digest_of
 from flwr_fisher.log_lines import logger, watching
 from flwr_fisher.randomness import derive_seed, seeded
@@ -22,7 +22,6 @@ from flwr_fisher.tangent.spectrum import MOST_EXAMPLES, largest_gram_eigenvalue
 from flwr_fisher.wire.options import client_name
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
-_SOLVERS = ("closed-form", "steps")
 _FEATURES, _LABELS = "features", "labels"
 _AT_ONCE = 512  # examples with features on the model's device at a time
 
@@ -123,11 +122,8 @@ class ClientFeatures:
         options: Mapping[str, Any],
     ) -> None:
         self.problem, self.partition, self.run = problem, partition, run
-        self.solver = str(options.get("solver", "closed-form"))
-        check_known("solver", self.solver, _SOLVERS)
-        stored = str(options.get("feature-dtype", "float32"))
-        check_known("feature-dtype", stored, _DTYPES)
-        self.dtype = _DTYPES[stored]
+        self.solver = options.get("solver", "closed-form")
+        self.dtype = _DTYPES[options.get("feature-dtype", "float32")]
         self.tangent = _tangent(problem, options)
 
     def check_classes(self, batches: Sequence[Batch]) -> Tensor:
