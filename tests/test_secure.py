@@ -117,7 +117,7 @@ def test_sums_are_within_the_stated_error(values, bits):
     exact = torch.stack(tensors).sum(0)
     error = (fixed.values(total, exponent) - exact).abs().max()
     rounding = 1e-15 * sum(float(own.abs().max()) for own in tensors)  # of float64
-    assert error <= fixed.error(exponent) + rounding
+    assert error <= len(tensors) / 2 * 2.0 ** -fixed.shift(exponent) + rounding
 
 
 def test_exponents_are_agreed_without_looking():

@@ -1,14 +1,14 @@
 """The accuracy of models and ensembles, measured on the server."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 from torch import nn
 
 from flwr_fisher.client import cross_entropy, score
+from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature.data import batches_of, num_correct
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import default_device
@@ -17,8 +17,6 @@ from flwr_fisher.params import Params, load_state
 from flwr_fisher.server.driver import EvaluateFn
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.wire import arrays_to_tensors
-
-Loader = Iterable[Any]  # batches of any form, or `MappedLoader`
 
 
 def accuracies(

@@ -10,6 +10,7 @@ from flwr.serverapp.strategy import Result
 from torch import nn
 
 from flwr_fisher.callbacks import HISTORIES
+from flwr_fisher.client.training import Loader
 from flwr_fisher.devices import default_device
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.files import save_tensors
@@ -17,7 +18,6 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import MergeResult, fedavg
 from flwr_fisher.params import Params
 from flwr_fisher.report.accuracy import (
-    Loader,
     accuracies,
     ensemble_accuracy,
     test_scores,

@@ -179,28 +179,23 @@ class Aggregator:
     ) -> bytes:
         """Return one of a client's secrets, from its neighbours' shares."""
         good: list[bytes] = []
-        wrong: list[int] = []
-        missing: list[int] = []
+        lacking: list[int] = []
         for peer in self.peers(number):
             row = self.sealed[number].commitments[peer]
             expected = crypto.pieces(row, crypto.DIGEST)[position]
             share = shares.get(peer, {}).get(number)
-            if share is None:
-                missing.append(peer)
-            elif crypto.commitment(share) != expected:
-                wrong.append(peer)
-            else:
+            if share is not None and crypto.commitment(share) == expected:
                 good.append(share)
-        if wrong:
-            text = "aggregate_train: wrong shares of %s's secret from %s"
-            logger.warning(text, self.names[number], self._listed(wrong))
+                continue
+            lacking.append(peer)
+            if share is not None:
+                text = "aggregate_train: wrong shares of %s's secret from %s"
+                logger.warning(text, self.names[number], self.names[peer])
         if len(good) < self.threshold:
-            blamed = (("no answer from", missing), ("wrong ones from", wrong))
-            reasons = [f"{text} {self._listed(who)}" for text, who in blamed if who]
             raise RoundError(
                 f"only {len(good)} shares of the secret of {self.names[number]} "
-                f"arrived, but {self.threshold} are needed to open the sum: "
-                f"{'; '.join(reasons)}. The sum stays secret"
+                f"arrived, but {self.threshold} are needed to open the sum: none, or "
+                f"wrong ones, from {self._listed(lacking)}. The sum stays secret"
             )
         try:
             return combine_shares(good[: self.threshold])
