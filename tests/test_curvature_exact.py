@@ -156,6 +156,32 @@ class Places(nn.Module):
         return self.head((self.rows(x) + places).tanh().mean(1))
 
 
+class Tokens(nn.Module):
+    """A class token and embeddings of positions, used in one of several ways."""
+
+    def __init__(self, use=lambda p, n: p.expand(n, -1, -1)):
+        super().__init__()
+        self.use, size = use, SERIES.shape[1]
+        self.token = nn.Parameter(randn(0, 1, 1, 3))
+        self.places = nn.Parameter(randn(1, 1, size + 1, 3))
+        self.mix, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = torch.cat([self.use(self.token, len(x)), x], 1) + self.places
+        return self.head(self.mix(x).tanh().mean(1))
+
+
+ODD_USES = {  # and what is then computed by per-example gradients
+    "repeats": (lambda p, n: p.repeat(n, 1, 1), {"token", "places"}),
+    "takes the first": (lambda p, n: p[:1].expand(n, -1, -1), {"token"}),
+    "takes the mean": (lambda p, n: p.mean(0, True).expand(n, -1, -1), {"token"}),
+    "looks at its shape": (
+        lambda p, n: (p * len(p)).expand(n, -1, -1),
+        {"token", "places"},
+    ),
+}
+
+
 class Doubled(nn.RMSNorm):
     """Computes something else than its class does."""
 
@@ -243,6 +269,13 @@ MORE = {
     "positions": Net(
         Places, TOKENS, {"rows.weight", "places.weight"}, slow={"places.weight"}
     ),
+    "tokens": Net(Tokens, SERIES, {"token", "places"}, slow=set()),
+    **{
+        f"tokens, {how}": Net(
+            partial(Tokens, use), SERIES, {"token", "places"}, slow=slow
+        )
+        for how, (use, slow) in ODD_USES.items()
+    },
     "doubled": Net(then_tanh(Doubled, 3), VECTORS, {"0.weight"}),
     # The gradient of its weight is far below that of its bias.
     "small inputs": Net(then_tanh(SquaredWeight, 3, 3), VECTORS / 1000, FIRST),

@@ -40,10 +40,11 @@ from flwr_fisher.curvature.estimate.layers import (
     EmbeddingRows,
     KroneckerLayer,
     Layer,
+    RepeatedRow,
     layer_of,
 )
 from flwr_fisher.curvature.estimate.pieces import drawn
-from flwr_fisher.curvature.models import check_outputs, check_rows
+from flwr_fisher.curvature.models import check_outputs, check_rows, outputs_with
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import trainable_names, widened
 
@@ -87,11 +88,21 @@ def tapped_forward(
             edge = get_gradient_edge(output) if output.requires_grad else None
             taps[name].append(Tap(args[0].detach(), output.shape, edge))
 
+    replaced = dict[str, Tensor]()
+    for name, layer in layers.items():
+        if isinstance(layer, RepeatedRow):
+            rows = replaced[layer.weight] = layer.repeated(len(inputs))
+            edge = None if rows.grad_fn is None else get_gradient_edge(rows)
+            taps[name].append(Tap(rows.detach(), rows.shape, edge))
     # These hooks are the last ones, so they see what the user's hooks return.
     with ExitStack() as hooks:
         for name, layer in layers.items():
+            if isinstance(layer, RepeatedRow):
+                continue
             hook = layer.layer.register_forward_hook(partial(on_call, name))
             hooks.enter_context(hook)
+        if replaced:
+            return outputs_with(model, replaced, inputs), taps
         return inputs(model), taps
 
 
@@ -174,6 +185,7 @@ class Forms:
         """
         layers, seen = layers_by_type(model), dict[str, Tensor]()
         inputs = inputs.mapped(_telling)
+        layers |= _repeatable(model, inputs)
         size, first = len(inputs), None
         if max_bytes is not None:
             size = _fitting(model, inputs, layers, max_bytes)
@@ -197,6 +209,26 @@ class Forms:
             [name for name in trainable_names(model) if name not in taken],
             first,
         )
+
+
+def _repeatable(model: nn.Module, inputs: Inputs) -> dict[str, Layer]:
+    """Return the parameters ``[1, ...]`` for which the model takes rows, by name."""
+    found = dict[str, Layer]()
+    for prefix, module in model.named_modules():
+        for name, p in module.named_parameters(prefix, recurse=False):
+            by_type = layer_of(module, name, None) is not None
+            if p.requires_grad and p.dim() > 1 and len(p) == 1 and not by_type:
+                found[name] = RepeatedRow(module, name, None)
+    if not found:
+        return {}
+    two = concatenated([inputs[:1]] * 2)
+    try:
+        with torch.no_grad():
+            outputs, (again, _) = two(model), tapped_forward(model, two, found)
+            off, size = (widened(x).norm() for x in (outputs - again, outputs))
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return {}  # it repeats them itself
+    return found if off <= _TOLERANCE * size else {}  # else it looks at their shape
 
 
 def _fitting(

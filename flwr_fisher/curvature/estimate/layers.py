@@ -459,6 +459,44 @@ class AffineNorm(DirectLayer):
         return products.reshape(n, products.shape[1], -1).sum(2)
 
 
+class RepeatedRow(DirectLayer):
+    """A module's own parameter ``[1, ...]``, the same for all examples of a batch.
+
+    Class tokens and embeddings of positions are such. The forward pass gets one row for
+    each example in its place, whose gradients are the examples'.
+    """
+
+    weight: str
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameter."""
+        return [self.layer.get_parameter(self.weight.rpartition(".")[2])]
+
+    def repeated(self, n: int) -> Tensor:
+        """Return one row for each of n examples, as a view."""
+        parameter = self.parameters()[0]
+        return parameter.expand(n, *parameter.shape[1:])
+
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether there is a row for each example."""
+        return inputs == output
+
+    def entries(self, inputs: Tensor) -> int:
+        """Return a row's entries."""
+        return inputs[:1].numel()
+
+    def prepared(self, inputs: Tensor) -> None:
+        """Return nothing: the rows' gradients are the examples'."""
+
+    def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
+        """Return the parameter's gradient for given gradients of the rows."""
+        return [output.to(self.dtype).sum(0, keepdim=True)]
+
+    def rows(self, prepared: None, output: Tensor) -> list[Tensor]:
+        """Return each example's gradient."""
+        return [output.to(self.dtype)]
+
+
 class EmbeddingRows(DirectLayer):
     """An embedding; an example has gradients only for the rows that it looks up."""
 
@@ -506,11 +544,13 @@ class EmbeddingRows(DirectLayer):
 
 
 class SquaredGradients:
-    """The sums over examples of norms' and embeddings' squared gradients."""
+    """The sums over examples of squared gradients, of layers that give these."""
 
     def __init__(self, layers: Mapping[str, DirectLayer]) -> None:
         self.layers = layers
-        self.norms = {k: v for k, v in layers.items() if isinstance(v, AffineNorm)}
+        self.norms = {
+            k: v for k, v in layers.items() if isinstance(v, AffineNorm | RepeatedRow)
+        }
         self.embeddings = {
             k: v for k, v in layers.items() if isinstance(v, EmbeddingRows)
         }
@@ -519,7 +559,8 @@ class SquaredGradients:
             for norm in self.norms.values()
             for name, parameter in zip(norm.names, norm.parameters(), strict=True)
         }
-        # All norms' sums are one row, so that a pass adds to them at once.
+        # All norms' sums (and repeated rows') are one row, so that a pass adds to them
+        # at once.
         self._row: Tensor | None = None
         if self._of_norms:
             dtypes = [norm.dtype for norm in self.norms.values()]
