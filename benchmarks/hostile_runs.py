@@ -2,7 +2,8 @@
 
     python benchmarks/hostile_runs.py [--only STRATEGY]
 
-Six clients learn to tell three clouds of points apart, by every strategy there is. In
+Six clients learn to tell three clouds of points apart, by every strategy there is, and
+FedFisher's by every solver for each structure and aggregate. In
 each run one client sends something else than what it computed, in every reply of one
 kind. The run is harmed if it ended, if an honest upload was lost, if a parameter is not
 finite, or if its accuracy fell below 0.9 of the honest run's. All are done twice: with
