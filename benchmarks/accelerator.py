@@ -265,18 +265,19 @@ def measured(device: torch.device) -> dict[str, Found]:
 
 def page(found: dict[str, Found]) -> list[str]:
     """Return the page's lines."""
+    shown = [n for n in NETWORKS if f"{STRUCTURES[0]}, {n}" in found["client"]]
     where = f"Measured with torch {torch.__version__}, on a pretended accelerator."
-    memory = head("", *NETWORKS)
-    counts = head("waits a batch, and other waits", *NETWORKS)
+    memory = head("", *shown)
+    counts = head("waits a batch, and other waits", *shown)
     names = dict.fromkeys(key.partition(", ")[0] for key in found["client"])
     for name in names:
-        every = [found["client"][f"{name}, {network}"] for network in NETWORKS]
+        every = [found["client"][f"{name}, {network}"] for network in shown]
         memory.append(row(name, *(f"{each['memory']:.1f}" for each in every)))
         cells = (f"{e['waits-a-batch']:g}, {e['other-waits']:g}" for e in every)
         counts.append(row(name, *cells))
-    operations = head("a batch, and beside it", *NETWORKS)
+    operations = head("a batch, and beside it", *shown)
     for name in (*COUNTED, PEER):
-        rows = (found["operations"].get(f"{name}, {n}") for n in NETWORKS)
+        rows = (found["operations"].get(f"{name}, {n}") for n in shown)
         cells = (f"{e['a-batch']:.1f}, {e['beside']:.1f}" if e else "" for e in rows)
         operations.append(row(name, *cells))
     merges = head("structure", "layers", "waits")
