@@ -194,9 +194,9 @@ class FedFisherOneShot(CurvatureStrategy):
         if strict and structure == "kfac" and not self._filled.anchor:
             # One client then decides where the others' Fishers are nearly singular.
             raise ConfigurationError(
-                f"a policy with max_curvature needs an anchor with structure='kfac', "
-                f"and solver='{self.merge.solver}' has none by default: pass "
-                f"merge=MergeOptions(solver='{self.merge.solver}', anchor=0.03)"
+                "a policy with max_curvature needs an anchor above 0 with "
+                "structure='kfac': pass merge=MergeOptions("
+                f"solver='{self.merge.solver}', anchor=0.03)"
             )
 
     def _use_sums(self) -> None:

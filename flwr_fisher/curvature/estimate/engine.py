@@ -117,7 +117,7 @@ class Engine:
         positions = Positions(most, expectation.seed)
         room = room_for(model, forms, sums, positions, len(first), max_batch_bytes)
         if isinstance(first.labels, Tensor):
-            few = first[: min(_FEW, len(forms.outputs), len(first))]
+            few = first[: min(_FEW, len(forms.outputs))]
             outputs = forms.outputs[: len(few)]
             expectation.likelihood.check_labels(outputs, few.labels)
         return cls(model, sums, expectation, positions, room)

@@ -548,24 +548,24 @@ class SquaredGradients:
 
     def __init__(self, layers: Mapping[str, DirectLayer]) -> None:
         self.layers = layers
-        self.norms = {
+        self.dense = {
             k: v for k, v in layers.items() if isinstance(v, AffineNorm | RepeatedRow)
         }
         self.embeddings = {
             k: v for k, v in layers.items() if isinstance(v, EmbeddingRows)
         }
-        self._of_norms = {
+        self._of_dense = {
             name: parameter
-            for norm in self.norms.values()
-            for name, parameter in zip(norm.names, norm.parameters(), strict=True)
+            for layer in self.dense.values()
+            for name, parameter in zip(layer.names, layer.parameters(), strict=True)
         }
-        # All norms' sums (and repeated rows') are one row, so that a pass adds to them
-        # at once.
+        # The sums of all layers with a dense gradient are one row, so that a pass adds
+        # to them at once.
         self._row: Tensor | None = None
-        if self._of_norms:
-            dtypes = [norm.dtype for norm in self.norms.values()]
-            like = next(iter(self._of_norms.values()))
-            size = sum(p.numel() for p in self._of_norms.values())
+        if self._of_dense:
+            dtypes = [layer.dtype for layer in self.dense.values()]
+            like = next(iter(self._of_dense.values()))
+            size = sum(p.numel() for p in self._of_dense.values())
             self._row = like.new_zeros(size, dtype=reduce(torch.promote_types, dtypes))
         self._sums = Sums(
             {name: x.layer.weight for x in self.embeddings.values() for name in x.names}
@@ -582,7 +582,7 @@ class SquaredGradients:
         ]
         self._sums.add(terms)
         rows = list[Tensor]()
-        for name, layer in self.norms.items():
+        for name, layer in self.dense.items():
             if name in outputs:
                 rows += layer.rows(prepared[name], outputs[name])
             else:
@@ -597,9 +597,9 @@ class SquaredGradients:
         found = self._sums.mean(count)
         if self._row is None:
             return found
-        sizes = [p.numel() for p in self._of_norms.values()]
+        sizes = [p.numel() for p in self._of_dense.values()]
         parts = torch.split(self._row / count, sizes)
-        for (name, p), part in zip(self._of_norms.items(), parts, strict=True):
+        for (name, p), part in zip(self._of_dense.items(), parts, strict=True):
             found[name] = part.view(p.shape).to(p.dtype)
         return found
 
