@@ -10,21 +10,27 @@
 # make release those and the apps as bundles for Flower Hub, all checked (RELEASING.md)
 # make gpu     on a machine with one: the tests that touch it, and its tables
 # make develop an editable environment
-# Everything happens in .venv, with PYTHON (3.11 or newer) as its base.
+# Everything happens in .venv, with PYTHON (3.11 or newer) as its base; without one,
+# demo and federation make .venv-demo, which holds what they need and no more.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: demo federation test types units oldest fuzz smoke results docs dist release gpu develop install clean
+.PHONY: demo federation test types units oldest fuzz smoke results docs dist release gpu develop install install-demo clean
+
+DEMO := $(if $(wildcard .venv/dependencies),.venv,.venv-demo)
 
 # A home and ports of its own: SuperLinks that share a home share their runs.
 FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
 
-demo: install
+demo: install-demo
 	@rm -rf outputs/demo build/flwr && mkdir -p outputs/demo build/flwr
-	@export PATH="$(CURDIR)/$(BIN):$$PATH" RAY_DEDUP_LOGS=0; \
+	@echo "Five clients train on scikit-learn's digits, with a few labels each. A server"
+	@echo "merges their models by FedFisher, and compares this with FedAvg: about a minute."
+	@export PATH="$(CURDIR)/$(DEMO)/bin:$$PATH"; \
+	export RAY_DEDUP_LOGS=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0; \
 	export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_HOME="$(CURDIR)/build/flwr"; \
 	export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT=$$($(FREE_PORT)); \
 	export FLWR_LOCAL_CONTROL_API_PORT=$$($(FREE_PORT)); \
@@ -33,20 +39,17 @@ demo: install
 		--run-config "output-dir='$(CURDIR)/outputs/demo'"; \
 	pkill -f "flower-superlink .*127.0.0.1:$$FLWR_LOCAL_CONTROL_API_PORT" || true
 	@test -f outputs/demo/metrics.json || { echo "The run failed; see above."; exit 1; }
-	@echo "Results are in $(CURDIR)/outputs/demo"
 
 # The nodes run from an environment of their own, without extras.
 APP ?= fedfisher
-federation: install .venv-node/dependencies
+federation: install-demo .venv-node/dependencies
 	@rm -rf outputs/federation build/lib build/bdist.* *.egg-info
 	@.venv-node/bin/pip install -q --no-deps --force-reinstall .
-	$(BIN)/python federation/demo.py outputs/federation --app apps/$(APP) \
+	$(DEMO)/bin/python federation/demo.py outputs/federation --app apps/$(APP) \
 		--nodes-bin .venv-node/bin
 
 .venv-node/dependencies: pyproject.toml
-	$(PYTHON) -m venv .venv-node
-	.venv-node/bin/pip install -q .
-	@touch $@
+	@tools/environment.sh .venv-node $(PYTHON) .
 
 # Types are checked beside the tests, which leave a core idle now and then.
 test: install
@@ -128,13 +131,18 @@ install: .venv/dependencies
 	@rm -rf build/lib build/bdist.* *.egg-info
 	$(BIN)/pip install -q --no-deps --force-reinstall .
 
+install-demo: $(DEMO)/dependencies
+	@rm -rf build/lib build/bdist.* *.egg-info
+	@$(DEMO)/bin/pip install -q --no-deps --force-reinstall .
+
 develop: .venv/dependencies
 	$(BIN)/pip install -q --no-deps -e .
 
 .venv/dependencies: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q ".[dev]"
-	@touch $@
+	@tools/environment.sh .venv $(PYTHON) ".[dev]"
+
+.venv-demo/dependencies: pyproject.toml
+	@tools/environment.sh .venv-demo $(PYTHON) ".[simulation,demo,report,secure]"
 
 clean:
-	rm -rf .venv .venv-node .venv-oldest build dist outputs *.egg-info
+	rm -rf .venv .venv-demo .venv-node .venv-oldest build dist outputs *.egg-info

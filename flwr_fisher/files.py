@@ -27,7 +27,7 @@ def save_tensors(
     """Write a safetensors file under another name, then rename it.
 
     A crash, or a loss of power, leaves the old file or the new one, never a part of
-    one.
+    one. The file is as readable as its folder.
 
     Parameters
     ----------
@@ -50,6 +50,8 @@ def save_tensors(
         save_file(whole, aside, dict(metadata) if metadata else None)
         with aside.open("rb") as file:
             os.fsync(file.fileno())
+        # safetensors makes files that only their owner may read.
+        aside.chmod(path.parent.stat().st_mode & 0o666)
         aside.replace(path)
         sync_folder(path.parent)
     except Exception:

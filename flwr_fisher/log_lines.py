@@ -11,7 +11,7 @@ work, nothing is logged.
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -23,27 +23,37 @@ _LONGEST = 800  # characters of an error in the log; it may quote a server's mes
 EVERY = 15.0  # seconds from one line to the next, and to the first
 
 
-def shown(metrics: Mapping[str, object] | None) -> str:
-    """Return a round's metrics as Flower logs them, with long lists shortened.
+def shown(metrics: Mapping[str, object] | None, clients: Sequence[str] = ()) -> str:
+    """Return a round's metrics as Flower logs them, but with four digits.
+
+    Long lists are shortened. A list whose name begins with ``client-`` has a number for
+    each of the `clients`, and these are named.
 
     Examples
     --------
-    >>> shown({"loss": 0.5, "client-share": [0.05] * 20})[:38]
-    "{'loss': 0.5, 'client-share': [0.05, 0"
+    >>> shown({"loss": 1 / 3, "client-share": [0.25, 0.75]}, ["a", "b"])
+    "{'loss': 0.3333, 'client-share': [a: 0.25, b: 0.75]}"
     >>> shown({"client-share": [0.05] * 20})[-21:]
     '0.05, … and 10 more]}'
     """
     if metrics is None:
         return "None"
-    entries = (f"{name!r}: {_value(value)}" for name, value in metrics.items())
+    entries = []
+    for name, value in metrics.items():
+        owners = clients if name.startswith("client-") else ()
+        entries.append(f"{name!r}: {_value(value, owners)}")
     return f"{{{', '.join(entries)}}}"
 
 
-def _value(value: object) -> str:
-    if not isinstance(value, list) or len(value) <= _ENTRIES:
-        return repr(value)
-    first = ", ".join(repr(entry) for entry in value[:_ENTRIES])
-    return f"[{first}, … and {len(value) - _ENTRIES} more]"
+def _value(value: object, owners: Sequence[str] = ()) -> str:
+    if not isinstance(value, list):
+        return f"{value:.4g}" if isinstance(value, float) else repr(value)
+    texts = [_value(entry) for entry in value[:_ENTRIES]]
+    if len(owners) == len(value):
+        texts = [f"{who}: {text}" for who, text in zip(owners, texts, strict=False)]
+    if more := len(value) - len(texts):
+        texts.append(f"… and {more} more")
+    return f"[{', '.join(texts)}]"
 
 
 class Failures:

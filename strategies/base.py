@@ -279,9 +279,11 @@ class CurvatureStrategy(Strategy):
         }
 
     def summary(self) -> None:
-        """Log the strategy's configuration."""
-        text = ", ".join(f"{name}={value}" for name, value in self.settings().items())
-        logger.info("\t├──> %s", text)
+        """Log the strategy's configuration; what is asked of clients, for debugging."""
+        settings = [f"{name}={value}" for name, value in self.settings().items()]
+        of_clients = [text for text in settings if text.startswith("client-")]
+        logger.info("\t├──> %s", ", ".join(t for t in settings if t not in of_clients))
+        logger.debug("\t├──> %s", ", ".join(of_clients))
         super().summary()
 
     # --- a run

@@ -496,7 +496,8 @@ def test_where_nobody_is_left_the_mean_stays_and_a_warning_says_so(clock, caplog
     *_, kept = warned(caplog)
     assert "the model stays that of the step before" in kept
     assert (
-        "no reply from partition-0, partition-1, partition-2: it is no longer" in kept
+        "left out partition-0, partition-1, partition-2: no reply, it is no longer"
+        in kept
     )
 
 
@@ -511,7 +512,8 @@ def test_an_app_that_only_trains_is_asked_once(caplog):
     *_, kept = warned(caplog)
     assert same_bits(result.arrays, plain(**AVERAGE)[1].arrays)
     assert (
-        "partition-0, partition-1, partition-2: it is no longer connected, or" in kept
+        "partition-0, partition-1, partition-2: no reply, it is no longer connected, or"
+        in kept
     )
     assert "its ClientApp can only train" in kept
 

@@ -99,7 +99,7 @@ def test_the_log_and_the_metrics_name_a_client_that_has_left(caplog):
     strategy.average = leaves
     with caplog.at_level(logging.WARNING, "flwr"):
         result = strategy.start(grid, tiny_arrays(), num_rounds=1)
-    assert "no reply from partition-3: it is no longer connected" in caplog.text
+    assert "left out partition-3: no reply, it is no longer connected" in caplog.text
     assert result.train_metrics_clientapp[1]["num-missing"] == 1
     assert result.train_metrics_clientapp[1]["clients-merged"] == 3
 

@@ -18,7 +18,7 @@ from virtual import start, tiny_app, tiny_data, tiny_model
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.errors import ConfigurationError, DataError, ParamsError
 from flwr_fisher.merge import MergeResult, fedfisher
-from flwr_fisher.params import shared_state
+from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.report import (
     accuracies,
     ensemble_accuracy,
@@ -28,7 +28,15 @@ from flwr_fisher.report import (
     report_rounds,
     resolve_output_dir,
 )
-from flwr_fisher.strategies import CurvatureResult, FedAvg, FedFisherOneShot, Upload
+from flwr_fisher.report.accuracy import accuracy_of
+from flwr_fisher.report.diagnosis import one_shot_sentences
+from flwr_fisher.strategies import (
+    CurvatureResult,
+    FedAvg,
+    FedFish,
+    FedFisherOneShot,
+    Upload,
+)
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import FisherUpload
 
@@ -288,3 +296,51 @@ def test_several_runs_and_metrics_are_drawn(tmp_path, monkeypatch):
     assert loss.lines[0].get_xydata().tolist() == [[3, 2.0]]
     assert [text.get_text().strip() for text in accuracy.texts] == ["stage 2"]
     assert accuracy.get_ylabel() == "accuracy, %"
+
+
+# What the log says of the numbers
+
+
+def hits(*found, of=(50, 50, 50)):
+    return torch.tensor([found, of], dtype=torch.float64)
+
+
+def said(final, clients=None, left_out=0, **accuracy):
+    """Return the sentences of a run with these accuracies, as one text."""
+    accuracy = {"fedfisher": accuracy_of(final), "fedavg": 0.1, **accuracy}
+    return " ".join(one_shot_sentences(accuracy, final, clients or {}, left_out))
+
+
+def test_the_log_says_whether_fedavg_is_as_good():
+    final = hits(40, 40, 40)  # 80 % of 150 examples: two standard errors are 9 points
+    assert "FedFisher is 70.0 points above FedAvg's mean" in said(final)
+    assert "level with FedFisher. You can try" in said(final, fedavg=0.75)
+    assert "15.0 points above FedFisher. You can" in said(final, fedavg=0.95)
+    others = {"fedfisher_merge": 0.85, "best_client": 0.85, "ensemble": 0.85}
+    assert said(final, **others) == said(final)  # within two standard errors
+    told = said(final, **dict.fromkeys(others, 0.95))
+    for text in ("merge alone is better", "client's model is better", "the ensemble"):
+        assert text in told
+
+
+def test_the_log_names_classes_that_depend_on_one_client():
+    clients = {"a": hits(50, 50, 0), "b": hits(0, 50, 2), "c": hits(0, 20, 9)}
+    told = said(hits(40, 40, 0), clients, left_out=2)
+    assert "only one client's model finds: 0 (a), 2 (c)." in told
+    assert "final model hardly finds: 2." in told
+    assert "2 of the clients asked are not in the merge" in told
+    # One class has no test examples; of one client alone nothing is said.
+    told = said(hits(40, 40, 0, of=(50, 50, 0)), {"a": hits(50, 50, 0)})
+    assert "Classes" not in told
+    assert "not in the merge" not in told
+
+
+def test_fedavg_of_the_last_rounds_models_stands_beside_any_method(tmp_path, caplog):
+    data, result = rounds_with(FedFish)
+    with caplog.at_level("INFO", logger="flwr"):
+        got = report_rounds(tmp_path, tiny_model(), data, result, method="FedFish")
+    models = [upload.payload.params for upload in result.uploads]
+    mean = weighted_mean(models, [upload.num_examples for upload in result.uploads])
+    want = accuracies(tiny_model(), {"mean": mean}, data)["mean"]
+    assert got["fedavg"] == want
+    assert "FedAvg's mean of the same models" in caplog.text

@@ -60,7 +60,7 @@ def test_twenty_rounds_end_at_enough(clock, caplog):
     assert clock.now < 20 * 5  # of which ten may go to the silent queries
     assert all(metrics["num-replies"] >= 2 for metrics in rounds)
     text = caplog.text
-    assert "no reply from partition-2: Node unavailable" in text
+    assert "left out partition-2: no reply, Node unavailable" in text
     assert "partition-1" in text
     assert "not waited for, since enough have replied" in text
     assert "node-1:" not in text  # the link's own id
@@ -76,8 +76,10 @@ def test_twenty_rounds_end_at_the_deadline(clock, caplog):
     # Who lets a deadline pass sits out 1, 2, 4, 8 rounds: asked in 1, 3, 6, 11, 20.
     assert [who for _, kind, who in grid.sent if kind == "train"].count(1) == 5
     assert 5 * 20 < clock.now < 6 * 20 + 20 * 3
-    assert "no reply from partition-1, partition-3: none within 20 s" in caplog.text
-    assert "no reply from partition-2: Node unavailable" in caplog.text
+    assert (
+        "left out partition-1, partition-3: no reply, none within 20 s" in caplog.text
+    )
+    assert "left out partition-2: no reply, Node unavailable" in caplog.text
     assert [metrics.get("num-missing", 0) for metrics in rounds[:2]] == [3, 0]
 
 

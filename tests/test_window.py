@@ -187,7 +187,7 @@ def test_a_client_app_that_is_killed_is_asked_again_ever_later(clock, caplog):
     assert 60 < second - first < 70
     assert 120 < third - second < 130
     assert 5 <= len(times[1000]) <= 7
-    assert "no reply from partition-2: ClientApp crashed" in caplog.text
+    assert "left out partition-2: no reply, ClientApp crashed" in caplog.text
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -201,7 +201,7 @@ def name_of(context: Context) -> str:
     'partition-3'
     """
     partition = context.node_config.get("partition-id")
-    return f"node-{context.node_id}" if partition is None else f"partition-{partition}"
+    return "this node" if partition is None else f"partition-{partition}"
 
 
 def errors_as_replies(

@@ -2,14 +2,21 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from math import isnan, nan
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
-from torch import nn
+from torch import Tensor, nn
 
 from flwr_fisher.client import cross_entropy, score
 from flwr_fisher.client.training import Loader
-from flwr_fisher.curvature.data import batches_of, num_correct
+from flwr_fisher.curvature.data import (
+    IGNORED,
+    batches_of,
+    check_classes,
+    num_correct,
+)
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import default_device
 from flwr_fisher.errors import DataError, check_whole
@@ -63,19 +70,47 @@ def ensemble_accuracy(
     members. The loader is read once, so it may shuffle. Errors are those of
     :func:`accuracies`.
     """
+    return accuracy_of(class_hits(model, members, weights, loader))
+
+
+def class_hits(
+    model: nn.Module,
+    members: Sequence[Params],
+    weights: Sequence[float],
+    loader: Loader,
+) -> Tensor:
+    """Return how many of each class the members find, and how many there are.
+
+    Float64 of shape ``[2, classes]``; one column with a NaN if the outputs have no
+    classes. Arguments and errors are those of :func:`ensemble_accuracy`.
+    """
     models = [_copy_with(model, params) for params in members]
     device = place_of(model)
-    correct, count = 0.0, 0
+    hits = torch.zeros(2, 1, dtype=torch.float64)
     with torch.no_grad():
         for batch in batches_of(loader, model, device, labelled=True):
             mean = torch.zeros((), dtype=torch.float32, device=device)
             for member, weight in zip(models, weights, strict=True):
                 mean = mean + batch.inputs(member).softmax(-1) * weight
-            correct += num_correct(mean, batch.labels)
-            count += batch.num_labels
-    if not count:
+            hits = hits + _hits(mean, batch.labels)
+    if not hits[1].any():
         raise DataError("the loader has no examples with a label")
-    return correct / count
+    return hits
+
+
+def accuracy_of(hits: Tensor) -> float:
+    """Return the accuracy of all classes' hits."""
+    found, count = hits.sum(1).tolist()
+    return float(found / count)
+
+
+def _hits(outputs: Tensor, labels: Any) -> Tensor:
+    if isnan(num_correct(outputs, labels)):
+        return torch.full((2, 1), nan)
+    count = outputs.shape[-1]
+    check_classes(labels, count)
+    found = labels[outputs.argmax(-1) == labels], labels[labels != IGNORED]
+    return torch.stack([y.long().cpu().bincount(minlength=count) for y in found])
 
 
 def _copy_with(model: nn.Module, params: Params) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from flwr.serverapp.strategy import Result
-from torch import nn
+from torch import Tensor, nn
 
 from flwr_fisher.callbacks import HISTORIES
 from flwr_fisher.client.training import Loader
@@ -16,12 +16,15 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.files import save_tensors
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import MergeResult, fedavg
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, weighted_mean
 from flwr_fisher.report.accuracy import (
     accuracies,
+    accuracy_of,
+    class_hits,
     ensemble_accuracy,
     test_scores,
 )
+from flwr_fisher.report.diagnosis import against_fedavg, one_shot_sentences
 from flwr_fisher.report.pictures import plot_accuracies, plot_rounds, points_of
 from flwr_fisher.strategies import CurvatureResult
 from flwr_fisher.wire import arrays_bytes, arrays_to_tensors, tensors_to_arrays
@@ -124,27 +127,40 @@ def report_one_shot(
         models["fedfisher_merge"] = merge
     if any(not torch.equal(merge[k], v) for k, v in merged.params.items()):
         models["fedfisher_averaged"] = merged.params
-    clients: list[dict[str, Any]] = []
-    if merged.mean is not None:  # a merge of sums: no client's part is known
-        accuracy = accuracies(model, {"fedavg": merged.mean, **models}, loader)
-    else:
-        posteriors = [u.payload.posterior(u.num_examples) for u in result.uploads]
-        models["fedavg"] = fedavg(posteriors)
-        accuracy = accuracies(model, models, loader)
+    # A merge of sums has no single client's model.
+    uploads = result.uploads if merged.mean is None else []
+    posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
+    models["fedavg"] = fedavg(posteriors) if merged.mean is None else merged.mean
+    of_final = class_hits(model, [final], [1.0], loader)
+    accuracy = accuracies(model, models, loader)
+    of_clients, clients = dict[str, Tensor](), list[dict[str, Any]]()
+    for upload, share in zip(uploads, merged.shares, strict=False):
+        name, hits = (
+            upload.client,
+            class_hits(model, [upload.payload.params], [1.0], loader),
+        )
+        row = {"client": name, "examples": upload.num_examples}
+        clients.append({**row, "share": share, "accuracy": accuracy_of(hits)})
+        of_clients[name] = hits
+    if uploads:
         members = [posterior.params for posterior in posteriors]
         weights = [posterior.num_examples for posterior in posteriors]
         accuracy["ensemble"] = ensemble_accuracy(model, members, weights, loader)
-        for upload, share in zip(result.uploads, merged.shares, strict=True):
-            score = ensemble_accuracy(model, [upload.payload.params], [1], loader)
-            row = {"client": upload.client, "examples": upload.num_examples}
-            clients.append({**row, "share": share, "accuracy": score})
-            text = "%s: %g examples, %.1f %% of the curvature, test accuracy %.1f %%"
-            logger.info(text, *row.values(), 100 * share, 100 * score)
         accuracy["best_client"] = max(row["accuracy"] for row in clients)
     titled = {t: accuracy[name] for name, t in _TITLES.items() if name in accuracy}
     plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])
+    logger.info("Accuracy on %d test examples:", of_final[1].sum())
     for title, value in titled.items():
-        logger.info("%-25s %5.1f %%", title, 100 * value)
+        logger.info("\t%-25s %5.1f %%", title, 100 * value)
+    for row in clients:
+        text = "\t%s: %g examples, %.1f %% of the curvature, test accuracy %.1f %%"
+        share, score = 100 * row["share"], 100 * row["accuracy"]
+        logger.info(text, row["client"], row["examples"], share, score)
+    train = result.train_metrics_clientapp
+    last = train[max(train)] if train else {}
+    left_out = sum(int(last.get(k, 0)) for k in ("num-rejected", "num-missing"))
+    for sentence in one_shot_sentences(accuracy, of_final, of_clients, left_out):
+        logger.info(sentence)
     metrics = {"accuracy": accuracy, "clients": clients, "seconds": seconds}
     _write_metrics(path, result, final, {**metrics, "config": dict(config or {})})
     return accuracy
@@ -207,6 +223,13 @@ def report_rounds(
         text = "%s: test %s %.3f (round %d), %.3f (round %d)"
         (first, start), (final, end) = points[0], points[-1]
         logger.info(text, method, key, start, first, end, final)
+    if method.lower() != "fedavg" and (models := _models(result)):
+        uploads = result.uploads
+        mean = weighted_mean(models, [upload.num_examples for upload in uploads])
+        hits = class_hits(model, [mean], [1.0], loader)
+        accuracy["fedavg"] = fedavg = accuracy_of(hits)
+        count = int(hits[1].sum())
+        logger.info(against_fedavg(method, last["accuracy"], fedavg, count))
     metrics = {"accuracy": accuracy, "rounds": rounds, "seconds": seconds}
     _write_metrics(path, result, params, {**metrics, "config": dict(config or {})})
     return accuracy
@@ -226,6 +249,18 @@ def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
     return dict(sorted(rounds.items()))
 
 
+def _models(result: Result) -> list[Params]:
+    """Return the models that clients uploaded in the last round, if they did."""
+    uploads = result.uploads if isinstance(result, CurvatureResult) else []
+    payloads = [upload.payload for upload in uploads]
+    parts = [getattr(each, "parts", {}).get("params") for each in payloads]
+    models = [
+        getattr(payload, "params", part)
+        for payload, part in zip(payloads, parts, strict=True)
+    ]
+    return [] if None in models else models
+
+
 def _save_model(path: str | Path, params: Params) -> Path:
     path = Path(path).expanduser()
     path.mkdir(parents=True, exist_ok=True)
@@ -236,7 +271,7 @@ def _save_model(path: str | Path, params: Params) -> Path:
 def _write_metrics(
     path: Path, result: Result, params: Params, metrics: dict[str, Any]
 ) -> None:
-    """Write ``metrics.json``; log the size of an upload, and the folder."""
+    """Write ``metrics.json``; log the size of an upload, and what is in the folder."""
     if isinstance(result, CurvatureResult) and result.uploads:
         sizes = result.upload_bytes, arrays_bytes(tensors_to_arrays(params))
         keys = "upload_per_client", "fedavg_per_client"
@@ -245,4 +280,9 @@ def _write_metrics(
         logger.info("Upload: %.0f kB a client (FedAvg: %.0f kB)", *kilobytes)
     text = json.dumps(metrics, indent=2, default=float)
     (path / "metrics.json").write_text(text + "\n")
-    logger.info("Results are in %s", path)
+    logger.info("Results are in %s:", path)
+    logger.info("\tmetrics.json: these numbers, and the run's configuration")
+    text = "\tmodel.safetensors: the model; safetensors.torch.load_model(model, path)"
+    logger.info("%s loads it", text)
+    for picture in sorted(path.glob("*.png")):
+        logger.info("\t%s: the accuracies as a picture", picture.name)

@@ -224,7 +224,9 @@ class LeftOut:
 
     def _missing_lines(self) -> list[str]:
         reasons = by_reason(self.missing).items()
-        return [f"no reply from {listed(clients)}: {why}" for why, clients in reasons]
+        return [
+            f"left out {listed(clients)}: no reply, {why}" for why, clients in reasons
+        ]
 
 
 # --- the door

@@ -125,7 +125,7 @@ class Journal:
         self.path = None if path is None else Path(path).expanduser()
         if self.path is not None:
             with _writing(self.path):
-                self.path.mkdir(parents=True, exist_ok=True)
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._lock = _locked(self.path)
                 for folder in (self.path, *self.path.glob("uploads-*/**/")):
                     sweep(folder)
@@ -305,7 +305,7 @@ class Journal:
         origin = {"run": self.run, "file": str(path.relative_to(self.path))}
         with _writing(path):
             if not path.parent.exists():
-                path.parent.mkdir(parents=True)
+                path.parent.mkdir(mode=0o700, parents=True)
                 sync_folder(path.parent.parent.parent)
                 sync_folder(path.parent.parent)
             text = json.dumps({**record, **origin})

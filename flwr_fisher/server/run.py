@@ -191,8 +191,9 @@ class Run:
                 added[name] = sum(n for n in counts if isinstance(n, int))
         self._add_metrics(server_round, added)
         if not step.quiet and not exchange.optional:
-            shown_metrics = shown(result.train_metrics_clientapp[server_round])
-            logger.info("\t└──> Aggregated MetricRecord: %s", shown_metrics)
+            clients = [upload.client for upload in uploads]
+            text = shown(result.train_metrics_clientapp[server_round], clients)
+            logger.info("\t└──> Aggregated MetricRecord: %s", text)
 
     def begin_round(self) -> None:
         """Go back to the last round's model as it was before it was refined.

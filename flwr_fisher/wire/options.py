@@ -247,16 +247,17 @@ class Answer:
 
 
 def client_name(number: int) -> str:
-    """Return what texts call a client, by its number: its partition, or its node's id.
+    """Return what a client's own texts call it, by its number: its partition, or node.
 
-    Flower draws ids of nodes from 64 bits, and partitions are counted.
+    Only the server knows names of nodes, and it puts them before these texts. Flower
+    draws ids of nodes from 64 bits, and partitions are counted.
 
     Examples
     --------
     >>> client_name(3), client_name(6094201937443016153)
-    ('partition 3', 'node 6094201937443016153')
+    ('partition-3', 'this node')
     """
-    return f"{'partition' if number < _MOST_PARTITIONS else 'node'} {number}"
+    return f"partition-{number}" if number < _MOST_PARTITIONS else "this node"
 
 
 def frozen_name(described: str) -> str:

@@ -65,10 +65,10 @@ def step_of(merged: MergeResult, groups: Groups) -> Step:
     if (options := merged.options) is not None:
         solver = options.solver
         if solver == "pcg" and merged.iterations == options.iterations:
-            stops = f", all that it may take (iterations={options.iterations})"
+            stops = f", where it stops by design (iterations={options.iterations})"
     left = merged.residuals[-1]
-    text = "merged by %s: %d iterations left %.1e of the residual%s"
-    logger.info(text, solver, merged.iterations, left, stops)
+    text = "merged by %s: %d iterations%s; %.1e of the first residual is left"
+    logger.info(text, solver, merged.iterations, stops, left)
     if merged.unsolved:
         text = "the merge's solver failed for %s: these parameters are the clients' "
         logger.warning(text + "mean, as in FedAvg", ", ".join(merged.unsolved))

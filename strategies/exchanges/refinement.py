@@ -356,9 +356,10 @@ def _best_head(
         parts = torch.split(step, [v.numel() // len(v) for v in head.values()], 1)
         pairs = zip(head.items(), parts, strict=True)
         head = {k: v - part.reshape(v.shape) for (k, v), part in pairs}
-    text = "head: %s%s; the clients' loss before the step is %.3g, and was %.3g"
-    what = "solved for" if best else "it stays", ", and a step" if steps else ""
-    logger.info(text, *what, losses[best], losses[0])
+    text = "head: the clients' mean loss was %.3g, and is %.3g with %s%s"
+    which = "the last layer in closed form" if best else "the trained last layer"
+    then = "; a step of logistic regression follows" if steps else ""
+    logger.info(text, losses[0], losses[best], which, then)
     chosen = [upload.payload.losses[best] for upload in uploads]
     return _with(params, head), metrics, _losses(uploads, chosen)
 

@@ -15,10 +15,12 @@ def client_fn(context: Context) -> FisherClient:
     """Build the client of the node's data."""
     config = context.run_config
     epochs = int(config["local-epochs"])
+    partition = context.node_config.get("partition-id")
+    name = "this node" if partition is None else f"partition-{partition}"
 
     def on_epoch(epoch: int, loss: float) -> None:
         if epoch % max(1, epochs // 3) == 0:
-            logger.info("epoch %s of %s, loss %.3f", epoch, epochs, loss)
+            logger.info("%s: epoch %s of %s, loss %.3f", name, epoch, epochs, loss)
 
     train = LocalSGD(
         epochs=epochs,

@@ -192,7 +192,7 @@ class ClientFeatures:
         labels, p = self.check_classes(batches), self.tangent.num_features
         n = len(labels)
         self.check_room(n)
-        logger.info("%s: computing %s features of %s examples", name.capitalize(), p, n)
+        logger.info("%s: computing %s features of %s examples", name, p, n)
         out = torch.empty(n, p, dtype=torch.float32)
         with watching("features", n) as progress:
             start = 0

@@ -138,7 +138,7 @@ class TrainingJob:
         metrics, curvature = self.train(problem, request)
         count = problem.weight(metrics, request.client)
         arrays = self.packed(problem, request, curvature, count)
-        name = client_name(request.client).capitalize()
+        name = client_name(request.client)
         logger.info("%s: trained on %g examples", name, count)
         return Reply({**metrics, NUM_EXAMPLES: count}, arrays)
 

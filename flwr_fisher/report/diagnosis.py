@@ -1,0 +1,114 @@
+"""What a run's accuracies mean: sentences for its log, made from the numbers alone."""
+
+from collections.abc import Iterator, Mapping
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import listed
+
+_FOUND = 0.1  # of a class's examples: a model that never saw the class finds fewer
+
+
+def against_fedavg(method: str, accuracy: float, fedavg: float, count: int) -> str:
+    """Return a sentence on the mean of the same models, and what to try if it wins.
+
+    Parameters
+    ----------
+    method : str
+        The method's name.
+    accuracy, fedavg : float
+        The accuracies of its model, and of FedAvg's mean of the same clients' models.
+    count : int
+        The number of test examples.
+
+    Examples
+    --------
+    >>> against_fedavg("FedFisher", 0.983, 0.569, 360)
+    "FedFisher is 41.4 points above FedAvg's mean of the same models."
+    """
+    lead = f"{100 * abs(accuracy - fedavg):.1f} points above"
+    if not _differ(accuracy, fedavg, count):
+        lead = "level with"
+    elif accuracy > fedavg:
+        return f"{method} is {lead} FedAvg's mean of the same models."
+    return (
+        f"FedAvg's mean of the same models is {lead} {method}. You can try "
+        "LocalSGD(label_smoothing=0.1) on the clients, refine=Refinement(steps=3) on "
+        "the server, or more rounds: see docs/fedfisher.md#if-fedavg-is-as-good"
+    )
+
+
+def one_shot_sentences(
+    accuracy: Mapping[str, float],
+    final: Tensor,
+    clients: Mapping[str, Tensor],
+    left_out: int,
+) -> list[str]:
+    """Return what the log of a run of one round should say of its accuracies.
+
+    Parameters
+    ----------
+    accuracy : Mapping[str, float]
+        Accuracy by method, as in ``metrics.json``.
+    final : Tensor
+        :func:`~flwr_fisher.report.accuracy.class_hits` of the final model.
+    clients : Mapping[str, Tensor]
+        The same of each client's model, by its name; empty for a merge of sums.
+    left_out : int
+        How many clients were asked, but are not in the merge.
+    """
+    ours, count = accuracy["fedfisher"], int(final[1].sum())
+
+    def better(name: str) -> bool:
+        other = accuracy.get(name, 0.0)
+        return other > ours and _differ(ours, other, count)
+
+    said = [against_fedavg("FedFisher", ours, accuracy["fedavg"], count)]
+    if better("fedfisher_merge"):
+        said.append(
+            "The merge alone is better: refine=None leaves out what follows it."
+        )
+    if better("best_client"):
+        said.append("One client's model is better: is the test set like its data?")
+    if better("ensemble"):
+        said.append(
+            "The clients know more together (see the ensemble) than the merged model: "
+            "refine=Refinement(steps=3), or a further round, can bring in more of it."
+        )
+    said += _on_classes(final, clients)
+    if left_out:
+        said.append(
+            f"{left_out} of the clients asked are not in the merge ('left out' in the "
+            "log): what only their data show is not in the model."
+        )
+    return said
+
+
+def _on_classes(final: Tensor, clients: Mapping[str, Tensor]) -> Iterator[str]:
+    """Say which classes depend on one client, and which the final model misses."""
+    finders: dict[str, list[str]] = {}
+    for client, hits in clients.items():
+        for c in _classes(hits):
+            finders.setdefault(c, []).append(client)
+    alone = [f"{c} ({who[0]})" for c, who in finders.items() if len(who) == 1]
+    if alone and len(clients) > 1:
+        yield f"Classes that only one client's model finds: {listed(alone)}."
+    if missed := _classes(torch.stack([final[1], final[1]])) - _classes(final):
+        yield (
+            f"Classes that the final model hardly finds: {listed(missed)}. Perhaps no "
+            "client that took part has enough of their examples."
+        )
+
+
+def _classes(hits: Tensor) -> set[str]:
+    """Return the classes that a model finds."""
+    found = (hits[0] > _FOUND * hits[1]) & (hits[1] > 0)
+    return {str(c) for c in found.nonzero().flatten().tolist()}
+
+
+def _differ(first: float, second: float, count: int) -> bool:
+    """Return whether accuracies differ by more than two standard errors."""
+    variance = sum(p * (1 - p) for p in (first, second)) / count
+    return abs(first - second) > 2 * sqrt(variance)
