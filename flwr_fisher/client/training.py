@@ -159,6 +159,8 @@ class LocalSGD(Options):
             states[name].load_state_dict(saved[name])
         first, step, mean = saved["epoch"] + 1, saved["step"], saved["mean"]
         progress = Progress("training")
+        if saved["epoch"]:
+            progress.tell(f"which was cut off, goes on after epoch {saved['epoch']}")
         # A client's own loop passes on the loader that it got.
         if batch_fn := getattr(loader, "batch_fn", None):
             loader = MappedLoader(loader, batch_fn)
