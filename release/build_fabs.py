@@ -8,6 +8,7 @@ Flower's rules are read in this file only, since they may change in any release.
 """
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -35,12 +36,30 @@ def build(app: Path, target: Path) -> Path:
     click.ClickException
         If Flower Hub would refuse the app, with Flower's reason.
     """
-    check(app)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        app = for_hub(app, Path(folder))
+        check(app)
         flwr_build(app)
         (made,) = Path(folder).glob("*.fab")
         return Path(shutil.move(made, target / made.name))
+
+
+def for_hub(app: Path, folder: Path) -> Path:
+    """Copy an app into a folder, and let it name what it needs, as Flower Hub wants."""
+    copy = folder / app.name
+    shutil.copytree(app, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    file = copy / "pyproject.toml"
+    text = re.sub(
+        r"(?m)^dependencies = \[\]\n\n\[project.optional-dependencies\]\nhub = ",
+        "dependencies = ",
+        file.read_text(),
+    )
+    text = text.replace(
+        "[tool.flwr.app]\n", "[tool.flwr.app]\nfab-format-version = 1\n"
+    )
+    file.write_text(text)
+    return copy
 
 
 def check(app: Path) -> None:
@@ -62,8 +81,7 @@ def check(app: Path) -> None:
 def resolve(app: Path, dist: Path) -> None:
     """Resolve an app's dependencies, with `dist` beside the package index."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / app.name
-        shutil.copytree(app, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        copy = for_hub(app, Path(folder))
         uv = [sys.executable, "-m", "uv", "lock", "--quiet", "--project", str(copy)]
         subprocess.run([*uv, "--find-links", str(dist.resolve())], check=True)
         packages = (copy / "uv.lock").read_text().count("[[package]]")

@@ -57,12 +57,14 @@ def test_flower_takes_an_app_in_format_1(
     parts |= {f"{app}/__init__.py", f"{app}/task.py", "README.md", "LICENSE"}
     assert names == parts | {"pyproject.toml", ".info/CONTENT"}
     assert content["tool"]["flwr"]["app"]["fab-format-version"] == 1
+    needed = pyproject(APPS / app)["project"]["optional-dependencies"]["hub"]
+    assert content["project"]["dependencies"] == needed
 
 
 @pytest.mark.parametrize("app", NAMES)
 def test_an_app_names_this_version_of_the_library(app: str) -> None:
     library, project = pyproject(ROOT)["project"], pyproject(APPS / app)["project"]
-    flower, *_, ours = map(Requirement, project["dependencies"])
+    flower, *_, ours = map(Requirement, project["optional-dependencies"]["hub"])
     (theirs,) = (
         r for r in map(Requirement, library["dependencies"]) if r.name == "flwr"
     )

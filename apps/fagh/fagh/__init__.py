@@ -1,1 +1,10 @@
 """FAGH, Newton's direction from one Hessian row, and other methods with many rounds."""
+
+from importlib.util import find_spec
+
+if find_spec("flwr_fisher") is None:
+    raise ImportError(
+        "flwr-fisher is not installed where this app runs: `pip install "
+        "'/path/to/flwr-fisher[all]'` in the environment of `flwr run`, then end a "
+        "SuperLink of another environment, `pkill -f flower-superlink`, and run again"
+    )

@@ -1,1 +1,10 @@
 """Federated averaging weighted by Fisher information."""
+
+from importlib.util import find_spec
+
+if find_spec("flwr_fisher") is None:
+    raise ImportError(
+        "flwr-fisher is not installed where this app runs: `pip install "
+        "'/path/to/flwr-fisher[all]'` in the environment of `flwr run`, then end a "
+        "SuperLink of another environment, `pkill -f flower-superlink`, and run again"
+    )
