@@ -31,7 +31,7 @@ demo: install-demo
 	@echo "merges their models by FedFisher, and compares this with FedAvg: about a minute."
 	@export PATH="$(CURDIR)/$(DEMO)/bin:$$PATH"; \
 	export RAY_DEDUP_LOGS=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0; \
-	export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_HOME="$(CURDIR)/build/flwr"; \
+	export FLWR_HOME="$(CURDIR)/build/flwr"; \
 	export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT=$$($(FREE_PORT)); \
 	export FLWR_LOCAL_CONTROL_API_PORT=$$($(FREE_PORT)); \
 	flwr run apps/fedfisher --stream \

@@ -193,8 +193,6 @@ def start(name: str, *command: object) -> subprocess.Popen[bytes]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
-        # The app needs nothing that is not installed here.
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "OMP_NUM_THREADS": "1",
     }
     with (folder / f"{name}.log").open("wb") as log:

@@ -3,8 +3,6 @@
 # the certificates.
 #   link.sh PORT
 set -euo pipefail
-# Runs use the library that is installed here, in place of what their app names.
-export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
 exec flower-superlink --host 127.0.0.1 --port "$1" \
 	--ssl-ca-certfile ca.pem --ssl-certfile link.pem --ssl-keyfile link.key \
 	--enable-supernode-auth --database "$PWD/link.db"

@@ -16,8 +16,7 @@ python3 -m venv "$folder/env"
 end() { pkill -f "$folder/env/bin/.*flower-superlink" || true; }
 trap end EXIT
 # The run fails, since the environment lacks the library; its SuperLink stays.
-PATH="$folder/env/bin:$PATH" FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 \
-	flwr run apps/fedfisher --stream || true
+PATH="$folder/env/bin:$PATH" flwr run apps/fedfisher --stream || true
 pgrep -f "$folder/env/bin/.*flower-superlink" || {
 	echo "The other environment's SuperLink does not run."
 	exit 1

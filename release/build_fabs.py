@@ -8,7 +8,6 @@ Flower's rules are read in this file only, since they may change in any release.
 """
 
 import argparse
-import re
 import shutil
 import subprocess
 import sys
@@ -50,11 +49,8 @@ def for_hub(app: Path, folder: Path) -> Path:
     copy = folder / app.name
     shutil.copytree(app, copy, ignore=shutil.ignore_patterns("__pycache__"))
     file = copy / "pyproject.toml"
-    text = re.sub(
-        r"(?m)^dependencies = \[\]\n\n\[project.optional-dependencies\]\nhub = ",
-        "dependencies = ",
-        file.read_text(),
-    )
+    text, needed = file.read_text().split("\n[tool.flwr-fisher.hub]\n")
+    text = text.replace("dependencies = []\n", needed)
     text = text.replace(
         "[tool.flwr.app]\n", "[tool.flwr.app]\nfab-format-version = 1\n"
     )

@@ -39,7 +39,6 @@ def flower(tmp_path_factory) -> Iterator[dict[str, str]]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": free_port(),
         "FLWR_LOCAL_CONTROL_API_PORT": port,
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
     }
