@@ -5,18 +5,35 @@
 #
 #     release/beside_another.sh FOLDER
 #
-# FOLDER is made. It holds the other environment and the home that both share.
+# FOLDER holds the other environment, and the home that both share.
 set -eu
 cd "$(dirname "$0")/.."
 folder=$1
-mkdir "$folder" "$folder/home"
+mkdir -p "$folder/home"
 export HOME="$folder/home"
-python3 -m venv "$folder/env"
-"$folder/env/bin/pip" install -q "flwr[simulation]>=1.28,<2"
+test -d "$folder/env" || tools/environment.sh "$folder/env" python3 "flwr[simulation]>=1.28,<2"
 end() { pkill -f "$folder/env/bin/.*flower-superlink" || true; }
 trap end EXIT
-# The run fails, since the environment lacks the library; its SuperLink stays.
-PATH="$folder/env/bin:$PATH" flwr run apps/fedfisher --stream || true
+# An app that does nothing, whose SuperLink stays.
+mkdir -p "$folder/app"
+cat >"$folder/app/pyproject.toml" <<'END'
+[project]
+name = "other"
+version = "1.0.0"
+[tool.flwr.app]
+publisher = "other"
+[tool.flwr.app.components]
+serverapp = "nothing:server"
+clientapp = "nothing:client"
+END
+cat >"$folder/app/nothing.py" <<'END'
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+client, server = ClientApp(), ServerApp()
+server.main()(lambda grid, context: None)
+END
+PATH="$folder/env/bin:$PATH" flwr run "$folder/app" --stream
 pgrep -f "$folder/env/bin/.*flower-superlink" || {
 	echo "The other environment's SuperLink does not run."
 	exit 1
