@@ -71,6 +71,7 @@ _elsewhere = {
     "more/federation": _root / "federation" / "README.md",
     "more/changelog": _root / "CHANGELOG.md",
     "more/releasing": _root / "RELEASING.md",
+    "more/security": _root / "SECURITY.md",
     **{
         f"benchmarks/{path.stem.replace('README', 'papers')}": path
         for path in sorted(_results.glob("*.md"))
