@@ -30,7 +30,8 @@ cat >"$folder/app/nothing.py" <<'END'
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-client, server = ClientApp(), ServerApp()
+client = ClientApp()
+server = ServerApp()
 server.main()(lambda grid, context: None)
 END
 PATH="$folder/env/bin:$PATH" flwr run "$folder/app" --stream
