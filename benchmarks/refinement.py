@@ -161,13 +161,13 @@ def page(name: str, options: Namespace) -> None:
 
 
 def unseen_page(options: Namespace) -> None:
-    """Evaluate the splits of data that no choice has seen, and write their page."""
+    """Evaluate the splits on which no constant was chosen, and write their page."""
     folder, seeds = CACHE / "refinement" / "unseen", SEEDS[: options.seeds]
     names, last = UNSEEN, f"-s{seeds[-1]}.json"
     if options.trained:
         names = tuple(n for n in UNSEEN if (folder / f"{n}{last}").exists())
     results = kept_by_seed(folder, of_unseen, names, seeds, options)
-    write("unseen", "data that no choice has seen", results, results)
+    write("unseen", "data on which no constant was chosen", results, results)
 
 
 def steps_page(options: Namespace) -> None:

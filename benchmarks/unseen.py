@@ -1,4 +1,4 @@
-"""The default on tables, texts and fresh splits of images that no choice has seen.
+"""The default on tables, texts and images on which no constant was chosen.
 
     python benchmarks/unseen.py --data-dir DIR [--only validation]
 
@@ -180,7 +180,7 @@ def candidates(name: str, seed: int, data_dir: Path) -> Scores:
 
 
 def table(found: Found) -> list[str]:
-    """Return the section of the data that no choice has seen."""
+    """Return the section of the data on which no constant was chosen."""
     lines = ["## Unseen data", ""]
     lines += head("test accuracy, %", *found, "mean", "default minus it ± s.e.")
     for method in next(iter(found.values()))[0]:
@@ -222,7 +222,7 @@ PARTS = {
 }
 PAGE = Page(
     name="unseen",
-    opening=opening("Data that no choice has seen", __doc__),
+    opening=opening("Data on which no constant was chosen", __doc__),
     sections={"unseen": table, "validation": tried},
     plots={},
 )

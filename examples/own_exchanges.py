@@ -73,7 +73,7 @@ class Moments(Payload):
         return (self.weight, str(self.A.shape))
 
     def curvature_norms(self) -> dict[str, float]:
-        """Return how much it weighs beside others, which the policy limits."""
+        """Return the trace, the size of a curvature that the policy limits."""
         return {"inputs": float(self.A.diagonal().double().sum())}
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:

@@ -253,9 +253,10 @@ class CurvatureStrategy(Strategy):
             )
 
     def settings(self) -> dict[str, Any]:
-        """Return this strategy's own settings, as JSON: override this.
+        """Return this strategy's own options, as JSON: override this.
 
-        :meth:`options` and :meth:`summary` are made from it.
+        The log shows them (:meth:`summary`), and a resumed run must have the same ones
+        (:meth:`options`).
         """
         return {}
 
@@ -326,8 +327,9 @@ class CurvatureStrategy(Strategy):
             the same clients as before, and the result equals the uninterrupted run's,
             bit for bit.
         reopen : bool, default False
-            With `resume`: repeat the last round (its last exchange, if it has several)
-            with its saved uploads and those of clients that have not replied yet. In a
+            With `resume`: repeat the last round with its saved uploads and those of
+            clients that have not replied yet. If the round has several exchanges, the
+            last one that is not optional is repeated, and what follows it. In a
             collection window, any client that connects can still reply. A window that
             closed with too few clients opens again.
         may_change : Collection[str], optional
