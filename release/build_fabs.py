@@ -30,15 +30,17 @@ APPS = Path(__file__).parents[1] / "apps"
 def build(app: Path, target: Path) -> Path:
     """Build an app's FAB; return where it is.
 
+    Beside it is a folder of the app's name, which ``flwr app publish`` uploads.
+
     Raises
     ------
     click.ClickException
         If Flower Hub would refuse the app, with Flower's reason.
     """
     target.mkdir(parents=True, exist_ok=True)
+    app = for_hub(app, target)
+    check(app)
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        app = for_hub(app, Path(folder))
-        check(app)
         flwr_build(app)
         (made,) = Path(folder).glob("*.fab")
         return Path(shutil.move(made, target / made.name))
