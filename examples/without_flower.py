@@ -3,9 +3,9 @@ Merging models without Flower
 =============================
 
 A merge is a function of trained models and of their curvatures. It needs no federation:
-two checkpoints of a model that were fine-tuned apart are enough. This page takes the
-two parts one by one, the curvature and the merge, and shows what they do on a network
-that is small enough to look at.
+two checkpoints of a model that were fine-tuned apart, and the data of each, are enough.
+This page takes the two parts one by one, the curvature and the merge, and shows what
+they do on a network that is small enough to look at.
 """
 
 from collections.abc import Mapping
@@ -229,4 +229,4 @@ plot_accuracies(Path("without_flower.png"), accuracy, best="FedFisher, kfac")
 # make up for each other, and in a layer most of them can. K-FAC says both.
 #
 # The other merges take the same posteriors, or less: :doc:`/api/merge` lists them, and
-# :doc:`/without-flower` is this page in a few lines.
+# :doc:`/without-flower` goes from checkpoint files to one file, in a few lines.

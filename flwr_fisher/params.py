@@ -314,8 +314,8 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in trained.items():
         if parameter.dtype not in _SENDABLE:
             raise ParamsError(
-                f"'{name}' is in {parameter.dtype}, and Flower's arrays have no such "
-                "dtype: freeze it, or convert the model, by model.float() for example "
+                f"'{name}' is in {parameter.dtype}, and no parameter is merged or sent "
+                "in it: freeze it, or convert the model, by model.float() for example "
                 "(torch.autocast still trains it in half precision)"
             )
     return {

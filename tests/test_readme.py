@@ -11,11 +11,13 @@ from types import ModuleType
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flwr_fisher.merge import MergeOptions
+from flwr_fisher.curvature import fisher
+from flwr_fisher.errors import ParamsError
+from flwr_fisher.merge import LocalPosterior, MergeOptions, fedfisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.strategies.baselines import head_exchange
@@ -149,27 +151,79 @@ def test_the_tests_of_a_strategy_of_ones_own_find_what_is_lost(tmp_path):
         assert outcome in told.stdout, told.stdout + told.stderr
 
 
-def test_the_examples_without_flower_run(tmp_path):
-    trained = [(Net(), load_data(partition)[0]) for partition in range(3)]
-    names = {"trained": trained, "folder": tmp_path}
-    first, _, second = blocks(DOCS / "without-flower.md")
+class Normed(nn.Sequential):
+    def __init__(self):
+        norms = [nn.BatchNorm1d(8), nn.BatchNorm1d(3)]
+        super().__init__(nn.Linear(4, 8), norms[0], nn.Linear(8, 3), norms[1])
+
+
+@pytest.fixture
+def checkpoints(tmp_path, monkeypatch):
+    """Two models in a folder, and their data, which are far apart."""
+    monkeypatch.chdir(tmp_path)
+    task = ModuleType("my_task")
+    task.Net, task.loader_a, task.loader_b = Normed, load_data(0)[1], load_data(1)[1]
+    task.loader_b.dataset.tensors[0].add_(3)
+    monkeypatch.setitem(sys.modules, "my_task", task)
+    files = {"a.safetensors": task.loader_a, "b.safetensors": task.loader_b}
+
+    def make(dtype):
+        for path in files:
+            save_file(Normed().to(dtype).state_dict(), path)
+        return files
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints_on_disk_become_one_file(checkpoints, dtype):
+    clients, files = [], checkpoints(dtype)
+    for path, loader in files.items():
+        model = Normed()
+        model.load_state_dict(load_file(path))
+        F = fisher(model, loader)
+        clients.append(LocalPosterior(shared_state(model), F, len(loader.dataset)))
+    by_hand = Normed()
+    by_hand.load_state_dict(fedfisher(clients).params)
+    for norm in (by_hand[1], by_hand[3]):
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over batches, of which there is one
+    by_hand(torch.cat([loader.dataset.tensors[0] for loader in files.values()]))
+    names, (first, second, mean) = {}, blocks(DOCS / "without-flower.md")
     exec(first, names)
-    model = names["merged"]
-    start = trained[0][0].state_dict()
-    assert all(not torch.equal(v, start[k]) for k, v in model.state_dict().items())
+    merged = load_file("merged.safetensors")
+    for name, value in by_hand.state_dict().items():
+        if name.endswith("running_var"):
+            value = value * 47 / 48  # torch's is of a sample
+        if value.is_floating_point():
+            torch.testing.assert_close(merged[name], value.to(dtype))
     exec(second, names)
-    merged = names["merged"].params
-    assert all(torch.equal(v, merged[k]) for k, v in model.state_dict().items())
+    alike = fedfisher(clients).params
+    assert all(torch.equal(v, alike[k]) for k, v in names["merged"].items())
+    exec(mean, {})
+    a, b, mean = (load_file(f"{name}.safetensors") for name in ("a", "b", "mean"))
+    half = (a["0.weight"].float() + b["0.weight"].float()) / 2
+    assert torch.equal(mean["0.weight"], half.to(dtype))
 
 
 @pytest.mark.parametrize(
-    ("page", "place"), [("pretrained.md", 0), ("without-flower.md", 1)]
+    ("spoilt", "error"),
+    [
+        (lambda state: state | {"0.bias": torch.full((8,), torch.nan)}, ": .* NaN"),
+        (lambda state: {"model": state["0.bias"]}, "lacks the keys"),
+    ],
 )
-def test_the_examples_with_batch_norm_run(page, place):
+def test_a_checkpoint_that_cannot_be_merged_is_named(checkpoints, spoilt, error):
+    checkpoints(torch.float32)
+    save_file(spoilt(load_file("b.safetensors")), "b.safetensors")
+    with pytest.raises(ParamsError, match=f"b.safetensors.*{error}"):
+        exec(blocks(DOCS / "without-flower.md")[0], {})
+
+
+def test_the_example_with_batch_norm_runs():
     model, loader = nn.Sequential(nn.BatchNorm1d(4), Net()), load_data(0)[0]
-    names = {"model": model, "loader": loader, "trained": [(model, loader)]}
-    names["merged"] = model
-    exec(blocks(DOCS / page)[place], names)
+    (block,) = blocks(DOCS / "pretrained.md")
+    exec(block, {"model": model, "loader": loader})
     inputs = torch.cat([x for x, _ in loader])
     assert torch.allclose(model[0].running_mean, inputs.mean(0), atol=1e-6)
 

@@ -175,9 +175,12 @@ def refresh_norms(model: nn.Module, loader: Iterable[Any]) -> None:
         The model, whose statistics are changed in place; its parameters and modes stay
         as they are.
     loader : Iterable
-        Batches as a training has them; labels are not used. For the data of several
-        clients, pass ``itertools.chain(*loaders)``. A batch of one example is left out
-        if a norm refuses it in train mode.
+        Batches as a training has them; labels are not used. For data sets of several
+        clients, pass ``DataLoader(ConcatDataset(datasets), batch_size=64,
+        shuffle=True)``, with ``ConcatDataset`` of ``torch.utils.data``: batches of one
+        client each would normalise by that client's statistics, and not by those of all
+        data as in eval mode. A batch of one example is left out if a norm refuses it in
+        train mode.
 
     Raises
     ------

@@ -33,6 +33,8 @@ class LocalPosterior:
         parameters to merge by curvature; all others (buffers) are averaged.
     num_examples : float
         The client's weight, as Flower counts it.
+    name : str, optional
+        What errors call this posterior, such as its file. By default its position.
 
     Raises
     ------
@@ -45,6 +47,7 @@ class LocalPosterior:
     params: Params
     curvature: Curvature
     num_examples: float
+    name: str = ""
 
     def __post_init__(self) -> None:
         check_positive("num_examples", self.num_examples)
@@ -74,7 +77,7 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
     if not posteriors:
         raise ParamsError("there is no posterior to merge: pass at least one")
     for index, posterior in enumerate(posteriors):
-        what = f"posterior {index}"
+        what = posterior.name or f"posterior {index}"
         check_finite(posterior.params, what)
         check_same_layout(posteriors[0].params, posterior.params, what)
         for block in posterior.curvature.blocks():
