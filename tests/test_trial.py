@@ -157,7 +157,7 @@ def test_probabilities_are_told(caplog):
     assert "returns probabilities" in caplog.text
 
 
-def test_it_is_made_once_a_process_by_forward_passes(monkeypatch):
+def test_it_is_made_once_a_process(monkeypatch):
     calls, tries = [], []
     original = train.try_upload
 
@@ -174,8 +174,11 @@ def test_it_is_made_once_a_process_by_forward_passes(monkeypatch):
     monkeypatch.setattr(train, "try_upload", counted)
     for config in ({}, {"server-round": 2}, {"structure": "diagonal"}):
         asked(client_of(lambda: Counting(3, 3)), **config)
-    assert tries == [3, 0, 3]  # the batch, its first example, and its second half
+    assert tries[1] == 0
+    assert tries[0] == tries[2] > 3
+    # The batch, its first example, and every second one; then the Fisher of two.
     assert calls[:3] == [(n, False, False) for n in (4, 1, 2)]
+    assert {n for n, _, _ in calls[3 : tries[0]]} <= {1, 2}
     ask(client_of(), tiny_arrays())  # without a Fisher
     assert len(tries) == 3
 

@@ -207,7 +207,12 @@ class LocalProblem:
 
     @property
     def train_batches(self) -> Loader:
-        """The training data, read by `batch_fn`: what a job reads."""
+        """The training data, read by `batch_fn`: what a job reads.
+
+        An endless loader is read for `num_examples`, if they are given.
+        """
+        if self.counted.most is None:
+            self.counted.most = self._bound(None)
         return self.mapped(self.counted)
 
     @property
@@ -304,18 +309,14 @@ class LocalProblem:
         metrics = checked_metrics(returned, "train_fn")
         if NUM_EXAMPLES in metrics:
             self.weight(metrics, 0)  # which refuses what is no weight
-        loader.most = loader.longest or self._bound(metrics.get(NUM_EXAMPLES))
+        most = loader.longest and max(loader.longest, self.num_examples or 0)
+        loader.most = most or self._bound(metrics.get(NUM_EXAMPLES))
         here = place_of(self.model) or self.device
         if has_float64(here):  # a loop may move the model
             self.device = here
         self.model.to(self.device)
         check_trained(self.model)
         return metrics
-
-    def bound_reading(self) -> None:
-        """Stop reading an endless loader after `num_examples`, if they are given."""
-        if self.counted.most is None:
-            self.counted.most = self._bound(None)
 
     def _bound(self, weight: Any) -> int | None:
         """Return after how many examples to stop reading; None for no limit.

@@ -1,6 +1,7 @@
 """The check of a training's first batch, and what the log says of an upload."""
 
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,40 +9,46 @@ from torch import Tensor, nn
 
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
-from flwr_fisher.curvature import Curvature
-from flwr_fisher.curvature.data import are_probabilities
+from flwr_fisher.curvature import Curvature, FisherOptions, fisher
+from flwr_fisher.curvature.data import Inputs, are_probabilities
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.models import check_rows, evaluating, place_of
-from flwr_fisher.errors import ClientError, DataError, FlwrFisherError
-from flwr_fisher.log_lines import log_once
+from flwr_fisher.errors import (
+    ClientError,
+    DataError,
+    FlwrFisherError,
+    StructureError,
+    listed,
+)
+from flwr_fisher.log_lines import log_once, logger
 from flwr_fisher.randomness import seeded
 
 _NAMED = 6  # layers up to which all are named
 _KINDS = {"Kronecker": "K-FAC", "Diagonal": "diagonal"}
+_FEW = 2  # examples whose Fisher is tried
 _tried: set[Hashable] = set()  # what this process has tried
 
 
 def try_upload(
     problem: LocalProblem,
     request: Request,
-    job: Hashable,
-    by_example: bool,
+    structure: str,
+    options: FisherOptions,
     batch: Any,
 ) -> None:
-    """Check the first batch of a process's first training, by forward passes.
+    """Check the first batch of a process's first training.
 
     It shows, before hours of training, whether the Fisher can be computed after it:
     whether the model takes the batch, and its outputs are one finite tensor that fits
-    the labels and the likelihood, with a row for each example that is its own.
+    the labels and the likelihood, with a row for each example that is its own; and
+    whether the Fisher of two of its examples can be computed.
 
     Parameters
     ----------
     problem, request
         The job's.
-    job : Hashable
-        The job with its options: another one is checked, too.
-    by_example : bool
-        Whether the job takes a batch's examples apart.
+    structure, options
+        The Fisher's: another one is checked, too.
     batch : Any
         The first batch that the training reads, as its loader yields it.
 
@@ -51,15 +58,15 @@ def try_upload(
         If the model fails on the inputs; if the outputs are not finite; or if labels
         name classes that the outputs do not have.
     StructureError
-        If the outputs are no tensor, their classes are not the last dimension, or an
-        example's outputs depend on the others of its batch.
+        If the outputs are no tensor, their classes are not the last dimension, an
+        example's outputs depend on the others of its batch, or the Fisher fails.
     """
     read = problem.read(batch)
     forms = [(t.dtype, t.shape[1:]) for t in read.inputs.tensors]
-    key = (request.client, str(problem.likelihood), job, repr(problem.model), *forms)
-    if key in _tried:
-        return
     model = problem.model
+    key = (request.client, str(problem.likelihood), structure, options, repr(model))
+    if (*key, *forms) in _tried:
+        return
     # Where the model is: a loop of the user may have moved it.
     inputs = read.inputs.to(place_of(model) or problem.device)
     # A model may draw random numbers, which are not the training's.
@@ -75,7 +82,7 @@ def try_upload(
                 f"{type(error).__name__}: {error}. Change the data set, or pass "
                 "batch_fn=... if your own loop converts its batches"
             ) from error
-        if by_example:
+        if options.expectation != "empirical-batch":  # it takes examples apart
             check_rows(model, inputs, outputs)
     if not outputs.isfinite().all():
         raise ClientError(
@@ -91,7 +98,44 @@ def try_upload(
             "The model returns probabilities, but the Fisher is that of logits: leave "
             "out the softmax, unless your loss is F.cross_entropy"
         )
-    _tried.add(key)
+    try:
+        with seeded(0):
+            of_two = fisher(
+                model,
+                [read[:_FEW]],
+                structure,
+                options=replace(options, examples=None),
+                likelihood=problem.likelihood,
+            )
+    except (FlwrFisherError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise StructureError(
+            "the Fisher, which follows the training, fails on two of the first "
+            f"examples: {type(error).__name__}: {error}. docs/supported.md says which "
+            "models have one"
+        ) from error
+    _warn_if_unused(problem, of_two, inputs[:_FEW])
+    _tried.add((*key, *forms))
+
+
+def _warn_if_unused(problem: LocalProblem, of_two: Curvature, inputs: Inputs) -> None:
+    """Log which trained parameters the outputs do not depend on, in eval mode."""
+    if all(values.any() for values in of_two.diagonal().values()):
+        return
+    trained = problem.trainable()
+    with evaluating(problem.model), seeded(0):
+        total = inputs(problem.model).sum()
+        slopes = torch.autograd.grad(total, [*trained.values()], allow_unused=True)
+    unused = [
+        name for name, slope in zip(trained, slopes, strict=True) if slope is None
+    ]
+    if unused:
+        logger.warning(
+            "In eval mode the outputs do not depend on %s: no Fisher weighs these "
+            "parameters, and the merge takes their mean",
+            listed(unused),
+        )
 
 
 def upload_summary(

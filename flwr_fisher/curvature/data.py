@@ -292,6 +292,8 @@ def read(batch: Any, model: Callable[..., Any]) -> Batch:
         If it is not clear which entries are inputs and which are labels, or they differ
         in their numbers of rows. It names the entries.
     """
+    if isinstance(batch, Batch):  # read before
+        return batch
     if isinstance(batch, Mapping):
         inputs, labels = _of_mapping(batch, model)
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:

@@ -114,19 +114,20 @@ def mean_derivatives(
     """
     device, parameters = device_of(model), trainable(model)
     sums: list[Sums] = []
-    count, losses = 0, list[Tensor]()
+    count, losses, is_mean = 0, list[Tensor](), False
     mode = training(model) if train_mode else nullcontext()
     with evaluating(model), mode:
         for batch in batches_of(loader, model, device, labelled=True):
             if not (labels := batch.num_labels):
                 continue
             outputs = batch.inputs(model)
-            if not count:
-                if not train_mode:
-                    check_outputs(outputs, len(batch))
-                    check_rows(model, batch.inputs, outputs)
-                if isinstance(batch.labels, Tensor) and len(outputs) == len(batch):
-                    check_is_mean(loss_fn, outputs.detach(), batch.labels)
+            if not count and not train_mode:
+                check_outputs(outputs, len(batch))
+                check_rows(model, batch.inputs, outputs)
+            if not is_mean and isinstance(given := batch.labels, Tensor):
+                if len(outputs) == len(batch):
+                    check_is_mean(loss_fn, outputs.detach(), given)
+                is_mean = len(torch.unique(given)) > 1  # one class has one weight
             loss = checked_loss(loss_of(loss_fn, outputs, batch.labels))
             means = derivatives(loss)
             sums = sums or [Sums(parameters) for _ in means]

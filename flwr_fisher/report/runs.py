@@ -154,11 +154,12 @@ def report_one_shot(
         logger.info("\t%-25s %5.1f %%", title, 100 * value)
     for row in clients:
         text = "\t%s: %g examples, %.1f %% of the curvature, test accuracy %.1f %%"
-        share, score = 100 * row["share"], 100 * row["accuracy"]
-        logger.info(text, row["client"], row["examples"], share, score)
+        name, examples, share, score = row.values()
+        logger.info(text, name, examples, 100 * share, 100 * score)
     train = result.train_metrics_clientapp
     last = train[max(train)] if train else {}
-    left_out = sum(int(last.get(k, 0)) for k in ("num-rejected", "num-missing"))
+    counts = [last.get(k, 0) for k in ("num-rejected", "num-missing")]
+    left_out = sum(n for n in counts if isinstance(n, int))
     for sentence in one_shot_sentences(accuracy, of_final, of_clients, left_out):
         logger.info(sentence)
     metrics = {"accuracy": accuracy, "clients": clients, "seconds": seconds}
@@ -224,8 +225,7 @@ def report_rounds(
         (first, start), (final, end) = points[0], points[-1]
         logger.info(text, method, key, start, first, end, final)
     if method.lower() != "fedavg" and (models := _models(result)):
-        uploads = result.uploads
-        mean = weighted_mean(models, [upload.num_examples for upload in uploads])
+        mean = weighted_mean(*models)
         hits = class_hits(model, [mean], [1.0], loader)
         accuracy["fedavg"] = fedavg = accuracy_of(hits)
         count = int(hits[1].sum())
@@ -249,16 +249,18 @@ def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
     return dict(sorted(rounds.items()))
 
 
-def _models(result: Result) -> list[Params]:
-    """Return the models that clients uploaded in the last round, if they did."""
-    uploads = result.uploads if isinstance(result, CurvatureResult) else []
-    payloads = [upload.payload for upload in uploads]
-    parts = [getattr(each, "parts", {}).get("params") for each in payloads]
-    models = [
-        getattr(payload, "params", part)
-        for payload, part in zip(payloads, parts, strict=True)
-    ]
-    return [] if None in models else models
+def _models(result: Result) -> tuple[list[Params], list[float]] | None:
+    """Return the models that clients uploaded in the last round, and their weights."""
+    if not isinstance(result, CurvatureResult) or not result.uploads:
+        return None
+    models = []
+    for upload in result.uploads:
+        parts = getattr(upload.payload, "parts", {})
+        params = getattr(upload.payload, "params", parts.get("params"))
+        if params is None:
+            return None
+        models.append(params)
+    return models, [upload.num_examples for upload in result.uploads]
 
 
 def _save_model(path: str | Path, params: Params) -> Path:

@@ -210,7 +210,7 @@ class LeftOut:
     def log_missing(self) -> None:
         """Log the clients without a reply."""
         for line in self._missing_lines():
-            logger.warning("%s: %s", self.stage, line)
+            logger.warning("%s: left out %s", self.stage, line)
 
     def lines(self) -> list[str]:
         """Return a line for each reason, with the clients' names, for an error."""
@@ -224,9 +224,7 @@ class LeftOut:
 
     def _missing_lines(self) -> list[str]:
         reasons = by_reason(self.missing).items()
-        return [
-            f"left out {listed(clients)}: no reply, {why}" for why, clients in reasons
-        ]
+        return [f"{listed(clients)}: no reply, {why}" for why, clients in reasons]
 
 
 # --- the door
@@ -458,7 +456,7 @@ class Door(Generic[P]):
             return
         lines = self.left_out.lines() + ([self.way_out] if self.way_out else [])
         optional = self.exchange.optional
-        wanted = f"{needed} is needed" if optional else f"min_train_nodes={needed}"
+        wanted = f"{needed} {'is' if needed == 1 else 'are'} needed" if optional else f"min_train_nodes={needed}"
         few = f"{count} usable {'reply' if count == 1 else 'replies'}"
         if awaited:
             few += " is possible" if count == 1 else " are possible"

@@ -64,7 +64,6 @@ def step_job(problem: LocalProblem, request: Request) -> Reply:
     With ``kfac`` among the options, also the K-FAC at this model. Where the loss is not
     finite, it is a very large one, without a direction: the step leads too far.
     """
-    problem.bound_reading()
     loss_fn = problem.differentiable_loss
     vector, loss = gradient(problem.model, problem.train_batches, loss_fn=loss_fn)
     if not math.isfinite(loss) or not is_finite(vector):
@@ -83,7 +82,6 @@ def step_job(problem: LocalProblem, request: Request) -> Reply:
 @register_job("mean-loss")
 def mean_loss_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the mean loss over the client's examples, in eval mode."""
-    problem.bound_reading()
     data = problem.train_batches, problem.device, problem.differentiable_loss
     loss, _, _ = score(problem.model, *data, classes=False)
     finite = loss if math.isfinite(loss) else TOO_FAR

@@ -53,7 +53,6 @@ def _head_of(problem: LocalProblem, named: str) -> str:
             f"{type(problem.likelihood).__name__}"
         )
     check_can_be_read_again(problem.counted.loader, "the head's sums are taken of it")
-    problem.bound_reading()
     if named:
         return find_head(problem.model, named)
     with evaluating(problem.model), torch.no_grad():
@@ -100,7 +99,6 @@ def head_losses_job(problem: LocalProblem, request: Request) -> Reply:
     scales = request.options.get("scales")
     if not fits or not isinstance(scales, list):
         raise ClientError("the server sent no head that fits this model, or no scales")
-    problem.bound_reading()
     data = problem.model, problem.train_batches, head
     parts = list(select(solved, names).values())
     wanted = [float(scale) for scale in scales[:16]]

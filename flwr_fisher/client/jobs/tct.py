@@ -53,7 +53,9 @@ def tct_check_job(problem: LocalProblem, request: Request) -> Reply:
     problem.limits.steps(request.options, "local-steps", _STEPS)
     features = ClientFeatures(problem, 0, 0, request.options)
     features.check_room(problem.count_examples(request.client))
-    features.check_classes([problem.read(next(iter(problem.trainloader)))])
+    batch = problem.read(next(iter(problem.trainloader)))
+    features.check_classes([batch])
+    features.check_examples(batch)
     return Reply({})
 
 

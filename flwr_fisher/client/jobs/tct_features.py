@@ -12,6 +12,7 @@ from flwr_fisher.client.jobs import LocalProblem
 from flwr_fisher.client.request import whole_number
 from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature.data import IGNORED, Batch, batches_of, is_whole
+from flwr_fisher.curvature.models import check_rows, evaluating
 from flwr_fisher.devices import CPU
 from flwr_fisher.errors import ClientError, DataError
 from flwr_fisher.files import digest_of
@@ -23,6 +24,7 @@ from flwr_fisher.wire.options import client_name
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _FEATURES, _LABELS = "features", "labels"
+_FEW = 2  # examples whose features are computed before the first stage
 _AT_ONCE = 512  # examples with features on the model's device at a time
 
 
@@ -134,6 +136,13 @@ class ClientFeatures:
             # If the head is not the model's last layer, that error is better.
             self.tangent(batches[0].inputs[:1].to(self.problem.device))
             raise
+
+    def check_examples(self, batch: Batch) -> None:
+        """Raise an error if an example's features fail, or depend on other examples."""
+        model, inputs = self.problem.model, batch.inputs.to(self.problem.device)
+        with evaluating(model), torch.no_grad():
+            check_rows(model, inputs, inputs(model))
+        self.tangent(inputs[:_FEW])
 
     def check_room(self, n: int) -> None:
         """Raise an error for more examples than the spectrum or the cache can hold."""

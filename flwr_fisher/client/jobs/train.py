@@ -168,7 +168,8 @@ class TrainingJob:
         if self.structure is not None:
             device_of(problem.model)
             check_can_be_read_again(problem.counted.loader, "a Fisher is taken of it")
-            check = partial(try_upload, problem, request, self, self.by_example)
+            of_fisher = self.structure, self.fisher_options
+            check = partial(try_upload, problem, request, *of_fisher)
         if request.options.get(PRETRAINED) is not True:
             return problem.train(request.config, on_first_batch=check)
         with evaluating(problem.model), torch.no_grad():
@@ -183,11 +184,6 @@ class TrainingJob:
         with keeping_what_is_known(problem.model, head):
             config = {**request.config, PRETRAINED: True}
             return problem.train(config, on_first_batch=check)
-
-    @property
-    def by_example(self) -> bool:
-        """Whether the job needs the gradient of each example by itself."""
-        return self.fisher_options.expectation != "empirical-batch"
 
     def curvature(self, problem: LocalProblem, loader: Iterable[Any]) -> Curvature:
         """Return the Fisher on some of the client's data, within its limits."""
@@ -257,7 +253,7 @@ def dry_run(problem: LocalProblem, request: Request) -> None:
     device_of(problem.model)
     if job.structure is None:
         return
-    try_upload(problem, request, job, job.by_example, batch)
+    try_upload(problem, request, job.structure, job.fisher_options, batch)
     alone = replace(problem, trainloader=[batch])
     count = alone.count_examples(request.client)
     curvature = job.curvature(alone, alone.train_batches)
