@@ -13,8 +13,10 @@ from flwr_fisher.wire import Payload
 
 _LARGEST = 1e18  # the largest plausible size; float32 holds its square
 _FEWEST = 3  # between two clients, nobody can say which one is wrong
-_LATE = 0.25  # a kept part's reference is at least so much of an earlier median,
-_FADES = 0.98  # which is multiplied by this with each round
+# The limit of a part that clients keep is at least _LATE times the median of each
+# earlier round, times _FADES for each round since.
+_LATE = 0.25
+_FADES = 0.98
 _FIRST = "first "  # the prefix of the name of a part's first reference
 
 

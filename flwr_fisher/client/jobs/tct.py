@@ -150,9 +150,9 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
 
 
 def _times_shorter(lr: float, largest: float, most: int) -> int:
-    """Return by how much steps must be shorter, so that they do not diverge.
+    """Return the factor by which steps are shortened so that they do not diverge.
 
-    More than `most` is an error.
+    An error is raised if that is more than `most`.
     """
     check_positive("lr", lr)
     if lr <= largest_safe_lr(largest):

@@ -66,7 +66,7 @@ class LayerAccumulator(ABC):
 
     observes = False  # whether `observe` wants every example's input columns
     # Whether it takes pairs of inputs and gradients, at all positions (`add_pairs`). If
-    # not, gradients and `observe`'s columns may be those of a few positions.
+    # not, the gradients and the columns for `observe` may be of only a few positions.
     takes_inputs = True
     takes_calls = False  # whether `add_call` replaces the other methods
 

@@ -58,7 +58,7 @@ class _Waiting(NamedTuple):
 
 
 class Engine:
-    """Runs batches through the model, and gives the sums what they add up.
+    """Runs batches through the model, and passes inputs and gradients to the sums.
 
     Parameters
     ----------

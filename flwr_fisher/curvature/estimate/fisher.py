@@ -73,7 +73,7 @@ def fisher(
         A limit for unfolded inputs and gradients; a larger batch is computed in parts.
         By default the whole computation takes about as much memory as a training step
         on the batch, or 64 MiB if that is more. On a device other than the CPU, the
-        batch has 1 GiB at least, and the sums are held beside these.
+        batch may take at least 1 GiB, and the sums take their memory in addition.
 
     Returns
     -------

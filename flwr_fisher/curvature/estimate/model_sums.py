@@ -104,8 +104,8 @@ def make_sums(
 
 _SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
 _LEAST = 2**26  # bytes that may be taken even if a step takes less
-# The same on other devices, beside the sums: there each part of a batch costs the
-# launches of a pass, however few its examples are.
+# The same on devices other than the CPU, in addition to the sums. There each part of a
+# batch costs the kernel launches of a pass, however few examples the part has.
 _LEAST_ELSEWHERE = 2**30
 _FEWEST = 8  # examples at once, unless the caller bounds the memory
 
@@ -152,9 +152,9 @@ def room_for(
     """Return how many examples, and how many passes of them, fit in memory.
 
     By default they take about as much memory as a training step, which holds all of a
-    batch's examples and the gradients, or 64 MiB if that is more. Beside the examples
-    the sums are held. On a device other than the CPU the examples have 1 GiB at
-    least, and the sums are held beside these.
+    batch's examples and the gradients, or 64 MiB if that is more. The examples and the
+    sums together take no more than that. On a device other than the CPU the examples
+    may take at least 1 GiB, and the sums take their memory in addition.
 
     Parameters
     ----------
