@@ -493,8 +493,10 @@ def test_classes_in_the_second_dimension_are_named():
     ],
 )
 def test_a_loss_that_is_no_mean_over_labels_is_refused(loss_fn, function):
-    with pytest.raises(StructureError, match="mean over"):
-        function(MODEL, [(X, Y)], loss_fn=loss_fn)
+    one_class = X[Y == 1], Y[Y == 1]  # which shows no weights
+    for batches in ([(X, Y)], [one_class, (X, Y)]):
+        with pytest.raises(StructureError, match="mean over"):
+            function(MODEL, batches, loss_fn=loss_fn)
 
 
 def test_batches_of_unlike_lengths_have_the_fisher_of_each_example():

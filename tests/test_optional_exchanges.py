@@ -116,7 +116,7 @@ def test_what_few_clients_say_is_not_taken_for_what_all_say(left, caplog):
     with caplog.at_level(logging.WARNING, "flwr"):
         result = run(WithHead, Watched(tamper=gone))
     assert ("head" in result.exchange_uploads) == (left == 2)
-    assert ("but 2 is needed" in caplog.text) == (left == 1)
+    assert ("but 2 must reply" in caplog.text) == (left == 1)
 
 
 def test_the_same_clients_are_asked_in_all_of_them():

@@ -5,6 +5,7 @@ import torch
 from flwr.app import ArrayRecord
 from nets import MIXES, Mixes
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_data, tiny_model
 
@@ -21,6 +22,7 @@ from flwr_fisher.errors import (
 from flwr_fisher.params import shared_state
 
 KFAC = {"structure": "kfac"}
+FISH = {"job": "fedfish"}
 
 
 class Trained(Exception):  # noqa: N818
@@ -46,6 +48,43 @@ class AlwaysDrops(nn.Module):
 class NaN(nn.Linear):
     def forward(self, x):
         return super().forward(x) * float("nan")
+
+
+class WithoutGradients(nn.Linear):
+    """Switches gradients off by itself, in eval mode."""
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.training):
+            return super().forward(x)
+
+
+class Checkpointed(nn.Linear):
+    """Computes its outputs again in the backward pass, in the older way."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+
+
+class Adapter(nn.Linear):
+    """Adds its adapter to its weight in eval mode, and takes it out in train mode."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.weight.requires_grad_(False)
+        self.a = nn.Parameter(torch.full((1, 3), 0.1))
+        self.b = nn.Parameter(torch.full((3, 1), 0.1))
+        self.merged = False
+
+    def train(self, mode=True):
+        if self.merged == mode:
+            sign = -1 if mode else 1
+            self.weight.data += sign * (self.b @ self.a).detach()
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        return outputs if self.merged else outputs + x @ self.a.T @ self.b.T
 
 
 class TwoOutputs(nn.Linear):
@@ -127,6 +166,12 @@ FAILURES = {
         )
         for name, mix in MIXES.items()
     },
+    "no-gradients": fails(
+        StructureError, "gradient", model=lambda: WithoutGradients(3, 3)
+    ),
+    "reentrant": fails(
+        StructureError, "use_reentrant", model=lambda: Checkpointed(3, 3)
+    ),
     "nan-model": fails(ClientError, "hold NaN", model=lambda: NaN(3, 3)),
 }
 
@@ -155,6 +200,24 @@ def test_probabilities_are_told(caplog):
 
     asked(client_of(softmax, train_fn=LocalSGD(loss_fn=nn.CrossEntropyLoss())))
     assert "returns probabilities" in caplog.text
+
+
+@pytest.mark.parametrize("model", [WithoutGradients, Checkpointed])
+def test_fedfish_fails_before_its_training_too(model):
+    """It takes no example apart."""
+    client = client_of(lambda: model(3, 3), train_fn=untrained)
+    with pytest.raises(StructureError, match="grad"):
+        ask(client, ArrayRecord(shared_state(client.problem.model)), FISH)
+
+
+def test_an_adapter_that_merges_in_eval_mode_is_trained_and_told(caplog):
+    client = client_of(Adapter)
+    model = client.problem.model
+    before = [p.detach().clone() for p in (model.a, model.b)]
+    asked(client)
+    assert not any(map(torch.equal, before, (model.a, model.b)))
+    assert not model.merged
+    assert "do not depend on a, b: no Fisher weighs these" in caplog.text
 
 
 def test_it_is_made_once_a_process(monkeypatch):
@@ -312,6 +375,11 @@ COUNTS = {
     ),
     "unread": (DataLoader(tiny_data(2), 4), {"train_fn": lambda *_: {}}, 12),
     "given": (DataLoader(tiny_data(2), 4), {"num_examples": 77}, 77),
+    "given, a part read": (
+        DataLoader(tiny_data(2), 3),
+        {"train_fn": a_few_batches, "num_examples": 12},
+        12,
+    ),
     "batch_fn": (
         [Bucket(tiny_data(2).tensors)],
         {"batch_fn": lambda batch: batch.part},
@@ -329,6 +397,15 @@ def test_a_client_has_as_many_examples_as_its_training_read(
     config = {} if structure is None else {"structure": structure}
     reply = ask(client, config=config)
     assert metrics_of(reply)["num-examples"] == count
+
+
+@pytest.mark.parametrize("job", ["gradient", "probe"])
+def test_an_endless_stream_is_read_for_as_many_examples_as_are_given(job):
+    stream = DataLoader(Endless(), 4)
+    client = client_of(loader=stream, num_examples=10)
+    Endless.read = 0
+    ask(client, tiny_arrays(), {"job": job})
+    assert Endless.read <= 5 * 12
 
 
 def test_an_endless_stream_is_read_no_further_than_the_training_read():

@@ -115,12 +115,18 @@ def try_upload(
             f"examples: {type(error).__name__}: {error}. docs/supported.md says which "
             "models have one"
         ) from error
-    _warn_if_unused(problem, of_two, inputs[:_FEW])
+    _check_used(problem, of_two, inputs[:_FEW])
     _tried.add((*key, *forms))
 
 
-def _warn_if_unused(problem: LocalProblem, of_two: Curvature, inputs: Inputs) -> None:
-    """Log which trained parameters the outputs do not depend on, in eval mode."""
+def _check_used(problem: LocalProblem, of_two: Curvature, inputs: Inputs) -> None:
+    """Log which trained parameters the outputs do not depend on, in eval mode.
+
+    Raises
+    ------
+    StructureError
+        If there is no other.
+    """
     if all(values.any() for values in of_two.diagonal().values()):
         return
     trained = problem.trainable()
@@ -130,6 +136,11 @@ def _warn_if_unused(problem: LocalProblem, of_two: Curvature, inputs: Inputs) ->
     unused = [
         name for name, slope in zip(trained, slopes, strict=True) if slope is None
     ]
+    if len(unused) == len(trained):
+        raise StructureError(
+            "in eval mode the model's outputs depend on no trained parameter: compute "
+            "them without torch.no_grad, and by checkpoint(use_reentrant=False)"
+        )
     if unused:
         logger.warning(
             "In eval mode the outputs do not depend on %s: no Fisher weighs these "

@@ -154,8 +154,8 @@ def report_one_shot(
         logger.info("\t%-25s %5.1f %%", title, 100 * value)
     for row in clients:
         text = "\t%s: %g examples, %.1f %% of the curvature, test accuracy %.1f %%"
-        name, examples, share, score = row.values()
-        logger.info(text, name, examples, 100 * share, 100 * score)
+        values: list[Any] = [*row.values()]
+        logger.info(text, *values[:2], *(100 * value for value in values[2:]))
     train = result.train_metrics_clientapp
     last = train[max(train)] if train else {}
     counts = [last.get(k, 0) for k in ("num-rejected", "num-missing")]

@@ -456,7 +456,7 @@ class Door(Generic[P]):
             return
         lines = self.left_out.lines() + ([self.way_out] if self.way_out else [])
         optional = self.exchange.optional
-        wanted = f"{needed} {'is' if needed == 1 else 'are'} needed" if optional else f"min_train_nodes={needed}"
+        wanted = f"{needed} must reply" if optional else f"min_train_nodes={needed}"
         few = f"{count} usable {'reply' if count == 1 else 'replies'}"
         if awaited:
             few += " is possible" if count == 1 else " are possible"
