@@ -119,11 +119,6 @@ class Progress:
         self._told = time.monotonic()
         logger.info("%s, %s", self.what, text)
 
-    def tell_if_due(self, text: str) -> None:
-        """Log a line if it is :attr:`due`."""
-        if self.due:
-            self.tell(text)
-
     def advance(self, count: int = 1) -> None:
         """Count `count` more as done; log the progress when a line is due."""
         self.done += count

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord
 from flwr_fisher.curvature import FisherOptions
 from flwr_fisher.devices import CPU, default_device, usable_device
 from flwr_fisher.errors import ConfigurationError, check_known, check_number, plain
-from flwr_fisher.log_lines import Progress, logger
+from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import (
     DiagonalSums,
     MergeOptions,
@@ -295,7 +295,6 @@ class FedFisherOneShot(CurvatureStrategy):
             [u.payload.posterior(u.num_examples) for u in uploads],
             merge,
             score=self.score,
-            progress=Progress("merging").tell_if_due,
         )
         try:
             return step_of(merged_on(device=self.device), state.groups)
@@ -313,7 +312,6 @@ class FedFisherOneShot(CurvatureStrategy):
             DiagonalSums(*[dict(upload.payload.part(name)) for name in SUMS]),
             like=state.params,
             score=self.score,
-            progress=Progress("merging").tell_if_due,
             **self.merge.settings(),
         )
         return step_of(merged, state.groups)

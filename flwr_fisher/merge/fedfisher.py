@@ -20,6 +20,7 @@ from flwr_fisher.curvature.operators.base import (
 from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.devices import usable_device
 from flwr_fisher.errors import StructureError
+from flwr_fisher.log_lines import watching
 from flwr_fisher.merge.linear_system import (
     Device,
     LinearSystem,
@@ -28,7 +29,7 @@ from flwr_fisher.merge.linear_system import (
     linear_systems,
     moved,
 )
-from flwr_fisher.merge.options import MergeOptions, Report, Score, check_score
+from flwr_fisher.merge.options import MergeOptions, Score, check_score
 from flwr_fisher.merge.paper_solvers import adam, gradient_descent
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import (
@@ -83,7 +84,6 @@ def fedfisher(
     posteriors: Sequence[LocalPosterior],
     *,
     score: Score | None = None,
-    progress: Report | None = None,
     device: Device = None,
     **options: Any,
 ) -> MergeResult:
@@ -162,8 +162,6 @@ def fedfisher(
         For ``adam``: called with the merged parameters every 100 steps. The parameters
         with the highest score are returned. The paper scores on 500 examples on the
         server.
-    progress : Callable[[str], object], optional
-        Called with a text about the solution of each layer.
     device : torch.device | str, optional
         The device where layers are merged, one after another. By default that of the
         clients' tensors.
@@ -228,9 +226,7 @@ def fedfisher(
     check_posteriors(posteriors)
     if device is not None:
         usable_device(device, "merge on the CPU, device='cpu'")
-    return merge_posteriors(
-        posteriors, merge, score=score, progress=progress, device=device
-    )
+    return merge_posteriors(posteriors, merge, score=score, device=device)
 
 
 def merge_posteriors(
@@ -238,7 +234,6 @@ def merge_posteriors(
     options: MergeOptions,
     *,
     score: Score | None = None,
-    progress: Report | None = None,
     device: Device = None,
 ) -> MergeResult:
     """Merge as :func:`fedfisher` does, without its checks, which uploads have passed.
@@ -249,7 +244,7 @@ def merge_posteriors(
     examples = [posterior.num_examples for posterior in posteriors]
     mean = weighted_mean([posterior.params for posterior in posteriors], examples)
     systems = linear_systems(posteriors, mean, options, device)
-    return solve(mean, systems, options, score, progress, examples)
+    return solve(mean, systems, options, score, examples)
 
 
 def fisher_merge(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:
@@ -270,7 +265,6 @@ def solve(
     systems: Sequence[SystemMaker],
     options: MergeOptions,
     score: Score | None,
-    progress: Report | None,
     examples: Sequence[float] = (),
 ) -> MergeResult:
     """Solve each layer's system for its move away from the mean; take the moves.
@@ -281,16 +275,16 @@ def solve(
     if options.solver == "adam":
         together = [make() for make in systems]
         traces = [system.client_traces for system in together]
-        moves, curves = adam(mean, together, options, score, progress)
+        moves, curves = adam(mean, together, options, score)
     else:
         moves, curves, traces = Moves(), [], []
-        for index, make in enumerate(systems, start=1):
-            move, norms, held = _solved(mean, make().normalised(), options)
-            moves |= move
-            curves.append(norms)
-            traces.append(held)
-            if progress is not None:
-                progress(f"solver: {next(iter(move))}, {index} of {len(systems)}")
+        with watching("merging", len(systems), unit="layers") as progress:
+            for make in systems:
+                move, norms, held = _solved(mean, make().normalised(), options)
+                moves |= move
+                curves.append(norms)
+                traces.append(held)
+                progress.advance()
     unsolved = [name for name, move in moves.items() if move is None]
     residuals = relative_norms(curves)
     return MergeResult(

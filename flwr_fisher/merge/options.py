@@ -31,7 +31,6 @@ _SHRINK, _SHRINK_WITH_NORMS = 0.3, 0.9
 _OF_CLIENTS = {"balance": 0.0, "robust": 0.0, "max_share": 1.0, "trust": math.inf}
 
 Score = Callable[[dict[str, Tensor]], float]  # of merged parameters, higher is better
-Report = Callable[[str], object]  # is called with a text about the solver's progress
 
 
 class MergeOptions(Options):

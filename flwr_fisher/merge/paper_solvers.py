@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.base import Iterate, Matvec
+from flwr_fisher.log_lines import watching
 from flwr_fisher.merge.linear_system import LinearSystem, Moves, moved
-from flwr_fisher.merge.options import MergeOptions, Report, Score
+from flwr_fisher.merge.options import MergeOptions, Score
 from flwr_fisher.params import Params, add, is_finite, norm, select
 
 # The iterate, and the norm of its residual.
@@ -26,12 +27,11 @@ def adam(
     systems: Sequence[LinearSystem],
     options: MergeOptions,
     score: Score | None,
-    progress: Report | None,
 ) -> tuple[Moves, list[list[float]]]:
     """Solve all systems at once.
 
     Return the moves, None where they are not finite, and the residual norms of all
-    systems together, as one list.
+    systems together, as one list. Without a score, the last iterate counts.
     """
     rhs = {name: value for system in systems for name, value in system.rhs.items()}
 
@@ -42,15 +42,26 @@ def adam(
         near = {name: value.cpu() for name, value in delta.items()}
         return _joined(s.move(select(near, s.rhs)) for s in systems)
 
-    scored = None if score is None else (lambda d: score(moved(mean, {**moves_of(d)})))
     diagonal = all(system.is_diagonal() for system in systems)
     iterates = paper_adam(matvec, rhs, lr=options.lr, epsilon_inside=not diagonal)
-    solution, norms = best_of(iterates, options.iterations, scored, progress)
-    moves: Moves = {**moves_of(solution)}
+    residuals: list[Tensor] = []
+    best: tuple[float, dict[str, Tensor]] | None = None
+    most = options.iterations
+    with watching("merging", most, unit="steps") as progress:
+        for step, (delta, residual) in enumerate(islice(iterates, most + 1)):
+            residuals.append(residual.double())
+            progress.advance()
+            # The CPU waits for an accelerator only to compute a score.
+            if score is not None and step and step % _EVERY == 0:
+                value = score(moved(mean, {**moves_of(delta)}))
+                if best is None or value > best[0]:
+                    best = value, delta
+    moves: Moves = {**moves_of(delta if best is None else best[1])}
     merged = moved(mean, moves)
     for system in systems:
         if not is_finite(select(merged, system.rhs)):
             moves |= dict.fromkeys(system.rhs)
+    norms = torch.stack(residuals)
     return moves, [norms.tolist() if norms.isfinite().all() else [1.0]]
 
 
@@ -93,32 +104,6 @@ def paper_adam(
         else:
             steps = {k: m / (second[k].sqrt() + 0.01) for k, m in momentum.items()}
         iterate = add(iterate, steps, -lr)
-
-
-def best_of(
-    iterates: Iterates,
-    iterations: int,
-    score: Score | None,
-    progress: Report | None,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Score some of the iterates; return the best one and all residual norms.
-
-    Without a score, return the last one. The CPU waits for an accelerator only to
-    report progress or to compute a score.
-    """
-    norms: list[Tensor] = []
-    best: tuple[float, dict[str, Tensor]] | None = None
-    for index, (iterate, residual) in enumerate(islice(iterates, iterations + 1)):
-        norms.append(residual.double())
-        if not index or index % _EVERY:
-            continue
-        if progress is not None:
-            progress(f"solver: {index} of {iterations} steps, residual {residual:.1e}")
-        if score is not None:
-            value = score(iterate)
-            if best is None or value > best[0]:
-                best = value, iterate
-    return (iterate if best is None else best[1]), torch.stack(norms)
 
 
 def largest_eigenvalue(matvec: Matvec, like: Params, iterations: int = 100) -> Tensor:

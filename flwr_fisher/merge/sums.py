@@ -33,7 +33,7 @@ from flwr_fisher.curvature import (
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.fedfisher import MergeResult, solve
 from flwr_fisher.merge.linear_system import LinearSystem
-from flwr_fisher.merge.options import MergeOptions, Report, Score, check_score
+from flwr_fisher.merge.options import MergeOptions, Score, check_score
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import (
     Params,
@@ -128,7 +128,6 @@ def fedfisher_from_sums(
     *,
     like: Params | None = None,
     score: Score | None = None,
-    progress: Report | None = None,
     **options: Any,
 ) -> MergeResult:
     r"""Merge as :func:`~flwr_fisher.merge.fedfisher` does, from sums only.
@@ -147,7 +146,7 @@ def fedfisher_from_sums(
     like : Mapping[str, Tensor], optional
         Tensors with the dtypes of the result. Sums of integers and of half floats have
         other dtypes.
-    score, progress : optional
+    score : optional
         As for ``fedfisher``.
     **options
         Those of :class:`MergeOptions` that need no client's own curvature. `shrink` and
@@ -184,7 +183,7 @@ def fedfisher_from_sums(
         partial(_tensor_system, sums, name, mean[name], merge.anchor)
         for name in sums.fisher
     ]
-    return replace(solve(mean, systems, merge, score, progress), mean=mean)
+    return replace(solve(mean, systems, merge, score), mean=mean)
 
 
 def _tensor_system(
