@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -178,8 +178,10 @@ class LocalSGD(Options):
                 step += 1
                 if on_gradients is not None:
                     on_gradients(epoch, step)
-                if mu:
-                    _add_proximal_gradient(trained, start, mu)
+                if mu:  # the gradient of FedProx's proximal term (Li et al. 2020)
+                    for p, before in zip(trained, start, strict=True):
+                        if p.grad is not None:
+                            p.grad.add_(p.detach() - before, alpha=mu)
                 optimizer.step()
                 total += loss.detach().float() * labels  # half precision ends at 65504
                 count += labels
@@ -253,15 +255,6 @@ def keeping_what_is_known(model: nn.Module, head: str) -> Iterator[None]:
         finally:
             for name in frozen:  # a loop may have replaced them
                 layer.get_parameter(name).requires_grad_(True)
-
-
-def _add_proximal_gradient(
-    parameters: list[nn.Parameter], start: list[Tensor], mu: float
-) -> None:
-    """Add the gradient of FedProx's proximal term (Li et al. 2020)."""
-    for parameter, before in zip(parameters, start, strict=True):
-        if parameter.grad is not None:
-            parameter.grad.add_(parameter.detach() - before, alpha=mu)
 
 
 def local_sgd(train_fn: TrainFn, why: str) -> LocalSGD:

@@ -1,12 +1,10 @@
 """Evaluation on a client's held-out data."""
 
 import math
-from collections.abc import Callable
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.training import score
 from flwr_fisher.errors import ClientError
-from flwr_fisher.params import Params
 from flwr_fisher.wire import NUM_EXAMPLES
 
 
@@ -25,18 +23,11 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     DataError
         If there are no examples.
     """
-    return evaluation(problem, request, LocalProblem.load)
+    return evaluation(problem.load(request.params), request)
 
 
-def evaluation(
-    problem: LocalProblem,
-    request: Request,
-    load: Callable[[LocalProblem, Params], LocalProblem],
-) -> Reply:
-    """Evaluate the model that `load` returns; raise an error without data.
-
-    `load` puts parameters into the problem's model, or returns a problem with another.
-    """
+def evaluation(problem: LocalProblem, request: Request) -> Reply:
+    """Evaluate a problem's model; raise an error without data."""
     if problem.valloader is None and problem.evaluate_fn is None:
         if request.options.get("may-abstain") is True:
             return Reply({NUM_EXAMPLES: 0})
@@ -44,7 +35,6 @@ def evaluation(
             "this client has no valloader to evaluate on: pass one to FisherClient,"
             " or pass fraction_evaluate=0.0 to the strategy"
         )
-    problem = load(problem, request.params)
     if problem.val_batches is None or problem.evaluate_fn is not None:
         return Reply(problem.evaluate(request.config))
     data = problem.val_batches, problem.device, problem.loss

@@ -32,8 +32,13 @@ def head_sums_job(problem: LocalProblem, request: Request) -> Reply:
     named, most = request.options.get("head", ""), request.options.get("most")
     try:
         head = _head_of(problem, str(named))
-        if most is not None:
-            _check_numbers(problem, head, whole_number(request.options, "most", 0))
+        layer = linear_layer(problem.model, head)
+        numbers = layer.in_features * (layer.in_features + layer.out_features)
+        if numbers > whole_number(request.options, "most", numbers):
+            raise StructureError(
+                f"the sums of the last layer '{head}' have {numbers} numbers, more "
+                f"than the model's {most}"
+            )
     except (StructureError, ClientError) as error:
         if most is None:
             raise
@@ -57,16 +62,6 @@ def _head_of(problem: LocalProblem, named: str) -> str:
         return find_head(problem.model, named)
     with evaluating(problem.model), torch.no_grad():
         return output_layer(problem.model, problem.train_batches)
-
-
-def _check_numbers(problem: LocalProblem, head: str, most: int) -> None:
-    layer = linear_layer(problem.model, head)
-    numbers = layer.in_features * (layer.in_features + layer.out_features)
-    if numbers > most:
-        raise StructureError(
-            f"the sums of the last layer '{head}' have {numbers} numbers, more than "
-            f"the model's {most}"
-        )
 
 
 def head_names(problem: LocalProblem, head: str) -> tuple[str, str | None]:

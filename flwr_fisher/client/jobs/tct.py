@@ -12,7 +12,6 @@ from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
 from flwr_fisher.client.jobs.tct_features import ClientFeatures
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.errors import ClientError, check_positive
-from flwr_fisher.params import Params
 from flwr_fisher.tangent import (
     TCTModel,
     check_lr,
@@ -64,7 +63,8 @@ def tct_evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     """Evaluate TCT's model with this client's network, or in stage 1 the network."""
     if not TCTModel.is_in(request.params):
         return evaluate_job(problem, request)
-    return evaluation(problem, request, _with_tct_model)
+    model = TCTModel.from_tensors(problem.model, request.params).to(problem.device)
+    return evaluation(replace(problem, model=model), request)
 
 
 @register_job("tct-features")
@@ -160,11 +160,6 @@ def _times_shorter(lr: float, largest: float, most: int) -> int:
     if lr * largest > most:
         check_lr(lr, largest)  # raises
     return math.ceil(lr * largest)
-
-
-def _with_tct_model(problem: LocalProblem, params: Params) -> LocalProblem:
-    model = TCTModel.from_tensors(problem.model, params)
-    return replace(problem, model=model.to(problem.device))
 
 
 def _about(mine: ClientFeatures) -> dict[str, Any]:

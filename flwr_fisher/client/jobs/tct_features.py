@@ -34,20 +34,19 @@ def read_examples(loader: Loader, model: nn.Module, partition: int) -> list[Batc
     They are read with the same random numbers every time. So a loader that shuffles, or
     augments images, gives the same examples in the same order.
     """
+    batches = []
     with seeded(derive_seed("training data", partition)):
-        batches = [_labelled(b) for b in batches_of(loader, model, CPU, labelled=True)]
-    batches = [batch for batch in batches if len(batch)]
+        for batch in batches_of(loader, model, CPU, labelled=True):
+            labels = batch.tensor_labels()
+            known = batch[labels != IGNORED] if labels.dim() == 1 else batch
+            if len(known):
+                batches.append(known)
     if not batches:
         raise DataError(
             f"the training loader of {client_name(partition)} has no example with a "
             f"label other than {IGNORED}"
         )
     return batches
-
-
-def _labelled(batch: Batch) -> Batch:
-    labels = batch.tensor_labels()
-    return batch[labels != IGNORED] if labels.dim() == 1 else batch
 
 
 def classes_in(batches: Sequence[Batch], num_classes: int) -> Tensor:
@@ -126,7 +125,17 @@ class ClientFeatures:
         self.problem, self.partition, self.run = problem, partition, run
         self.solver = options.get("solver", "closed-form")
         self.dtype = _DTYPES[options.get("feature-dtype", "float32")]
-        self.tangent = _tangent(problem, options)
+        if not problem.has_classes:
+            raise ClientError(
+                "TCT needs classes, but this client's likelihood is "
+                f"{problem.likelihood!r}: use another strategy, such as FedFish"
+            )
+        self.tangent = TangentFeatures(
+            problem.model,
+            whole_number(options, "num-features", 20_000),
+            seed=whole_number(options, "features-seed", 0),
+            head=str(options.get("head", "")) or None,
+        )
 
     def check_classes(self, batches: Sequence[Batch]) -> Tensor:
         """Return all labels, after a check that each is a class of the head."""
@@ -227,17 +236,3 @@ class ClientFeatures:
         numbered = {str(i): value for i, value in enumerate(tensors)}
         key = digest_of([*facts, list(named)], numbered)[:32]
         return self.problem.disk("features", self.partition, key)
-
-
-def _tangent(problem: LocalProblem, options: Mapping[str, Any]) -> TangentFeatures:
-    if not problem.has_classes:
-        raise ClientError(
-            "TCT needs classes, but this client's likelihood is "
-            f"{problem.likelihood!r}: use another strategy, such as FedFish"
-        )
-    return TangentFeatures(
-        problem.model,
-        whole_number(options, "num-features", 20_000),
-        seed=whole_number(options, "features-seed", 0),
-        head=str(options.get("head", "")) or None,
-    )
