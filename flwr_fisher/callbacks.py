@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from math import inf, isnan
 from pathlib import Path
 from re import split
-from typing import Protocol
+from typing import Any, Protocol
 
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Result
@@ -16,7 +16,6 @@ from flwr_fisher.errors import (
     CallbackError,
     ConfigurationError,
     check_known,
-    check_positive,
     check_whole,
 )
 from flwr_fisher.files import save_tensors
@@ -167,18 +166,19 @@ class _Watched:
         self.name, self._source = name, f"{source}/"
         self._sign = 1.0 if mode == "max" else -1.0
 
-    def values(self, server_round: int, history: History) -> dict[int, float]:
-        """Return the metric's values by round, signed so that larger is better.
+    def best_round(self, server_round: int, history: History) -> int:
+        """Return the first of the rounds in which the metric is best, or 0.
 
-        There may be none yet, because not every round has to be evaluated.
+        No round may have it yet, because not every round has to be evaluated.
 
         Raises
         ------
         ConfigurationError
-            If the metric is a list, or if rounds have metrics of its source but not
-            this one.
+            If rounds have metrics of its source but not this one.
         """
-        known = {n: r[self.name] for n, r in history.items() if self.name in r}
+        known: dict[int, Any] = {  # a list of numbers has no best round
+            n: r[self.name] for n, r in history.items() if self.name in r
+        }
         names = sorted({name for record in history.values() for name in record})
         if not known and any(name.startswith(self._source) for name in names):
             raise ConfigurationError(
@@ -187,14 +187,8 @@ class _Watched:
             )
         if not known:
             logger.warning("no round has '%s' yet: is it measured?", self.name)
-        return {n: self._better(value) for n, value in known.items() if n}
-
-    def _better(self, value: Value) -> float:
-        if isinstance(value, list):
-            raise ConfigurationError(
-                f"the metric '{self.name}' is a list: watch one that is a number"
-            )
-        return -inf if isnan(value) else self._sign * value
+        values = {n: -inf if isnan(v) else self._sign * v for n, v in known.items()}
+        return max(values.keys() - {0}, key=lambda n: (values[n], -n), default=0)
 
 
 class BestModel:
@@ -232,8 +226,7 @@ class BestModel:
         self, server_round: int, arrays: ArrayRecord, history: History
     ) -> None:
         """Save the model if no earlier round was as good."""
-        values = self._watched.values(server_round, history)
-        if max(values, key=lambda n: (values[n], -n), default=0) != server_round:
+        if self._watched.best_round(server_round, history) != server_round:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"round": str(server_round), "metric": self._watched.name}
@@ -255,8 +248,6 @@ class EarlyStopping:
         of the name, such as ``accuracy`` or ``loss``; a name without one is refused.
     patience : int, default 5
         How many rounds may pass without an improvement.
-    min_delta : float, default 0
-        The smallest change that counts as an improvement.
 
     Examples
     --------
@@ -273,24 +264,16 @@ class EarlyStopping:
         mode: str | None = None,
         *,
         patience: int = 5,
-        min_delta: float = 0.0,
     ) -> None:
         check_whole("patience", patience, 1)
-        check_positive("min_delta", min_delta, or_zero=True)
-        self._watched = _Watched(metric, mode)
-        self.patience, self.min_delta = patience, min_delta
+        self._watched, self.patience = _Watched(metric, mode), patience
 
     def on_round_end(
         self, server_round: int, arrays: ArrayRecord, history: History
     ) -> bool:
         """Return whether to end the run."""
-        best, since = float("-inf"), 0
-        for number, value in sorted(
-            self._watched.values(server_round, history).items()
-        ):
-            if value > best + self.min_delta or since == 0:
-                best, since = value, number
-        if not since or server_round - since < self.patience:
+        best = self._watched.best_round(server_round, history)
+        if not best or server_round - best < self.patience:
             return False
-        logger.info("'%s' has not improved since round %s", self._watched.name, since)
+        logger.info("'%s' has not improved since round %s", self._watched.name, best)
         return True

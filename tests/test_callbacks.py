@@ -131,13 +131,12 @@ def test_a_crash_before_the_best_model_was_written_is_made_good(tmp_path):
         ({1: 0.1, 2: 0.2, 3: 0.3}, False),
         ({1: 0.3, 2: 0.2}, False),
         ({1: 0.3, 2: 0.2, 3: 0.3}, True),
-        ({1: 0.3, 2: 0.305, 3: 0.309}, True),  # by less than min_delta
         ({1: float("nan"), 2: float("nan"), 3: float("nan")}, True),
         ({1: 0.1, 2: float("nan"), 3: 0.2}, False),
     ],
 )
 def test_patience_ends(values, ends):
-    stop = EarlyStopping("server/accuracy", patience=2, min_delta=0.01)
+    stop = EarlyStopping("server/accuracy", patience=2)
     history = history_of("server/accuracy", values)
     assert stop.on_round_end(max(values), ArrayRecord(), history) is ends
 
@@ -147,10 +146,6 @@ def test_a_metric_that_is_not_there_is_named():
         CallbackError, match=r"no round .* 'server/accurac'. The metrics are: "
     ):
         run(BestModel("unused", "server/accurac", "max"), scores="01234")
-    with pytest.raises(ConfigurationError, match="'train/x' is a list"):
-        EarlyStopping("train/x", "max").on_round_end(
-            1, ArrayRecord(), {1: {"train/x": [1.0]}}
-        )
     for name in ("accuracy", "evaluation/accuracy", 0.5):
         with pytest.raises(ConfigurationError, match="is not the name of a metric"):
             EarlyStopping(name)
