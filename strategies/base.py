@@ -3,7 +3,6 @@
 import time
 from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
-from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -214,15 +213,6 @@ class CurvatureStrategy(Strategy):
 
     # --- what a subclass defines
 
-    def check_rounds(self, num_rounds: int) -> None:
-        """Raise an error for a number of rounds that does not fit.
-
-        Raises
-        ------
-        ConfigurationError
-            It says which numbers fit.
-        """
-
     def may_skip(self, server_round: int) -> bool:
         """Return whether a run can skip a round: no round that begins with a head."""
         return not self.pretrained or server_round > 1
@@ -378,7 +368,6 @@ class CurvatureStrategy(Strategy):
             )
         check_whole("num_rounds", num_rounds, 0)
         check_range("timeout", timeout, 0)
-        self.check_rounds(num_rounds)
         _check_hooks(type(self))
         if self.secure is not None:
             self.check_secure()
@@ -394,7 +383,10 @@ class CurvatureStrategy(Strategy):
         self.summary()
         began = time.monotonic()
         train_config = train_config or ConfigRecord()
-        config = {f"train_config.{k}": _as_json(v) for k, v in train_config.items()}
+        # As texts, because JSON has no bytes, and NaN does not equal itself.
+        config: dict[str, Any] = {
+            f"train_config.{key}": repr(value) for key, value in train_config.items()
+        }
         config |= {f"run_config.{k}": v for k, v in set_of_run(grid).items()}
         groups = self.initial_groups()
         check_groups(groups, f"{type(self).__name__}.initial_groups")
@@ -490,13 +482,3 @@ def _check_hooks(strategy: type) -> None:
                 f"start() does not call {base.__name__}.{hook}: override exchanges(), "
                 "round_config() or evaluation_config(), or pass start(callbacks=...)"
             )
-
-
-def _as_json(value: object) -> object:
-    """Return a config's value in the form of JSON, for comparisons."""
-    if isinstance(value, list):
-        return [_as_json(one) for one in value]
-    if isinstance(value, bytes):
-        return value.hex()
-    finite = not isinstance(value, float) or isfinite(value)
-    return value if finite else str(value)

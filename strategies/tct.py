@@ -171,18 +171,15 @@ class TCT(CurvatureStrategy):
         self.regression = Regression.of("regression", regression)
         self._features_seed = derive_seed(self.seed, "features")  # clients use the same
 
-    def check_rounds(self, num_rounds: int) -> None:
-        """Raise an error for too few rounds."""
+    def check(self, state: ServerState) -> None:
+        """Raise an error for too few rounds, or for another `lr` than the run's."""
         fewest = self.stage1_rounds + 2
-        if num_rounds < fewest:
+        if self.num_rounds < fewest:
             raise ConfigurationError(
-                f"num_rounds={num_rounds} leaves no round of stage 2: "
+                f"num_rounds={self.num_rounds} leaves no round of stage 2: "
                 f"stage1_rounds={self.stage1_rounds} and the convexifying round need "
                 f"at least num_rounds={fewest}"
             )
-
-    def check(self, state: ServerState) -> None:
-        """Raise an error for another learning rate than the run's."""
         agreed = rate_of(state)
         if agreed is not None and self.lr not in (None, agreed):
             raise CheckpointError(

@@ -330,7 +330,7 @@ def test_a_round_that_cannot_be_opened_again_stays(tmp_path):
         ({"iterations": 7}, "iterations: 4 -> 7"),
         ({"solver": "adam", "score": lambda params: 0.0}, "score: False -> True"),
         ({"policy": Policy(max_distance=9.0)}, "max_distance: 1000.0 -> 9.0"),
-        ({"train_config": ConfigRecord({"lr": 0.2})}, "train_config.lr: None -> 0.2"),
+        ({"train_config": ConfigRecord({"lr": 0.2})}, "train_config.lr: None -> '0.2'"),
     ],
 )
 def test_another_train_config_is_told(once, options, change):

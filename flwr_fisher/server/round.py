@@ -97,7 +97,9 @@ class Strategy(FedAvg):
         """Return the exchanges of a round, in their order."""
 
     def check(self, state: ServerState) -> None:
-        """Raise an error, before any client trains, for a model that does not fit.
+        """Raise an error, before any client trains, for what does not fit the strategy.
+
+        That is a model, or the number of rounds (`num_rounds`).
 
         Raises
         ------
