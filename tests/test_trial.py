@@ -430,6 +430,7 @@ def test_a_dry_run_trains_nothing_and_tells_the_upload(caplog):
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert "curvature: K-FAC of 0, 3; diagonal of 1; upload " in caplog.text
     assert "of FedAvg's" in caplog.text
+    assert "changed no parameter" not in caplog.text
 
 
 def test_a_dry_run_finds_what_the_first_batch_does_not_show():

@@ -6,7 +6,11 @@ from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
 from flwr_fisher.client.fisher_client import FisherClient
-from flwr_fisher.client.jobs.train import dry_run, requested_training
+from flwr_fisher.client.jobs.train import (
+    dry_run,
+    requested_training,
+    warn_if_unchanged,
+)
 from flwr_fisher.client.messages import digest_of_frozen
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import ClientLimits, Request
@@ -93,6 +97,7 @@ def fisher_arrays(
     with seeded(request.seed):
         count = 1 if job.structure is None else problem.count_examples(request.client)
         _, curvature = job.train(problem, request)
+    warn_if_unchanged(problem, request.params)
     arrays = job.packed(problem, request, curvature, count)
     frozen = digest_of_frozen(model, request.params) if job.structure else ""
     return with_frozen(arrays, frozen) if frozen else arrays

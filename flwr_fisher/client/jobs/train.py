@@ -136,6 +136,7 @@ class TrainingJob:
     def reply(self, problem: LocalProblem, request: Request) -> Reply:
         """Train, and return the upload."""
         metrics, curvature = self.train(problem, request)
+        warn_if_unchanged(problem, request.params)
         count = problem.weight(metrics, request.client)
         arrays = self.packed(problem, request, curvature, count)
         name = client_name(request.client)
@@ -212,7 +213,6 @@ class TrainingJob:
     ) -> ArrayRecord:
         """Return the upload of a problem's trained model with weight `count`."""
         params = problem.state_like(request.params)
-        warn_if_unchanged(problem, request.params)
         if curvature is None:
             return tensors_to_arrays(params)
         posterior = LocalPosterior(params, curvature, count)
