@@ -140,13 +140,3 @@ def test_what_cannot_be_a_servers_optimiser(optimizer, lr, message):
 def test_an_unusable_gradient_is_named(gradient, message):
     with pytest.raises(ParamsError, match=message):
         server_step(start(), gradient, {}, make_optimizer("sgd", 1.0))
-
-
-def test_a_state_that_is_no_tensor_is_refused():
-    class Lists(torch.optim.SGD):
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["history"] = [p]
-
-    with pytest.raises(ConfigurationError, match="its state 'history' is no tensor"):
-        make_optimizer(Lists)

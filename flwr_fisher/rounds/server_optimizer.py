@@ -45,8 +45,8 @@ def make_optimizer(
     UnknownNameError
         If there is no such optimiser.
     ConfigurationError
-        If `lr` is negative, or if the optimiser cannot be made, cannot step on a dense
-        gradient alone (LBFGS, SparseAdam), or keeps state that is no tensor.
+        If `lr` is negative, or if the optimiser cannot be made, or cannot step on a
+        dense gradient alone (LBFGS, SparseAdam).
 
     Examples
     --------
@@ -63,19 +63,12 @@ def make_optimizer(
     trial = nn.Parameter(torch.zeros(1, 1))
     trial.grad = torch.zeros(1, 1)
     try:
-        made = optimizer([trial])
-        made.step()
+        optimizer([trial]).step()
     except Exception as error:
         raise ConfigurationError(
             f"{name}: {error}: pass the name of a torch optimizer that steps on a "
             "gradient, or a factory such as functools.partial(torch.optim.SGD, lr=1.0)"
         ) from error
-    for entry, value in made.state[trial].items():
-        if not isinstance(value, Tensor):
-            raise ConfigurationError(
-                f"{name}: its state '{entry}' is no tensor, and would be lost: use an "
-                "optimizer of torch.optim"
-            )
     return optimizer
 
 
