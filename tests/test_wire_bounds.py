@@ -41,7 +41,7 @@ READERS = {
     "packed": lambda record: FisherUpload.from_arrays(
         record, LIKE, Codec("fedavg", budget=3.0)
     ),
-    "products": lambda record: Additive.reader("product", "buffers")(record, LIKE),
+    "products": lambda record: Additive.reader("product")(record, LIKE),
     "sums": lambda record: Additive.reader(*SUMS)(record, LIKE),
     "vectors": lambda record: Additive.reader("gradient", "params")(record, LIKE),
     "features": lambda record: FeatureUpload.read(record, LIKE, p=10),

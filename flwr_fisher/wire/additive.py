@@ -4,8 +4,6 @@ Each tensor belongs to a part, and is sent under ``<part>/<parameter>``:
 
 ``params``
     the client's model, under its own keys, as in any Flower client's reply;
-``buffers``
-    the model's tensors without a product, if the server requests only these;
 ``fisher``, ``fisher-params``
     a diagonal Fisher, and its product with the parameters;
 ``product``
@@ -15,8 +13,6 @@ Each tensor belongs to a part, and is sent under ``<part>/<parameter>``:
 ``norms``
     shifts of batch norms' statistics, under the statistics' names
     (:mod:`flwr_fisher.merge.batch_norms`);
-``contribution/<vector>``
-    vectors with a norm of 1 at most together;
 ``curvature``
     K-FAC's partial traces under a Fisher's keys (:class:`LayerTraces`), which can be
     added up (:func:`~flwr_fisher.merge.partial_traces`); or its factors, of one common
@@ -54,13 +50,12 @@ from flwr_fisher.wire.layout import (
 )
 from flwr_fisher.wire.schema import Payload, displacements, drawn_back, norm64
 
-PARAMS, BUFFERS, FISHER, POINT = "params", "buffers", "fisher", "fisher-params"
+PARAMS, FISHER, POINT = "params", "fisher", "fisher-params"
 PRODUCT, NORMS = "product", "norms"
 GRADIENT, LOSS = "gradient", "loss"
 _CURVATURE = PREFIX.removesuffix("/")
 SUMS = (PARAMS, FISHER, POINT)  # what FedFisher needs to merge diagonals
-_OF_MODEL = (PARAMS, BUFFERS)
-_OTHERS = {*_OF_MODEL, FISHER, POINT, PRODUCT}  # all other parts are vectors
+_OTHERS = {*SUMS, PRODUCT}  # all other parts are vectors
 _DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
 
 
@@ -111,7 +106,7 @@ class Additive(Payload):
 
     def step_norms(self, like: Params) -> dict[str, float]:
         """Return the distance of the model from the one sent out, and norms."""
-        moved = displacements({**self.part(BUFFERS), **self.part(PARAMS)}, like)
+        moved = displacements(self.part(PARAMS), like)
         vectors = [name for name in self.parts if name not in _OTHERS]
         return {name: norm64(self.part(name).values()) for name in vectors} | moved
 
@@ -135,7 +130,7 @@ class Additive(Payload):
         of_product = (factors.get(name, 1.0) for name in (PRODUCT, PRODUCT_STEP))
         factors = {**factors, PRODUCT: min(of_product)}
         for part, tensors in self.parts.items():
-            if part in (PARAMS, BUFFERS):
+            if part == PARAMS:
                 parts[part] = dict(drawn_back(tensors, like, factors))
                 continue
             of_each = f"{FISHER}/" if part in (FISHER, POINT) else None
@@ -176,8 +171,8 @@ class Additive(Payload):
         like : Mapping[str, Tensor]
             The parameters that the server sent. Names and shapes must be the same.
         parts : Sequence[str]
-            The parts that the record must have. All but ``params`` and ``buffers``
-            cover the same parameters.
+            The parts that the record must have. All but ``params`` cover the same
+            parameters.
         of_one : bool, default True
             Whether the record is one client's; see :meth:`reader`.
 
@@ -213,7 +208,7 @@ def _layouts(parts: Sequence[str], like: Params) -> dict[str, Layout]:
         for name, value in like.items():
             wide = part in (FISHER, POINT)
             dtype = sum_dtype(value.dtype) if wide else value.dtype
-            if part in _OF_MODEL or dtype.is_floating_point:
+            if part == PARAMS or dtype.is_floating_point:
                 layouts[_key(part, name)] = dtype, value.shape
     return layouts
 
@@ -226,20 +221,20 @@ def _split(
     Raises
     ------
     WireError
-        For a missing tensor. Parts over trained parameters cover the same ones,
-        ``params`` all of the model, and ``buffers`` all that is not trained.
+        For a missing tensor. Parts over trained parameters cover the same ones, and
+        ``params`` all of the model.
     """
     split: dict[str, dict[str, Tensor]] = {
         part: {n: tensors[_key(part, n)] for n in like if _key(part, n) in tensors}
         for part in parts
     }
-    over = [part for part in parts if part not in _OF_MODEL]
+    over = [part for part in parts if part != PARAMS]
     trained = {name for part in over for name in split[part]}
     if over and not trained:
         raise WireError(f"no {over[0]} arrived", field=f"{over[0]}/")
-    rest = {PARAMS: like.keys(), BUFFERS: like.keys() - trained}
     for part, names in split.items():
-        check_same_keys(names, rest.get(part, trained), _key(part, ""))
+        expected = like.keys() if part == PARAMS else trained
+        check_same_keys(names, expected, _key(part, ""))
     return split
 
 
