@@ -36,6 +36,7 @@ from flwr_fisher.secure.payload import SecureUpload, rows_of
 from flwr_fisher.secure.steps import GROUP, SecureState, present
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
 from flwr_fisher.server.privacy import Privacy
+from flwr_fisher.wire import join_groups, tensors_to_arrays
 from flwr_fisher.wire.arrays import numbers_to_tensor
 
 JOB = "secure-sums"  # a client without the mod refuses this job
@@ -61,12 +62,12 @@ class _Stage(Exchange[SecureUpload]):
         """Return a function from a client's number to its record."""
         if (send := self.send_each) is None:
             return super().records(state)
-        known = SecureState.of(state)  # once for all clients
+        known, common = SecureState.of(state), self.tensors(state)
 
         def record(number: int) -> ArrayRecord:
             session = rows_of([known.sessions[number]])[0]
-            tensors = {"session": session, **send(known, number)}
-            return self.arrays(state, {GROUP: tensors})
+            own = {GROUP: {"session": session, **send(known, number)}}
+            return tensors_to_arrays({**common, **join_groups(own)})
 
         return record
 

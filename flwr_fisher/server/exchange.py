@@ -9,6 +9,7 @@ be resumed from its journal.
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -415,15 +416,12 @@ class Exchange(Generic[P]):
 
         Here the record is the same for all clients.
         """
-        record = self.arrays(state)
+        record = tensors_to_arrays(self.tensors(state))
         return lambda number: record
 
-    def arrays(
-        self, state: ServerState, for_client: Groups | None = None
-    ) -> ArrayRecord:
-        """Return the record to send: parameters and groups, perhaps of one client."""
-        groups = {**self.send(state), **(for_client or {})}
-        return tensors_to_arrays({**self.start(state), **join_groups(groups)})
+    def tensors(self, state: ServerState) -> Params:
+        """Return what all clients are sent: parameters and groups."""
+        return {**self.start(state), **join_groups(self.send(state))}
 
 
 def _joined(
@@ -442,17 +440,15 @@ def sessions(exchanges: Sequence[Exchange[Any]]) -> Iterator[list[Exchange[Any]]
 
     An exchange that is optional, or prepared when its turn comes, is one by itself.
     """
-    together: list[Exchange[Any]] = []
-    for exchange in exchanges:
-        if not exchange.optional and exchange.prepare is None:
-            together.append(exchange)
-            continue
-        if together:
-            yield together
-        together = []
-        yield [exchange]
-    if together:
-        yield together
+
+    def is_alone(exchange: Exchange[Any]) -> bool:
+        return exchange.optional or exchange.prepare is not None
+
+    for alone, group in groupby(exchanges, is_alone):
+        if alone:
+            yield from ([exchange] for exchange in group)
+        else:
+            yield list(group)
 
 
 @runtime_checkable
