@@ -32,14 +32,10 @@ def default_device() -> torch.device:
     return device if device is not None and has_float64(device) else CPU
 
 
-def _default_device() -> torch.device:
-    # Not get_default_device: torch 2.6 raises in it after set_default_device(None).
-    return torch.empty(0).device
-
-
 def check_default_device() -> None:
     """Raise :class:`ConfigurationError` if torch makes tensors elsewhere by default."""
-    device = _default_device()
+    # Not get_default_device: torch 2.6 raises in it after set_default_device(None).
+    device = torch.empty(0).device
     if device.type != "cpu":
         raise ConfigurationError(
             f"torch's default device is {device!s}, and this library's own tensors "

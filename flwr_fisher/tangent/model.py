@@ -56,7 +56,7 @@ class TCTModel(nn.Module):
     Raises
     ------
     ParamsError
-        If shapes do not fit each other or the model, or a `std` is not positive.
+        If a shape does not fit the model.
     ConfigurationError, StructureError
         As raised by :class:`~flwr_fisher.tangent.TangentFeatures`.
 
@@ -86,20 +86,21 @@ class TCTModel(nn.Module):
         head: str | None = None,
     ) -> None:
         super().__init__()
-        _check_shapes(weight, mean, std)
         self.model = copy.deepcopy(model)
-        self.num_features, self.num_classes = weight.shape
+        self.num_features = len(weight)
         self.seed, self._given_head = seed, head
         self._features: TangentFeatures | None = None
         features = self._tangent_features()
-        self.head = features.head
-        sizes = (features.num_features, features.num_classes)
-        if sizes != (self.num_features, self.num_classes):
-            raise ParamsError(
-                f"weight has shape {tuple(weight.shape)}, but the model has "
-                f"{sizes[0]} features and {sizes[1]} classes of its head '{self.head}'"
-            )
+        self.head, self.num_classes = features.head, features.num_classes
+        p, C = features.num_features, features.num_classes
+        expected = {"weight": (p, C), "mean": (p,), "std": (p,)}
         for name, value in (("weight", weight), ("mean", mean), ("std", std)):
+            if value.shape != (shape := expected[name]):
+                raise ParamsError(
+                    f"{name} has shape {tuple(value.shape)}, expected {shape}, since "
+                    f"the model has {p} features and {C} classes of its head "
+                    f"'{self.head}'"
+                )
             self.register_buffer(name, value.detach().clone().to(features.device))
         self.register_load_state_dict_post_hook(_forget_features)  # type: ignore[no-untyped-call]
 
@@ -242,13 +243,3 @@ class TCTModel(nn.Module):
 
 def _forget_features(module: TCTModel, _: object) -> None:
     module._features = None  # they were those of the values before
-
-
-def _check_shapes(weight: Tensor, mean: Tensor, std: Tensor) -> None:
-    if weight.dim() != 2 or not mean.shape == std.shape == weight.shape[:1]:
-        raise ParamsError(
-            f"weight must be [p, C], mean and std [p]; got {tuple(weight.shape)}, "
-            f"{tuple(mean.shape)} and {tuple(std.shape)}"
-        )
-    if not bool((std > 0).all()):
-        raise ParamsError("std must be positive: pass 1 for a constant feature")
