@@ -305,3 +305,14 @@ def listed(names: Iterable[str]) -> str:
     first = sorted(names, key=lambda name: (len(name), name))
     more = len(first) - _NAMES
     return ", ".join(first[:_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Return the first few names of parameters as text, in quotes.
+
+    Examples
+    --------
+    >>> quoted(["fc.weight", "fc.bias"])
+    "'fc.bias', 'fc.weight'"
+    """
+    return listed(f"'{name}'" for name in names)

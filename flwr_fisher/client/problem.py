@@ -37,6 +37,7 @@ from flwr_fisher.errors import (
     DataError,
     check_whole,
     plain,
+    quoted,
 )
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import (
@@ -47,7 +48,7 @@ from flwr_fisher.params import (
     trainable,
     trainable_names,
 )
-from flwr_fisher.wire.options import NUM_EXAMPLES, client_name, some
+from flwr_fisher.wire.options import NUM_EXAMPLES, client_name
 
 
 class CountedLoader:
@@ -442,14 +443,14 @@ class LocalProblem:
         names = trainable_names(self.model)
         if missing := [name for name in names if name not in params]:
             raise ClientError(
-                f"the server did not send the trainable parameters {some(missing)}: "
+                f"the server did not send the trainable parameters {quoted(missing)}: "
                 "start from shared_state(model), or freeze them on the client"
             )
         every = self.model.named_parameters(remove_duplicate=False)
         second = {name for name, p in every if p.requires_grad} - set(names)
         if tied := sorted(second & params.keys()):
             raise ClientError(
-                f"the server sent {some(tied)}, the second names of tied parameters, "
+                f"the server sent {quoted(tied)}, the second names of tied parameters, "
                 "which would undo the merge of the first: start from shared_state("
                 "model), and load what arrives with strict=False"
             )

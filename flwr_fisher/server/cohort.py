@@ -22,6 +22,7 @@ from flwr_fisher.errors import (
     kept_record,
     listed,
     printable,
+    quoted,
 )
 from flwr_fisher.flower_internals import nodes_of
 from flwr_fisher.log_lines import logger
@@ -34,7 +35,7 @@ from flwr_fisher.server.mailbox import (
     query,
 )
 from flwr_fisher.wire import named_options
-from flwr_fisher.wire.options import Answer, adapter_warning, frozen_name, some
+from flwr_fisher.wire.options import Answer, adapter_warning, frozen_name
 
 Order = tuple[int, int, str]
 Key = TypeVar("Key")
@@ -481,19 +482,17 @@ class Cohort:
         trained = {n: t for n in known if (t := self._trained[n]) is not None}
         if text := adapter_warning(frozenset[str]().union(*trained.values())):
             self.warn_once(text, "products of adapters")
-        reasons = {
-            node: _difference(trained[node], other, whom)
-            for node, (other, whom) in unlike_most(trained).items()
-        }
-        told: tuple[tuple[Mapping[int, Any], Callable[..., str]], ...] = (
+        answers: tuple[tuple[Mapping[int, Any], Callable[..., str]], ...] = (
+            (trained, _difference),
             (self._frozen, _other_values),
             (self._likelihoods, _other_labels),
         )
-        for said, difference in told:
-            left = {n: said[n] for n in known if n in said and n not in reasons}
+        errors: dict[int, ClientError] = {}
+        for said, difference in answers:
+            left = {n: said[n] for n in known if n in said and n not in errors}
             for node, (other, whom) in unlike_most(left).items():
-                reasons[node] = difference(left[node], other, whom)
-        return {node: ClientError(why) for node, why in reasons.items()}
+                errors[node] = ClientError(difference(left[node], other, whom))
+        return errors
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
         """Store which of these names a node trains, and what else it is compared by."""
@@ -558,15 +557,15 @@ def unlike_most(said: Mapping[Key, Said]) -> dict[Key, tuple[Said, str]]:
 def _difference(trained: frozenset[str], other: frozenset[str], whom: str) -> str:
     parts = []
     if added := trained - other:
-        parts.append(f"it trains {some(added)}, which {whom} freeze")
+        parts.append(f"it trains {quoted(added)}, which {whom} freeze")
     if missing := other - trained:
-        parts.append(f"it freezes {some(missing)}, which {whom} train")
+        parts.append(f"it freezes {quoted(missing)}, which {whom} train")
     return f"{'; '.join(parts)}: freeze the same parameters on every client"
 
 
 def _other_values(frozen: frozenset[str], other: frozenset[str], whom: str) -> str:
     names = {frozen_name(described) for described in frozen ^ other}
-    return f"its frozen {some(names)} differ from those of {whom}: {FREEZE_THE_SAME}"
+    return f"its frozen {quoted(names)} differ from those of {whom}: {FREEZE_THE_SAME}"
 
 
 def _other_labels(likelihood: str, other: str, whom: str) -> str:

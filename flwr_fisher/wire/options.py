@@ -21,7 +21,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
-from flwr_fisher.errors import WireError, printable
+from flwr_fisher.errors import WireError, printable, quoted
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import (
     arrays_to_tensors,
@@ -188,7 +188,6 @@ _MOST_FROZEN = 2**23  # characters, of all names and digests
 # A secure sum sends it unmasked, because of the key's ending.
 _FROZEN, _DIGITS, _BYTES = "frozen/digest", 32, 1000
 _LORA_A = re.compile(r"\blora_(embedding_)?A\b")  # PEFT's first factors
-_SHOWN = 3  # names of parameters in a text
 
 
 @dataclass(frozen=True)
@@ -314,23 +313,10 @@ def adapter_warning(trained: Iterable[str]) -> str:
     if not both:
         return ""
     return (
-        f"Clients train both factors of adapters, {some(both)} and its lora_B. The "
+        f"Clients train both factors of adapters, {quoted(both)} and its lora_B. The "
         "merge of each factor is not the merge of their product. Freeze each lora_A, "
         "the same on every client, and double the rank"
     )
-
-
-def some(names: Iterable[str]) -> str:
-    """Return the first names, and how many more there are, as text.
-
-    Examples
-    --------
-    >>> some("edcba")
-    "'a', 'b', 'c' and 2 more"
-    """
-    first = sorted(names)
-    more = f" and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
-    return ", ".join(f"'{name}'" for name in first[:_SHOWN]) + more
 
 
 def _texts(configs: Iterable[ConfigRecord], key: str) -> frozenset[str] | None:

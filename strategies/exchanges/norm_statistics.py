@@ -66,23 +66,22 @@ def norm_exchanges(strategy: CurvatureStrategy) -> Sequence[Exchange[Additive]]:
         name=NAME,
         optional=True,
     )
-    prepare = partial(_prepared, exchange, strategy.moves_norms)
-    return [replace(exchange, prepare=prepare)]
+    trained = strategy.moves_norms
 
+    def prepared(before: ServerState, now: ServerState) -> Exchange[Additive] | None:
+        """Ask for the norms that the round has moved.
 
-def _prepared(
-    exchange: Exchange[Additive], trained: bool, before: ServerState, now: ServerState
-) -> Exchange[Additive] | None:
-    """Return the exchange for the norms that the round has moved.
+        If no training moves statistics, a norm is measured if its own parameters have
+        changed, also one that clients do not train.
+        """
+        prefixes = moved_norms(before.params, now.params, in_eval=not trained)
+        if not prefixes:
+            return None
+        options = {**exchange.options, "norms": prefixes, "frozen": trained}
+        read = partial(_read, frozenset(prefixes))
+        return replace(exchange, options=options, read=read)
 
-    If no training moves statistics (`trained` is false), a norm is measured if its own
-    parameters have changed, also one that clients do not train.
-    """
-    prefixes = moved_norms(before.params, now.params, in_eval=not trained)
-    if not prefixes:
-        return None
-    options = {**exchange.options, "norms": prefixes, "frozen": trained}
-    return replace(exchange, options=options, read=partial(_read, frozenset(prefixes)))
+    return [replace(exchange, prepare=prepared)]
 
 
 def _read(prefixes: Set[str], record: ArrayRecord, like: Params) -> Additive:
