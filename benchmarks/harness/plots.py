@@ -8,8 +8,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-INK, QUIET, BEST, GRID = "#222222", "#9aa5b1", "#d1495b", "#e5e5e5"
-RUNS = (BEST, "#30638e", "#edae49", "#00798c", "#8d6a9f", QUIET)
+from flwr_fisher.report.pictures import COLORS as RUNS
+
+INK, GRID = "#222222", "#e5e5e5"
+BEST, *_, QUIET = RUNS
 
 
 def panels(count: int, height: float) -> tuple[Figure, list[Axes]]:

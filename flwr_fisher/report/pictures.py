@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 
 History = Mapping[int, Mapping[str, Any]]
 
-_QUIET = "#9aa5b1"
-_COLORS = ("#d1495b", "#30638e", "#edae49", "#00798c", "#8d6a9f", _QUIET)
+_QUIET = "#8f959c"
+# Any two of them differ for colour-blind readers, too; the lines also without colours.
+COLORS = ("#d1495b", "#1d4196", "#edae49", "#3a9fe0", "#663c0f", _QUIET)
+LINES = ("-", "--", "-.", ":")
 
 
-def plot_accuracies(path: str | Path, accuracy: Mapping[str, float], best: str) -> None:
+def plot_accuracies(
+    path: str | Path, accuracy: Mapping[str, float], best: str, *, title: str = ""
+) -> None:
     """Draw the models' accuracies in per cent, one bar for each.
 
     Parameters
@@ -28,16 +32,18 @@ def plot_accuracies(path: str | Path, accuracy: Mapping[str, float], best: str) 
         Accuracies by name, from 0 to 1, as :func:`accuracies` returns them.
     best : str
         The name whose bar stands out.
+    title : str, optional
+        The data, their split and the number of test examples, for example.
     """
     figure, (axes,) = _panels(1, height=0.9 + 0.5 * len(accuracy))
     values = [100 * value for value in accuracy.values()]
-    colors = [_COLORS[0] if name == best else _QUIET for name in accuracy]
+    colors = [COLORS[0] if name == best else _QUIET for name in accuracy]
     bars = axes.barh(list(accuracy), values, color=colors, height=0.65)
     axes.bar_label(bars, fmt="%.1f", padding=4)
     axes.invert_yaxis()
     axes.set_xlim(0, 105)
     axes.set_xlabel("test accuracy, %")
-    _save(figure, path)
+    _save(figure, path, title)
 
 
 def plot_rounds(
@@ -46,6 +52,7 @@ def plot_rounds(
     metrics: Sequence[str],
     *,
     marks: Mapping[int, str] | None = None,
+    title: str = "",
 ) -> None:
     """Draw metrics over rounds, one panel for each, for one run or several.
 
@@ -55,11 +62,13 @@ def plot_rounds(
         The picture to write.
     runs : Mapping[str, Mapping[int, Mapping[str, Any]]]
         For each label, a run's metrics by round, for example
-        ``result.evaluate_metrics_serverapp``. Every run has a color.
+        ``result.evaluate_metrics_serverapp``. Every run has a color and a line style.
     metrics : Sequence[str]
         The metrics to draw. Accuracies are drawn in per cent.
     marks : Mapping[int, str], optional
         Rounds at which a vertical line is drawn, each with a text.
+    title : str, optional
+        As for :func:`plot_accuracies`.
 
     Examples
     --------
@@ -70,22 +79,23 @@ def plot_rounds(
     figure, panels = _panels(len(metrics), height=3.2)
     for axes, name in zip(panels, metrics, strict=True):
         percent = name.endswith("accuracy")
-        for (label, history), color in zip(runs.items(), cycle(_COLORS), strict=False):
+        looks = zip(cycle(COLORS), cycle(LINES), strict=False)
+        for (label, history), (color, line) in zip(runs.items(), looks, strict=False):
             points = points_of(history, name)
             rounds = [number for number, _ in points]
             values = [100 * value if percent else value for _, value in points]
             # Few points get markers; many are a curve.
             marker = "o" if len(points) <= 15 else ""
-            axes.plot(rounds, values, color=color, marker=marker, label=label)
+            axes.plot(rounds, values, line, color=color, marker=marker, label=label)
         for number, text in (marks or {}).items():
             axes.axvline(number, color=_QUIET, linestyle="--", linewidth=1)
             axes.text(number, 0.02, f" {text}", transform=axes.get_xaxis_transform())
         axes.set_xlabel("round")
+        axes.locator_params(axis="x", integer=True)
         axes.set_ylabel(name.replace("-", " ") + (", %" if percent else ""))
         axes.grid(axis="y", color="#e5e5e5")
         axes.legend(frameon=False, fontsize="small")
-    figure.tight_layout()
-    _save(figure, path)
+    _save(figure, path, title)
 
 
 def points_of(history: History, name: str) -> list[tuple[int, float]]:
@@ -104,15 +114,17 @@ def _panels(count: int, height: float) -> "tuple[Figure, list[Axes]]":
 
     columns = min(count, 2)
     rows = -(-count // columns)
-    figure = Figure(figsize=((6.4, 10.0)[columns - 1], height * rows), dpi=150)
+    size = (6.4, 10.0)[columns - 1], height * rows
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
     axes = [figure.add_subplot(rows, columns, i) for i in range(1, count + 1)]
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def _save(figure: "Figure", path: str | Path) -> None:
+def _save(figure: "Figure", path: str | Path, title: str) -> None:
     """Write the figure, cropped to its content; make its folder if necessary."""
+    figure.suptitle(title, fontsize="medium")
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight", facecolor="white")

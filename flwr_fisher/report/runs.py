@@ -74,6 +74,7 @@ def report_one_shot(
     *,
     config: Mapping[str, Any] | None = None,
     seconds: float | None = None,
+    title: str = "",
 ) -> dict[str, float]:
     """Compare the merge with simple alternatives on the same uploads; write a report.
 
@@ -97,6 +98,9 @@ def report_one_shot(
         The result of ``FedFisherOneShot``, with the last round's uploads.
     config, seconds : optional
         The run's config and its duration, for ``metrics.json``.
+    title : str, optional
+        The picture's title, such as the data, their split and the number of test
+        examples.
 
     Returns
     -------
@@ -148,7 +152,8 @@ def report_one_shot(
         accuracy["ensemble"] = ensemble_accuracy(model, members, weights, loader)
         accuracy["best_client"] = max(row["accuracy"] for row in clients)
     titled = {t: accuracy[name] for name, t in _TITLES.items() if name in accuracy}
-    plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])
+    best = _TITLES["fedfisher"]
+    plot_accuracies(path / "accuracy.png", titled, best, title=title)
     logger.info("Accuracy on %d test examples:", of_final[1].sum())
     for title, value in titled.items():
         logger.info("\t%-25s %5.1f %%", title, 100 * value)
@@ -177,6 +182,7 @@ def report_rounds(
     config: Mapping[str, Any] | None = None,
     seconds: float | None = None,
     marks: Mapping[int, str] | None = None,
+    title: str = "",
 ) -> dict[str, float]:
     """Write the metrics of a run with several rounds; log a summary.
 
@@ -199,6 +205,8 @@ def report_rounds(
     marks : Mapping[int, str], optional
         Rounds that are marked in the picture, and whose accuracies are reported, too,
         if they were evaluated: ``{20: "stage1"}``, for example.
+    title : str, optional
+        As for :func:`report_one_shot`.
 
     Returns
     -------
@@ -219,7 +227,8 @@ def report_rounds(
             accuracy[text] = history[number]["accuracy"]
     curves = {key: points_of(history, key) for key in ("accuracy", "loss")}
     curves = {key: points for key, points in curves.items() if points}
-    plot_rounds(path / "rounds.png", {method: history}, list(curves), marks=marks)
+    runs, picture = {method: history}, path / "rounds.png"
+    plot_rounds(picture, runs, list(curves), marks=marks, title=title)
     for key, points in curves.items():
         text = "%s: test %s %.3f (round %d), %.3f (round %d)"
         (first, start), (final, end) = points[0], points[-1]

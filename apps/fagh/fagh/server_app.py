@@ -7,7 +7,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fagh.task import Net, load_test
+from fagh.task import Net, load_test, title
 from flwr_fisher.errors import UnknownNameError
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
@@ -49,7 +49,7 @@ def main(grid: Grid, context: Context) -> None:
     train = ConfigRecord()
     if config["method"] == "fedprox":
         train["proximal-mu"] = float(config["proximal-mu"])
-    wait_for_nodes(grid, int(config["min-nodes"]))
+    clients = len(wait_for_nodes(grid, int(config["min-nodes"])))
     torch.manual_seed(int(config["seed"]))
     model, loader = Net(), load_test(context)
     result = make_strategy(config).start(
@@ -72,4 +72,5 @@ def main(grid: Grid, context: Context) -> None:
         method=str(config["method"]),
         config=config,
         seconds=time.monotonic() - began,
+        title=title(context, loader, clients),
     )

@@ -6,7 +6,7 @@ import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedfish.task import Net, load_test
+from fedfish.task import Net, load_test, title
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
 from flwr_fisher.strategies import Codec, FedFish, wait_for_nodes
@@ -19,7 +19,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run FedFish and write its report."""
     config, began = context.run_config, time.monotonic()
     path = resolve_output_dir(str(config["output-dir"]), context.run_id)
-    wait_for_nodes(grid, int(config["min-nodes"]))
+    clients = len(wait_for_nodes(grid, int(config["min-nodes"])))
     torch.manual_seed(int(config["seed"]))
     model, loader = Net(), load_test(context)
     strategy = FedFish(
@@ -53,4 +53,5 @@ def main(grid: Grid, context: Context) -> None:
         method="FedFish",
         config=config,
         seconds=time.monotonic() - began,
+        title=title(context, loader, clients),
     )

@@ -6,7 +6,7 @@ import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedfisher.task import Net, load_test
+from fedfisher.task import Net, load_test, title
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot, resolve_output_dir
 from flwr_fisher.secure import SecureSums
@@ -54,4 +54,12 @@ def main(grid: Grid, context: Context) -> None:
     )
     seconds = time.monotonic() - began
     loader = load_test(context)
-    report_one_shot(path, model, loader, result, config=config, seconds=seconds)
+    report_one_shot(
+        path,
+        model,
+        loader,
+        result,
+        config=config,
+        seconds=seconds,
+        title=title(context, loader, clients),
+    )

@@ -1,6 +1,7 @@
 """The model and the data of this app: change this file for your own."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,16 @@ def load_test(context: Context) -> Loader:
     """Return the server's test batches: of its file, or of the test split."""
     path = str(context.run_config["test-path"])
     return DataLoader(load_file(path) if path else tensors(digits()["test"]), 512)
+
+
+def title(context: Context, loader: Loader, clients: int) -> str:
+    """Say for the report's picture what the test images are, and how many."""
+    config, count = context.run_config, sum(len(labels) for _, labels in loader)
+    data = Path(str(config["test-path"])).name
+    if not data:
+        split = f"by Dirichlet({config['alpha']})"
+        data = f"scikit-learn's digits, {clients} clients {split}"
+    return f"{data}; {count} test images"
 
 
 def load_file(path: str) -> TensorDataset:

@@ -9,7 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
 from flwr_fisher.strategies import TCT, Regression, wait_for_nodes
-from tct.task import Net, load_test
+from tct.task import Net, load_test, title
 
 app = ServerApp()
 
@@ -36,7 +36,7 @@ def main(grid: Grid, context: Context) -> None:
         fraction_evaluate=0.0,
     )
     path = resolve_output_dir(str(config["output-dir"]), context.run_id)
-    wait_for_nodes(grid, int(config["min-nodes"]))
+    clients = len(wait_for_nodes(grid, int(config["min-nodes"])))
     torch.manual_seed(int(config["seed"]))
     model, loader = Net(), load_test(context)
     result = strategy.start(
@@ -58,5 +58,6 @@ def main(grid: Grid, context: Context) -> None:
         method="TCT",
         config=config,
         seconds=time.monotonic() - began,
+        title=title(context, loader, clients),
         marks={stage1: "stage1"},
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedfisher_defaults import columns
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
-from harness.plots import powers_of_two, save, without_frame
+from harness.plots import BEST, INK, RUNS, powers_of_two, save, without_frame
 from harness.size import sized
 from harness.stats import each, paired, spread, standard_error, with_error
 from harness.tables import head, row
@@ -247,7 +247,7 @@ def against_paper(validation: Sequence[Find]) -> str:
     )
 
 
-LOOKS = {PLAIN: ("s", "#222222"), PAPER: ("D", "#2a6f97"), FULL: ("o", "#d1495b")}
+LOOKS = {PLAIN: ("s", INK), PAPER: ("D", RUNS[1]), FULL: ("o", BEST)}
 LABELS = {PLAIN: "uncompressed", PAPER: "the paper's codec", FULL: "packed"}
 # The codecs of each line: packed ones are on one.
 LINES = {PLAIN: [PLAIN], PAPER: [PAPER], FULL: list(PACKED)}
@@ -298,7 +298,7 @@ def _on_validation(
         errors = [standard_error(v) for v in values]
         sizes = [size[n] for n in LINES[name]]
         axes.errorbar(sizes, loss, errors, **_style(name), capsize=3, zorder=3)
-    axes.axhline(0, color="#222222", lw=0.8, ls=":")
+    axes.axhline(0, color=INK, lw=0.8, ls=":")
     axes.set_ylabel("points above uncompressed")
     title = f"{len(validation)} validation splits: mean ± s.e."
     axes.set_title(title, fontsize="medium")

@@ -1,0 +1,102 @@
+"""Colours and lines of pictures: readers with any one kind of cone missing tell them.
+
+Colour blindness as in Machado, Oliveira & Fernandes (2009), severity 1. Differences of
+colours are CIEDE2000's, as in Sharma, Wu & Dalal (2005).
+"""
+
+from itertools import combinations, cycle, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flwr_fisher.report.pictures import COLORS, LINES
+
+ENOUGH = 15
+SEEN = {
+    "protanopia": "0.152286 1.052583 -0.204868 0.114503 0.786281 0.099216 "
+    "-0.003882 -0.048116 1.051998",
+    "deuteranopia": "0.367322 0.860646 -0.227968 0.280085 0.672501 0.047413 "
+    "-0.011820 0.042940 0.968881",
+    "tritanopia": "1.255528 -0.076749 -0.178779 -0.078411 0.930809 0.147602 "
+    "0.004733 0.691367 0.303900",
+    "full vision": "1 0 0 0 1 0 0 0 1",
+}
+TO_XYZ = [
+    [0.4124564, 0.3575761, 0.1804375],
+    [0.2126729, 0.7151522, 0.0721750],
+    [0.0193339, 0.1191920, 0.9503041],
+]
+
+
+def lab(color, kind):
+    """Return the CIELAB of a colour "#rrggbb", as it is seen."""
+    rgb = np.array([*bytes.fromhex(color[1:])]) / 255
+    rgb = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.array(SEEN[kind].split(), float).reshape(3, 3) @ rgb
+    xyz = TO_XYZ @ seen.clip(0, 1)
+    t = xyz / (TO_XYZ @ np.ones(3))
+    x, y, z = np.where(t > 216 / 24389, np.cbrt(t), (24389 / 27 * t + 16) / 116)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def difference(one, other):
+    """Return CIEDE2000's difference of two colours in CIELAB."""
+    (l1, a1, b1), (l2, a2, b2) = one, other
+    chroma7 = np.mean([np.hypot(a1, b1), np.hypot(a2, b2)]) ** 7
+    g = 1.5 - 0.5 * np.sqrt(chroma7 / (chroma7 + 25**7))
+    c1, c2 = np.hypot(g * a1, b1), np.hypot(g * a2, b2)
+    h1, h2 = (np.degrees(np.arctan2(b, g * a)) for a, b in ((a1, b1), (a2, b2)))
+    turn = (h2 - h1 + 180) % 360 - 180 if c1 * c2 else 0
+    hue = h1 + turn / 2 if c1 * c2 else h1 + h2
+    light, chroma = (l1 + l2) / 2, (c1 + c2) / 2
+    turned = zip((-0.17, 0.24, 0.32, -0.2), (-30, 0, 6, -63), strict=True)
+    waves = [
+        factor * np.cos(np.radians(k * hue + shift))
+        for k, (factor, shift) in enumerate(turned, start=1)
+    ]
+    lightness = (l2 - l1) / (
+        1 + 0.015 * (light - 50) ** 2 / np.sqrt(20 + (light - 50) ** 2)
+    )
+    saturation = (c2 - c1) / (1 + 0.045 * chroma)
+    shade = 2 * np.sqrt(c1 * c2) * np.sin(np.radians(turn / 2))
+    shade /= 1 + 0.015 * chroma * (1 + sum(waves))
+    blue = np.radians(60 * np.exp(-(((hue % 360 - 275) / 25) ** 2)))
+    rotation = -2 * np.sqrt(chroma**7 / (chroma**7 + 25**7)) * np.sin(blue)
+    squares = lightness**2 + saturation**2 + shade**2
+    return np.sqrt(squares + rotation * saturation * shade)
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        "50 2.6772 -79.7751 50 0 -82.7485 2.0425",
+        "50 -1 2 50 0 0 2.3669",
+        "50 2.49 -0.001 50 -2.49 0.0011 7.2195",
+        "50 2.5 0 58 24 15 19.4535",
+        "60.2574 -34.0099 36.2677 60.4626 -34.1751 39.4387 1.2644",
+        "35.0831 -44.1164 3.7933 35.0232 -40.0716 1.5901 1.8645",
+        "90.8027 -2.0831 1.441 91.1528 -1.6435 0.0447 1.4441",
+        "2.0776 0.0795 -1.135 0.9033 -0.0636 -0.5514 0.9082",
+    ],
+)
+def test_differences_are_those_of_sharma(published):
+    *colors, want = map(float, published.split())
+    assert difference(colors[:3], colors[3:]) == pytest.approx(want, abs=5e-5)
+
+
+@pytest.mark.parametrize("kind", SEEN)
+def test_any_two_curves_differ_in_colour_or_in_line(kind):
+    looks = [*islice(zip(cycle(COLORS), cycle(LINES), strict=False), 12)]
+    for (one, line), (other, dashes) in combinations(looks, 2):
+        close = difference(lab(one, kind), lab(other, kind)) < ENOUGH
+        assert not close or line != dashes, (one, other)
+
+
+@pytest.mark.parametrize("kind", SEEN)
+def test_any_two_colours_of_the_benchmarks_differ(kind, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    from harness.plots import INK, RUNS
+
+    for one, other in combinations([*RUNS, INK], 2):
+        assert difference(lab(one, kind), lab(other, kind)) >= ENOUGH, (one, other)
