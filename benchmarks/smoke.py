@@ -56,6 +56,7 @@ SCRIPTS = {  # the longest first
     "budget": PLAIN,
     "client": PLAIN,
     "codec": PLAIN,
+    "demo": PLAIN,
     "engine": WITHOUT_DATA,
     "fedfish": PLAIN,
     "fedfish_toy": PLAIN,

@@ -94,7 +94,7 @@ def plot_rounds(
         axes.locator_params(axis="x", integer=True)
         axes.set_ylabel(name.replace("-", " ") + (", %" if percent else ""))
         axes.grid(axis="y", color="#e5e5e5")
-        axes.legend(frameon=False, fontsize="small")
+        axes.legend(frameon=False, fontsize="small", handlelength=3)
     _save(figure, path, title)
 
 
