@@ -62,8 +62,7 @@ def draw_labels(rows: Sequence[Tensor], title: str, path: Path) -> None:
     axes.set_xlabel("digit")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-    figure.suptitle(title, fontsize="medium")
-    save(figure, path)
+    save(figure, path, title)
 
 
 def draw_residual(
@@ -93,8 +92,7 @@ def draw_residual(
     more = "more iterations are no better"
     right.annotate(more, (stop + 0.3, 75), fontsize="small")
     right.annotate("FedAvg's mean", (0.4, scores[0]), va="center", fontsize="small")
-    figure.suptitle(title, fontsize="medium")
-    save(figure, path)
+    save(figure, path, title)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from harness.alone import alone
 from harness.page import Page, opening
-from harness.plots import dress, save
+from harness.plots import LINES, RUNS, dress, save
 from harness.size import sized
 from harness.tables import head, row
 from matplotlib.figure import Figure
@@ -68,19 +68,20 @@ def merges_section(title: str, found: dict[str, Any]) -> list[str]:
 
 def plot(x: str, stem: str, found: dict[str, Any], folder: Path) -> None:
     """Draw seconds and the peak of memory against clients or parameters."""
-    figure = Figure(figsize=(8, 3.4), dpi=150)
+    figure = Figure(figsize=(8, 3.4), dpi=150, layout="constrained")
     for index, (y, title) in enumerate(
         (("seconds", "seconds of the merge"), ("peak-gb", "GB at its peak")), start=1
     ):
         axes = figure.add_subplot(1, 2, index)
-        for name, merges in found.items():
-            places = [m[x] for m in merges]
-            axes.plot(places, [m[y] for m in merges], ".-", label=name)
+        looks = zip(found.items(), RUNS, LINES, strict=False)
+        for (name, merges), color, line in looks:
+            places, values = ([m[key] for m in merges] for key in (x, y))
+            axes.plot(places, values, line, marker=".", color=color, label=name)
         axes.set_xscale("log")
         axes.set_yscale("log")
         dress(axes, x, title)
         axes.legend()
-    save(figure, folder / f"{stem}.png")
+    save(figure, folder / f"{stem}.png", "Generated images of CIFAR-10's shape")
 
 
 PAGE = Page(

@@ -52,6 +52,7 @@ from harness.page import (
     with_workers,
     write_page,
 )
+from harness.plots import CIFAR10, MNIST
 from harness.size import sized
 from harness.splits import on_splits
 from harness.uploads import Setting
@@ -108,17 +109,19 @@ class Problem:
     title: str
     folder: str  # of its files
     training: int  # seconds of a core, for a split's clients
+    tested: str
     setting: partial[Setting]
 
 
 PROBLEMS = {
     "mnist": Problem(
-        "MNIST", "MNIST", 200, partial(Setting, "mnist", "lenet", budget=True)
+        "MNIST", "MNIST", 200, MNIST, partial(Setting, "mnist", "lenet", budget=True)
     ),
     "cifar10": Problem(
         "CIFAR-10",
         "CIFAR10",
         500,
+        CIFAR10,
         partial(Setting, "imagefolder:CIFAR10", "cnn", budget=True),
     ),
 }
@@ -148,6 +151,12 @@ def results_in(numbers: Mapping[str, Mapping[str, Found]], name: str) -> Results
         ]
         for alpha, splits in splits_of(PROBLEMS[name]).items()
     }
+
+
+def draw(name: str, results: Results) -> None:
+    """Draw a data set's accuracies."""
+    title = f"Five clients by Dirichlet(α); {PROBLEMS[name].tested}"
+    plot(results, f"rivals_{name}", title)
 
 
 def main() -> None:
@@ -190,7 +199,7 @@ def main() -> None:
             *((CONSTANTS_SAID, constants_table([*others.values()])) if others else ()),
         )
         write_page(stem, page)
-        plot(results, stem)
+        draw(name, results)
 
 
 if __name__ == "__main__":

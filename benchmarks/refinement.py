@@ -27,6 +27,7 @@ from statistics import fmean
 from harness.jobs import kept_by_seed
 from harness.page import (
     CACHE,
+    RESULTS,
     blocks,
     command_line,
     numbers_of,
@@ -34,12 +35,14 @@ from harness.page import (
     with_workers,
     write_page,
 )
+from harness.plots import CIFAR10, MNIST
 from harness.size import sized
 from harness.splits import on_splits
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from merges import PROBLEMS, SEEDS, splits_of
 from studies.refinement import steps as other_steps
+from studies.refinement.pictures import plot
 from studies.refinement.runs import (
     FEDAVG,
     FEDFISHER,
@@ -57,6 +60,12 @@ RIVALS = {  # the part and the row of merges.py that has a rival's accuracies
     "Co-Boosting, short": ("students", "Co-Boosting *"),
 }
 Results = Mapping[str, Sequence[Scores]]  # of the splits of each column
+ALT = "Test accuracy after the merge, the head and each step"
+PICTURES = {
+    "mnist": f"Five clients by Dirichlet(α); {MNIST}",
+    "cifar10": f"Five clients by Dirichlet(α); {CIFAR10}",
+    "unseen": "Five clients by Dirichlet(0.1); all test examples of each data set",
+}
 
 
 def table(results: Results, key: str, digits: int) -> list[str]:
@@ -125,10 +134,17 @@ def write(name: str, title: str, results: Results, numbers: object) -> None:
         f"Splits: {counts}. Means ± standard deviations.",
         table(results, "accuracy", 1),
         lead(results),
+        f"![{ALT}](refinement_{name}.png)",
         table(results, "loss", 2),
         costs(results),
     )
     write_page(f"refinement_{name}", blocks(*sections), numbers)
+    draw(name, results)
+
+
+def draw(name: str, results: Results) -> None:
+    """Draw the accuracy after each exchange."""
+    plot(results, RESULTS / f"refinement_{name}.png", PICTURES[name])
 
 
 def page(name: str, options: Namespace) -> None:
@@ -147,17 +163,21 @@ def page(name: str, options: Namespace) -> None:
             if path.exists() or split.folder.name in known
         ]
     found = on_splits("refinement", of_split, every, options, known)
+    numbers = {split.folder.name: scores for split, scores in found.items()}
+    write(name, PROBLEMS[name].title, by_alpha(name, numbers), known | numbers)
+
+
+def by_alpha(name: str, numbers: Scores) -> Results:
+    """Return a data set's scores for each α, from those by the names of splits."""
     results = {
         f"α = {alpha:g}": [
-            with_rivals(name, split.folder.name, found[split])
+            with_rivals(name, split.folder.name, numbers[split.folder.name])
             for split in splits
-            if split in found
+            if split.folder.name in numbers
         ]
-        for alpha, splits in asked.items()
+        for alpha, splits in splits_of(PROBLEMS[name]).items()
     }
-    results = {column: own for column, own in results.items() if own}
-    numbers = {split.folder.name: scores for split, scores in found.items()}
-    write(name, PROBLEMS[name].title, results, known | numbers)
+    return {column: own for column, own in results.items() if own}
 
 
 def unseen_page(options: Namespace) -> None:

@@ -184,19 +184,21 @@ def changes(sweep: Sweep, *keys: str) -> list[str]:
 
 def plot(sweeps: dict[str, Sweep]) -> None:
     """Draw medians over seeds against width and against local steps."""
-    figure = Figure(figsize=(9, 3.8), dpi=150)
+    figure = Figure(figsize=(9, 4.2), dpi=150, layout="constrained")
     for index, (title, sweep) in enumerate(sweeps.items()):
         axes = figure.add_subplot(1, 2, index + 1)
         x = [int(key) for key in sweep]
-        for name, color in LINES.items():
+        for (name, color), marker in zip(LINES.items(), "osD^vP", strict=True):
             y = [median(each[name] for each in seeds) for seeds in sweep.values()]
-            axes.plot(x, y, "o-", color=color, ms=4, label=name)
+            axes.plot(x, y, f"{marker}-", color=color, ms=5, label=name)
         axes.set_yscale("log")
         powers_of_two(axes, x)
         dress(axes, title, "mean squared error" if index == 0 else "")
-    legend(figure, loc="upper center", ncols=3, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.88))
-    save(figure, RESULTS / "theory.png")
+    legend(figure, loc="outside lower center", ncols=3, frameon=False)
+    counts = [len(next(iter(sweep.values()))) for sweep in sweeps.values()]
+    title = f"Two clients with {POINTS} generated points each; medians of "
+    title += " and ".join(map(str, counts)) + " seeds"
+    save(figure, RESULTS / "theory.png", title)
 
 
 def main() -> None:

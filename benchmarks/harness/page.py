@@ -109,6 +109,10 @@ class Page:
         known = [name for name in self.sections if name in numbers]
         sections = (self.sections[name](numbers[name]) for name in known)
         write_page(self.name, blocks(self.opening, *sections))
-        for name in known:
-            if name in self.plots:
-                self.plots[name](numbers[name], RESULTS)
+        self.draw()
+
+    def draw(self) -> None:
+        """Draw the plots."""
+        numbers = self.numbers()
+        for name in self.plots.keys() & numbers.keys():
+            self.plots[name](numbers[name], RESULTS)

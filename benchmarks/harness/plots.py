@@ -8,17 +8,21 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_fisher.report.pictures import COLORS as RUNS
+from flwr_fisher.report import pictures
 
 INK, GRID = "#222222", "#e5e5e5"
+RUNS, LINES = pictures.COLORS, pictures.LINES
 BEST, *_, QUIET = RUNS
+# Whole test sets; that of CIFAR-10 is the smaller one of the README's images.
+MNIST, CIFAR10 = "10000 test images of MNIST", "5000 test images of CIFAR-10"
 
 
 def panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
     """Return a figure of panels over the same x, two in a row, each `height` inches."""
     columns = min(count, 2)
     rows = -(-count // columns)
-    drawn = Figure(figsize=((6.4, 10.0)[columns - 1], height * rows), dpi=150)
+    size = (6.4, 10.0)[columns - 1], height * rows
+    drawn = Figure(figsize=size, dpi=150, layout="constrained")
     axes: list[Axes] = []
     for index in range(1, count + 1):
         first = axes[0] if axes else None
@@ -27,8 +31,12 @@ def panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
     return drawn, axes
 
 
-def save(drawn: Figure, path: Path) -> None:
-    """Write the figure, cropped to its content; make its folder if necessary."""
+def save(drawn: Figure, path: Path, title: str = "") -> None:
+    """Write the figure, cropped to its content; make its folder if necessary.
+
+    The title has the data, how they are shared out, and how many test.
+    """
+    drawn.suptitle(title, fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path, bbox_inches="tight", facecolor="white")
 
@@ -46,7 +54,8 @@ def bars(
     Our methods' stand out; all columns have the same names.
     """
     names = list(next(iter(columns.values())))
-    figure = Figure(figsize=(9, 1.2 + 0.3 * len(names)), dpi=150)
+    size = 9, 1.2 + 0.3 * len(names)
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
     for index, (title, values) in enumerate(columns.items()):
         axes = figure.add_subplot(1, len(columns), index + 1)
         for place, name in enumerate(names):
@@ -56,10 +65,11 @@ def bars(
             axes.plot(values[name], dots, ".", color=INK, markersize=4)
         axes.set_title(title, fontsize="medium")
         axes.set_xlim(0, 100)
+        axes.margins(y=0.01)
         axes.set_yticks(range(len(names)), names if index == 0 else [""] * len(names))
         axes.invert_yaxis()
         without_frame(axes)
-    figure.supxlabel("test accuracy, % (bars: means; dots: splits)")
+    figure.supxlabel("test accuracy, % (bars: means; dots: splits)", fontsize="medium")
     return figure
 
 

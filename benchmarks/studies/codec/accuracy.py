@@ -9,7 +9,7 @@ from typing import Any
 
 from fedfisher_defaults import columns
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
-from harness.plots import BEST, INK, RUNS, powers_of_two, save, without_frame
+from harness.plots import BEST, INK, MNIST, RUNS, powers_of_two, save, without_frame
 from harness.size import sized
 from harness.stats import each, paired, spread, standard_error, with_error
 from harness.tables import head, row
@@ -255,7 +255,7 @@ LINES = {PLAIN: [PLAIN], PAPER: [PAPER], FULL: list(PACKED)}
 
 def plot(test: Sequence[Find], validation: Sequence[Find], path: Path) -> None:
     """Draw accuracy against bytes: on the test set, and validation's differences."""
-    figure = Figure(figsize=(10, 4.2), dpi=150)
+    figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
     size = {name: max(split[name]["size"] for split in test) for name in KFAC}
     _on_test(left, test, size)
@@ -266,8 +266,7 @@ def plot(test: Sequence[Find], validation: Sequence[Find], path: Path) -> None:
         axes.set_xlabel("size of a reply, FedAvg's = 1")
         without_frame(axes)
         axes.legend(frameon=False, fontsize="small")
-    figure.tight_layout()
-    save(figure, path)
+    save(figure, path, f"Five clients. Left: {MNIST}")
 
 
 def _on_test(axes: Axes, test: Sequence[Find], size: Mapping[str, float]) -> None:
@@ -300,7 +299,7 @@ def _on_validation(
         axes.errorbar(sizes, loss, errors, **_style(name), capsize=3, zorder=3)
     axes.axhline(0, color=INK, lw=0.8, ls=":")
     axes.set_ylabel("points above uncompressed")
-    title = f"{len(validation)} validation splits: mean ± s.e."
+    title = f"MNIST and CIFAR-10: mean ± s.e. of {len(validation)} validation splits"
     axes.set_title(title, fontsize="medium")
 
 

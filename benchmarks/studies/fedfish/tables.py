@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from harness.jobs import Numbers
-from harness.plots import BEST, INK, RUNS, dress, legend, powers_of_two, save
+from harness.plots import BEST, INK, MNIST, RUNS, dress, legend, powers_of_two, save
+from harness.plots import LINES as DASHES
 from harness.stats import paired, with_error
 from harness.tables import head, row
 from matplotlib.axes import Axes
@@ -227,7 +228,7 @@ def common_table(runs: Runs) -> list[str]:
 
 def plot(runs: Runs, path: Path) -> None:
     """Draw scores against local epochs: means as lines, seeds as points."""
-    figure = Figure(figsize=(11, 6.4), dpi=150)
+    figure = Figure(figsize=(11, 6.8), dpi=150, layout="constrained")
     for down, kind in enumerate(KINDS):
         for column, (label, measure) in enumerate(SHOWN.items()):
             axes = figure.add_subplot(2, 3, 3 * down + column + 1)
@@ -238,17 +239,19 @@ def plot(runs: Runs, path: Path) -> None:
             axes.set_axisbelow(True)
             if column == 1:
                 axes.set_title(kind, color=INK)
-    legend(figure, loc="upper center", ncols=5, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.95))
-    save(figure, path)
+    legend(figure, loc="outside lower center", ncols=4, frameon=False)
+    seeds = len(next(iter(runs.values())))
+    title = f"100 clients; {seeds} seeds, their means as lines, {MNIST}"
+    save(figure, path, title)
 
 
 def _lines(axes: Axes, runs: Runs, kind: str, measure: Measure) -> None:
     """Draw FedAvg and FedFish, whose points are a little apart."""
-    for index, (method, color) in enumerate(LINES.items()):
+    looks = zip(LINES.items(), DASHES[2::-1], strict=True)
+    for index, ((method, color), dash) in enumerate(looks):
         values = [measure.of(runs[kind, epochs, method]) for epochs in EPOCHS]
         means = [fmean(seeds) for seeds in values]
-        axes.plot(EPOCHS, means, color=color, lw=1.8, label=method)
+        axes.plot(EPOCHS, means, dash, color=color, lw=1.8, label=method)
         for epochs, seeds in zip(EPOCHS, values, strict=True):
             x = [epochs * 1.06 ** (2 * index - 1)] * len(seeds)
             axes.plot(x, seeds, ".", color=color, ms=6, alpha=0.7)

@@ -117,13 +117,13 @@ def missing(results: Results) -> list[str]:
     ]
 
 
-def plot(results: Results, stem: str) -> None:
+def plot(results: Results, stem: str, title: str) -> None:
     """Draw each split as a point, and the mean over splits as a bar."""
     columns = {
         f"α = {alpha}": {n: accuracy_of(splits, n) for n in methods_of(results)}
         for alpha, splits in results.items()
     }
-    save(bars(columns, [OURS]), RESULTS / f"{stem}.png")
+    save(bars(columns, [OURS]), RESULTS / f"{stem}.png", title)
 
 
 def ahead(results: Results) -> str:

@@ -3,11 +3,12 @@
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from harness.page import blocks
-from harness.plots import BEST, INK, RUNS, dress, save
+from harness.plots import BEST, CIFAR10, INK, LINES, MNIST, RUNS, dress, save
 from harness.stats import spread
 from harness.tables import head, row
 from matplotlib.axes import Axes
@@ -105,15 +106,18 @@ def at_budget(runs: Sequence[Mapping[str, Any]], rounds: int) -> str:
 def plots(part: Part, found: Mapping[str, Methods], folder: Path) -> None:
     """Draw a picture of every split."""
     for split, methods in found.items():
-        plot(part, methods, folder / f"rounds_{part.name}_{split}.png")
+        seeds = len(next(iter(methods.values()))["runs"])
+        tested = MNIST if part.dataset == "mnist" else CIFAR10
+        title = f"{part.title}, 200 clients, {split}; means of {seeds} seeds, {tested}"
+        plot(part, methods, folder / f"rounds_{part.name}_{split}.png", title)
 
 
-def plot(part: Part, methods: Methods, path: Path) -> None:
+def plot(part: Part, methods: Methods, path: Path, title: str) -> None:
     """Draw loss and accuracy by round, and accuracy by gradient evaluations.
 
     Methods with several local epochs have a column of their own, beside FAGH's first.
     """
-    figure = Figure(figsize=(10.0, 10.0), dpi=150)
+    figure = Figure(figsize=(10.0, 10.0), dpi=150, layout="constrained")
     panels = figure.subplots(3, 2, sharex="row", sharey="row")
     for column, several in zip(panels.T, (False, True), strict=True):
         _draw(column, {n: f for n, f in methods.items() if _belongs(n, several)})
@@ -130,8 +134,7 @@ def plot(part: Part, methods: Methods, path: Path) -> None:
     ends = (part.rounds, part.rounds, max(part.budgets))
     for axes, end in zip(panels[:, 0], ends, strict=True):
         axes.set_xlim(0, end)
-    figure.tight_layout()
-    save(figure, path)
+    save(figure, path, title)
 
 
 def _belongs(name: str, several: bool) -> bool:
@@ -139,11 +142,14 @@ def _belongs(name: str, several: bool) -> bool:
 
 
 def _draw(column: Sequence[Axes], methods: Methods) -> None:
-    """Draw the three curves of each method: ours in one colour, dashed differently."""
-    colors, dashes = iter(OTHERS), iter(("-", "--", ":"))
+    """Draw the three curves of each method: ours have one colour, and other dashes."""
+    dashes, others = (
+        iter(LINES),
+        zip(OTHERS, cycle((*LINES[1:], LINES[0])), strict=False),
+    )
     for name, found in methods.items():
-        look = {"color": BEST, "ls": next(dashes)} if name in OURS else {}
-        look = look or {"color": next(colors)}
+        color, dash = (BEST, next(dashes)) if name in OURS else next(others)
+        look = {"color": color, "ls": dash}
         accuracy = _mean_curve([run["accuracy"] for run in found["runs"]], 100)
         loss = _mean_curve([run["loss"] for run in found["runs"]])
         spent = [METHODS[name].evaluations * i for i in range(len(accuracy))]

@@ -6,7 +6,18 @@ from statistics import mean
 from typing import Any
 
 from harness.page import blocks
-from harness.plots import BEST, INK, QUIET, RUNS, dress, legend, panels, save
+from harness.plots import (
+    BEST,
+    INK,
+    LINES,
+    MNIST,
+    QUIET,
+    RUNS,
+    dress,
+    legend,
+    panels,
+    save,
+)
 from harness.stats import paired, spread
 from harness.tables import head, row
 from matplotlib.axes import Axes
@@ -206,13 +217,14 @@ def plot(found: Mapping[str, Any], folder: Path) -> None:
         one.set_ylim(0, 100)
         dress(one, "round", "test accuracy, %")
     legend(figure, loc="center", bbox_to_anchor=(0.75, 0.26))
-    figure.tight_layout()
-    save(figure, folder / "tct.png")
+    seeds = len(next(iter(found.values()))["runs"][TCT_])
+    title = f"{CLIENTS} clients; means and ranges of {seeds} seeds, {MNIST}"
+    save(figure, folder / "tct.png", title)
 
 
 def _curves(axes: Axes, runs: Mapping[str, Runs], first: int) -> None:
     """Draw the methods' curves; `first` is the number of rounds of stage 1."""
-    for method, color in COLORS.items():
+    for (method, color), line in zip(COLORS.items(), LINES[2::-1], strict=True):
         seeds = [run["accuracy"] for run in runs[method]]
         # TCT is FedAvg before, and has no predictions in the round between.
         ours = [first, *range(first + 2, len(seeds[0]))]
@@ -220,5 +232,5 @@ def _curves(axes: Axes, runs: Mapping[str, Runs], first: int) -> None:
         values = [[100 * seed[n] for seed in seeds] for n in x]
         low, high = ([f(each) for each in values] for f in (min, max))
         means = [mean(each) for each in values]
-        axes.plot(x, means, color=color, lw=2, label=method)
+        axes.plot(x, means, line, color=color, lw=2, label=method)
         axes.fill_between(x, low, high, color=color, alpha=0.15, lw=0)
