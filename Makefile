@@ -5,7 +5,8 @@
 # make fuzz    a hundred thousand spoiled uploads: each is read, or refused by name
 # make smoke   every benchmark in its smallest size, in CI once a release
 # make results  the pages that put the papers' figures and ours side by side
-# make docs    the documentation, in build/docs/index.html
+# make reference  the reference and the drawing of rooms, from the code
+# make docs    these, the tutorials that have changed, and a site: build/docs/index.html
 # make dist    a wheel and an sdist in dist/, looked over by twine
 # make release those and the apps as bundles for Flower Hub, all checked (RELEASING.md)
 # make gpu     on a machine with one: the tests that touch it, and its tables
@@ -18,7 +19,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: demo federation test types units oldest fuzz smoke results docs dist release gpu develop install install-demo clean
+.PHONY: demo federation test types units oldest fuzz smoke results reference docs dist release gpu develop install install-demo clean
 
 DEMO := $(if $(wildcard .venv/dependencies),.venv,.venv-demo)
 
@@ -96,9 +97,13 @@ smoke: install
 results: install
 	$(BIN)/python benchmarks/summary.py
 
-docs: install
-	# Tutorials run two at a time: their tensors are small.
-	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -j 2 -b html -W --keep-going -q docs build/docs
+reference: install
+	$(BIN)/python tools/reference.py
+
+# Tutorials run two at a time: their tensors are small.
+docs: reference
+	OMP_NUM_THREADS=1 $(BIN)/python tools/tutorial_pages.py
+	$(BIN)/sphinx-build -j 2 -b html -W --keep-going -q docs build/docs
 
 # In an environment of its own: twine wants a newer packaging than Flower.
 dist:

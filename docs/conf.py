@@ -15,52 +15,15 @@ _package = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_tex
 
 project, version = (_package["project"][key] for key in ("name", "version"))
 author = copyright = "The flwr-fisher authors"  # the name is Sphinx's
-extensions = [
-    "mathml",
-    "rooms",
-    "gallery",
-    "myst_parser",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
-]
+extensions = ["mathml", "myst_parser"]
 exclude_patterns = ["_build"]
 html_theme, html_title = "furo", f"{project} {version}"
 html_static_path, html_css_files = ["_static"], ["tables.css"]
 html_math_renderer = "mathml"
 myst_enable_extensions, myst_heading_anchors = ["dollarmath"], 3
-autodoc_typehints, autodoc_member_order = "description", "bysource"
-autodoc_default_options = {"show-inheritance": True}
-napoleon_google_docstring, napoleon_use_rtype = False, False
-# What is ours has to be there; no other site is asked for what is not.
+# As GitHub writes an equation of several lines.
+myst_fence_as_directive = ["math"]
 nitpicky = True
-# Rooms' own types, which a signature or a list of bases shows and no caller makes.
-_INNER = (
-    r"flwr_fisher\.(client\.(disk|store)|curvature\.(estimate|operators\.factors)|"
-    r"secure\.(aggregator|payload)|server\.(driver|policy|round)|"
-    r"options|wire\.(options|schema|tct_upload))\..*|"
-    r"flwr_fisher\.server\.exchange\.P|flwr_fisher\.(errors\.Options|"
-    r"curvature\.operators\.layer\..*)"
-)
-nitpick_ignore_regex = [
-    ("py:.*", r"(?!flwr_fisher\.).*"),
-    ("py:(class|obj)", _INNER),
-]
-
-# `make docs` runs the tutorials that have changed; `-D plot_gallery=0` runs none.
-sphinx_gallery_conf = {
-    "examples_dirs": "../examples",
-    "gallery_dirs": "tutorials",
-    "filename_pattern": "",
-    "within_subsection_order": "gallery.place",
-    "parallel": 2,
-    "image_scrapers": ["matplotlib", "gallery.saved"],
-    "reset_modules": ["matplotlib", "gallery.begin"],
-    "capture_repr": (),
-    "notebook_extensions": [],
-    "download_all_examples": False,
-    "write_computation_times": False,
-    "show_signature": False,
-}
 
 _here = Path(__file__).parent
 _root = _here.parent
@@ -78,16 +41,13 @@ _elsewhere = {
     },
 }
 _names = {path: f"{name}.md" for name, path in _elsewhere.items()}
-_examples = _root / "examples"
-_names[_examples / "README.rst"] = "tutorials/index.rst"
-_names |= {p: f"tutorials/{p.stem}.rst" for p in _examples.glob("*.py")}
 _pictures = {path: f"benchmarks/{path.name}" for path in _results.glob("*.png")}
 _names |= _pictures
 _link = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)")
 # Pages whose lists of pages are the site's tree: the first page has these as its own.
 _overviews = {
     "index",
-    *("start", "how-to", "methods", "reference", "results"),
+    *("start", "tutorials", "how-to", "methods", "reference", "results"),
     "supernodes",
     "more/contributing",
 }

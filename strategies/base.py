@@ -351,6 +351,8 @@ class CurvatureStrategy(Strategy):
         CallbackError
             If a callback failed. Its round is finished then.
 
+        Notes
+        -----
         Whatever is raised, the strategy's `partial_result` then has the rounds that
         were merged, and the uploads that the failed one had admitted. It is None if
         there are neither.

@@ -1,13 +1,26 @@
-"""The documentation is built without a warning, and asks nothing of the network."""
+"""The pages are of this code, GitHub shows them, and the site builds without a warning.
 
+Nothing is asked of the network.
+"""
+
+import re
 import socket
+import sys
+from functools import cache
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
 
 import pytest
+import reference
+import rst_to_markdown
+import tutorial_pages
+from markdown_it import MarkdownIt
 from sphinx.application import Sphinx
-from sphinx_gallery.scrapers import ImagePathIterator
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -23,24 +36,167 @@ def test_every_page_is_read_without_a_warning(
     with told.open("w") as warnings:
         app = Sphinx(
             DOCS, DOCS, tmp_path / "out", tmp_path / "doctrees", "dummy",
-            {"plot_gallery": "False"}, None, warnings,
+            None, None, warnings,
         )  # fmt: skip
         app.build()
     assert told.read_text() == ""
 
 
-def test_a_page_shows_its_own_tutorials_pictures(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(DOCS / "_ext")
-    import gallery
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    check(reference.pages(), reference.API, reference.COMMAND)
 
+
+def test_every_tutorials_code_has_run_and_its_page_is_of_its_text() -> None:
+    scripts = [path.name for path in tutorial_pages.stale()]
+    assert not scripts, f"{scripts} have not run: {tutorial_pages.COMMAND}"
+    check(tutorial_pages.pages(), tutorial_pages.PAGES, tutorial_pages.COMMAND)
+
+
+def check(made: dict[Path, str], folder: Path, command: str) -> None:
+    stale = [p.name for p, text in made.items() if not p.exists() or text != read(p)]
+    assert not stale, f"{stale} are out of date; this renews them: {command}"
+    left = [path.name for path in set(folder.glob("*.md")) - made.keys()]
+    assert not left, f"{left} are made from nothing that there is"
+
+
+def test_a_tutorials_prints_and_pictures_stand_below_their_code(tmp_path, monkeypatch):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        '"""\nMine\n====\n"""\n\nprint("one")\n\n# %%\n# Two\n# ---\n\n'
+        "import matplotlib.pyplot as plt\n\nplt.figure()\nplt.savefig('saved.png')\n"
+        "plt.close()\nplt.figure()\nplt.show()\n"
+    )
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "shown").mkdir()
-    for name in ("mine_1", "mine_2", "other"):
-        Path(f"{name}.png").touch()
-    pictures = ImagePathIterator(tmp_path / "shown" / "{0}.png")
-    script = {"src_file": "examples/mine.py", "image_path_iterator": pictures}
-    text = gallery.saved(None, script, {"src_dir": tmp_path})
-    assert "/shown/1.png" in text
-    assert "/shown/2.png" in text
-    left = sorted(path.name for path in tmp_path.rglob("*.png"))
-    assert left == ["1.png", "2.png", "other.png"]
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setitem(sys.modules, "__main__", None)
+    shown = tutorial_pages.run(script)
+    first, second = shown.values()
+    assert first == ("one\n", [])
+    assert [Path(path).name for path in second.pictures] == [
+        "mine_1_1.png",
+        "saved.png",
+    ]
+    assert all(Path(path).exists() for path in second.pictures)
+    page = tutorial_pages.page(script, shown, reference.Reference())
+    places = [page.index(text) for text in ("\none\n", "## Two", *second.pictures)]
+    assert places == sorted(places)
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+# Copies for the site, and folders that are no part of the repository.
+BUILT = re.compile(r"(docs/(more|benchmarks)|build|outputs|\.[^/]*)/")
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+ROLE = re.compile(r"\{[\w:.+-]+\}$")
+SPHINX = re.compile(r"^(\([\w -]+\)=|:::+\s*\{|\+\+\+)")
+
+
+class Seen(NamedTuple):
+    """What GitHub shows of a page."""
+
+    content: list[str]  # but for headings
+    anchors: list[str]
+    links: list[str]
+    sphinx: list[str]  # what is meant for Sphinx: code, or marks that say nothing
+
+
+@cache
+def seen(text: str) -> Seen:
+    page = Seen([], [], [], [])
+    tokens = MARKDOWN.parse(text)
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        if token.type == "fence":
+            meant = page.sphinx if token.info.startswith("{") else page.content
+            meant.append(token.content)
+        elif token.type == "code_block":
+            page.content.append(token.content)
+        elif token.type == "html_block":
+            page.anchors.extend(re.findall(r'\b(?:id|name)="([^"]+)"', token.content))
+        elif token.type == "inline":
+            children = token.children or []
+            words = "".join(
+                each.content for each in children if each.type != "html_inline"
+            )
+            if before and before.type == "heading_open":
+                anchor = rst_to_markdown.slug(words)
+                times = len(
+                    [a for a in page.anchors if re.fullmatch(rf"{anchor}(-\d+)?", a)]
+                )
+                page.anchors.append(f"{anchor}-{times}" if times else anchor)
+            elif SPHINX.match(token.content):
+                page.sphinx.append(token.content)
+            else:
+                page.content.append(words)
+            for each, after in zip_longest(children, children[1:]):
+                if after and after.type == "code_inline" and ROLE.search(each.content):
+                    page.sphinx.append(f"{each.content}`{after.content}`")
+                target = each.attrs.get("href") or each.attrs.get("src")
+                page.links.extend([unquote(str(target))] if target else [])
+    return page
+
+
+def pages() -> list[Path]:
+    paths = sorted(ROOT.rglob("*.md"))
+    return [p for p in paths if not BUILT.match(f"{p.relative_to(ROOT).as_posix()}")]
+
+
+def dead(path: Path, link: str) -> str:
+    """Return why a link ends nowhere on GitHub; nothing if it does not."""
+    address, _, anchor = link.partition("#")
+    if re.match(r"\w+:", link):
+        return ""
+    there = (path.parent / address).resolve() if address else path
+    if not there.exists() or BUILT.match(there.relative_to(ROOT).as_posix()):
+        return "is not in the repository"
+    if there.suffix != ".md":
+        return ""
+    page = seen(read(there))
+    if not "".join(page.content).strip():
+        return "is a page of which GitHub shows nothing"
+    return f"has no heading {anchor!r}" if anchor and anchor not in page.anchors else ""
+
+
+def test_no_page_says_what_only_sphinx_shows_or_links_to_nothing() -> None:
+    told = {}
+    for path in pages():
+        page = seen(read(path))
+        assert page.sphinx == [], path
+        told |= {(path, link): why for link in page.links if (why := dead(path, link))}
+    assert told == {}
+
+
+def test_github_draws_every_equation() -> None:
+    for path in pages():
+        text = re.sub(r"(?m)^ *```math\n(?s:.*?)```$", _no_macro, read(path))
+        text = re.sub(r"(?ms)^ *(```+).*?^ *\1$|(`+)[^`]+\2", "", text)
+        assert "$$" not in text, f"{path}: GitHub wants ```math for lines of their own"
+        for equation in re.findall(r"(?<!\\)\$([^$]+)\$", text):
+            _no_macro(equation)
+            assert not re.search(r"\\[^\w\s]|<\w|\*", equation), (path, equation)
+
+
+def _no_macro(equation: object) -> str:
+    assert r"\operatorname" not in str(equation)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# A room\n\n```{eval-rst}\n.. automodule:: room\n   :members:\n```\n",
+        "# Pages\n\n```{toctree}\none\ntwo\n```\n",
+        "# Drawn\n\n```{rooms}\n```\n<!-- only a comment -->\n",
+    ],
+)
+def test_github_shows_nothing_of_a_page_of_directives(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "empty.md").write_text(text)
+    assert dead(tmp_path / "page.md", "empty.md#x")
+    assert seen(text).sphinx
+    (tmp_path / "full.md").write_text("# Full\n\nOf words.\n\n## `a_b` & c\n")
+    assert not dead(tmp_path / "page.md", "full.md#a_b--c")
+    assert dead(tmp_path / "page.md", "full.md#other")
+    assert dead(tmp_path / "page.md", "missing.png")
+    assert seen("See {py:class}`Policy`.").sphinx

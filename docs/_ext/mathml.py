@@ -14,12 +14,9 @@ def _inline(self: HTML5Translator, node: nodes.math) -> None:
 
 
 def _block(self: HTML5Translator, node: nodes.math_block) -> None:
-    text = node.astext()
-    if r"\\" in text:  # an equation of several lines
-        text = text if "&" in text else "&" + text.replace(r"\\", r"\\ &")
-        text = rf"\begin{{aligned}}{text}\end{{aligned}}"
     # Room for a sum's limits, which would be cut off where wide equations scroll.
     self.body.append('<div class="math" style="padding: 0.5em 0">')
+    text = node.astext().replace("{aligned}", "{align*}")  # the name that is known
     self.body.append(convert(text, display="block") + "</div>\n")
     raise nodes.SkipNode
 

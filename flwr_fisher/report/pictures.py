@@ -74,7 +74,7 @@ def plot_rounds(
     --------
     ::
 
-        plot_rounds("rounds.png", {"FedFish": …, "FedAvg": …}, ["accuracy", "loss"])
+        plot_rounds("rounds.png", {"FedFish": fedfish, "FedAvg": fedavg}, ["loss"])
     """
     figure, panels = _panels(len(metrics), height=3.2)
     for axes, name in zip(panels, metrics, strict=True):

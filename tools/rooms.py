@@ -1,17 +1,11 @@
-"""The directive ``rooms``: the library's rooms and who imports whom, from its code."""
+"""The drawing of the library's rooms and who imports whom, from its code."""
 
 import ast
-import os
 from collections.abc import Iterator, Mapping
 from html import escape
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-
-from docutils import nodes
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 import flwr_fisher
 from flwr_fisher import strategies
@@ -19,6 +13,8 @@ from flwr_fisher import strategies
 PACKAGE = "flwr_fisher"
 GROUND = "errors, params, …"  # the files that are no room's
 HIGH, ACROSS, DOWN = 30, 16, 44  # a box, and the gaps between boxes
+# Colours for a bright page as for a dark one.
+LINE, PAPER, INK = "#8c959f", "#f6f8fa", "#1f2328"
 Graph = Mapping[str, set[str]]  # each room with those that it imports
 
 
@@ -106,9 +102,9 @@ def rows_of(graph: Graph, arrows: list[list[str]]) -> list[list[str]]:
     return rows
 
 
-def drawing(graph: Graph, links: Mapping[str, str]) -> str:
+def drawing() -> str:
     """Return the rooms as SVG, each above those that it imports."""
-    graph = shortest(graph)
+    graph = shortest(imports())
     arrows = paths(graph)
     rows = rows_of(graph, arrows)
     spans = [[_width(place) + ACROSS for place in row] for row in rows]
@@ -120,13 +116,19 @@ def drawing(graph: Graph, links: Mapping[str, str]) -> str:
         for place, end, span in zip(row, ends, own, strict=True):
             at[place] = (end - (span + gap) / 2, depth * (HIGH + DOWN))
     lines = [_arrow([at[place] for place in arrow]) for arrow in arrows]
-    boxes = [_box(room, at[room], links.get(room)) for room in (*graph, GROUND)]
+    boxes = [_box(room, at[room]) for room in (*graph, GROUND)]
     tall = len(rows) * (HIGH + DOWN) - DOWN + 2
-    return (
-        f'<svg viewBox="0 -1 {width:.0f} {tall}" role="img" style="width: 100%; '
-        f'min-width: 640px" font-size="13" fill="currentColor" '
-        f'aria-label="Rooms, each above those that it imports">'
-        f"{_MARKER}{''.join(lines)}{''.join(boxes)}</svg>"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" '
+            f'height="{tall}" viewBox="0 -1 {width:.0f} {tall}" '
+            'font-family="sans-serif" font-size="13">',
+            "<title>Rooms, each above those that it imports</title>",
+            _MARKER,
+            *lines,
+            *boxes,
+            "</svg>\n",
+        ]
     )
 
 
@@ -136,7 +138,7 @@ def _width(place: str) -> int:
 
 _MARKER = (
     '<marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" '
-    'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z"/></marker>'
+    f'markerHeight="7" orient="auto"><path fill="{LINE}" d="M0 0L8 4L0 8z"/></marker>'
 )
 
 
@@ -147,42 +149,15 @@ def _arrow(places: list[tuple[float, float]]) -> str:
         middle = (y1 + HIGH + y2) / 2
         path += f"L{x1:.0f} {y1 + HIGH:.0f}C{x1:.0f} {middle:.0f} "
         path += f"{x2:.0f} {middle:.0f} {x2:.0f} {y2:.0f}"
-    return (
-        f'<path d="{path}" fill="none" stroke="currentColor" stroke-opacity="0.45" '
-        f'marker-end="url(#tip)"/>'
-    )
+    return f'<path d="{path}" fill="none" stroke="{LINE}" marker-end="url(#tip)"/>'
 
 
-def _box(room: str, place: tuple[float, float], link: str | None) -> str:
+def _box(room: str, place: tuple[float, float]) -> str:
     x, y = place
     wide = _width(room)
-    box = (
+    return (
         f'<rect x="{x - wide / 2:.0f}" y="{y:.0f}" width="{wide}" height="{HIGH}" '
-        f'rx="5" fill="var(--color-background-secondary)" stroke="currentColor"/>'
-        f'<text x="{x:.0f}" y="{y + HIGH / 2 + 4.5:.0f}" text-anchor="middle">'
-        f"{escape(room)}</text>"
+        f'rx="5" fill="{PAPER}" stroke="{LINE}"/>'
+        f'<text x="{x:.0f}" y="{y + HIGH / 2 + 4.5:.0f}" fill="{INK}" '
+        f'text-anchor="middle">{escape(room)}</text>'
     )
-    return f'<a href="{link}">{box}</a>' if link else box
-
-
-class Rooms(SphinxDirective):
-    """Draws the rooms; a room with a page of its own is a link to it."""
-
-    def run(self) -> list[nodes.Node]:
-        """Return the drawing."""
-        here = Path(self.env.docname).parent
-        graph = imports()
-        pages = {room: f"api/{room}" for room in graph}
-        links = {
-            room: os.path.relpath(f"{page}.html", here)
-            for room, page in pages.items()
-            if page in self.env.found_docs
-        }
-        html = f'<div style="overflow-x: auto">{drawing(graph, links)}</div>'
-        return [nodes.raw("", html, format="html")]
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
-    """Let pages have it."""
-    app.add_directive("rooms", Rooms)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
