@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from flwr_fisher.curvature.operators.base import (
     conjugate_gradient,
     divided,
 )
+from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.devices import usable_device
 from flwr_fisher.errors import StructureError
@@ -26,7 +28,7 @@ from flwr_fisher.merge.linear_system import (
     LinearSystem,
     Moves,
     SystemMaker,
-    linear_systems,
+    layer_system,
     moved,
 )
 from flwr_fisher.merge.options import MergeOptions, Score, check_score
@@ -243,7 +245,11 @@ def merge_posteriors(
     options = options.filled(posteriors[0].params)
     examples = [posterior.num_examples for posterior in posteriors]
     mean = weighted_mean([posterior.params for posterior in posteriors], examples)
-    systems = linear_systems(posteriors, mean, options, device)
+    # Each layer's system is computed when it is solved, so that one is in memory.
+    systems = [
+        partial(layer_system, parts, posteriors, mean, options, device)
+        for parts in shared_blocks([posterior.curvature for posterior in posteriors])
+    ]
     return solve(mean, systems, options, score, examples)
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Diagonal, WeightedSum
-from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.posterior import LocalPosterior
 from flwr_fisher.params import (
@@ -107,24 +106,7 @@ class LinearSystem:
 SystemMaker = Callable[[], LinearSystem]
 
 
-def linear_systems(
-    posteriors: Sequence[LocalPosterior],
-    mean: Params,
-    options: MergeOptions,
-    device: Device,
-) -> Sequence[SystemMaker]:
-    """Return functions that compute each layer's system for its move from the mean.
-
-    The system's tensors are on the given device, or where the clients' tensors are.
-    """
-    blocks = shared_blocks([posterior.curvature for posterior in posteriors])
-    return [
-        partial(_layer_system, parts, posteriors, mean, options, device)
-        for parts in blocks
-    ]
-
-
-def _layer_system(
+def layer_system(
     parts: Sequence[Curvature],
     posteriors: Sequence[LocalPosterior],
     mean: Params,
@@ -132,6 +114,8 @@ def _layer_system(
     device: Device,
 ) -> LinearSystem:
     r"""Return one layer's system; its solution is the layer's move from the mean.
+
+    Its tensors are on the given device, or where the clients' tensors are.
 
     .. math:: \Big(\sum_i w_i F_i + \lambda I\Big) (\theta - \bar\theta)
               = \sum_i w_i F_i (\theta_i - \bar\theta)

@@ -92,8 +92,6 @@ class KfacSums:
         the clients'.
     options : Mapping[str, …]
         The request's options for the clients' Fisher.
-    limits : bool
-        Whether a policy compares uploads with each other.
     """
 
     merge: MergeOptions
