@@ -147,7 +147,7 @@ REFUSED = [
     (lambda: fagh_first(params={}), "'w'"),
     (lambda: fagh_first(g=UNUSABLE), "'w' holds NaN"),
     (lambda: fagh_first(hvp=UNUSABLE), "'w' holds NaN"),
-    (lambda: fagh_first(c=NAN), "curvature along the probe is nan"),
+    (lambda: fagh_first(c=NAN), "the probe: 'curvature' holds NaN"),
     (lambda: fagh_first(V, V, V, moments=fagh_first().moments), "moments"),
     (lambda: fagh_first(moments=halved()), r"moments .*\['w'\]"),
     *(

@@ -1,17 +1,11 @@
 """FAGH's server step: Newton's direction from one Hessian row (Sen, Qin & Mohan)."""
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import (
-    ConfigurationError,
-    ParamsError,
-    check_positive,
-    check_range,
-)
+from flwr_fisher.errors import ConfigurationError, check_positive, check_range
 from flwr_fisher.params import Params, check_finite, check_same_layout, finite, select
 
 
@@ -182,10 +176,8 @@ def fagh_step(
     second = finite(_kept(M2, params), "the product's moment")
     moments = FaghMoments(first, second, m, t)
     check_finite(direction, "the direction of FAGH's step")
-    if not math.isfinite(curvature):
-        raise ParamsError(
-            f"the curvature along the probe is {curvature}, and FAGH needs a finite one"
-        )
+    along = torch.tensor(curvature, dtype=torch.float64)
+    check_finite({"curvature": along}, "the probe")
     new = finite(new, "the model after FAGH's step")
     return FaghStep(new, moments, direction, curvature, deflated is None)
 
