@@ -23,7 +23,7 @@ _LONGEST = 800  # characters of an error in the log; it may quote a server's mes
 EVERY = 15.0  # seconds from one line to the next, and to the first
 
 
-def shown(metrics: Mapping[str, object] | None, clients: Sequence[str] = ()) -> str:
+def shown(metrics: Mapping[str, object], clients: Sequence[str] = ()) -> str:
     """Return a round's metrics as Flower logs them, but with four digits.
 
     Long lists are shortened. A list whose name begins with ``client-`` has a number for
@@ -36,8 +36,6 @@ def shown(metrics: Mapping[str, object] | None, clients: Sequence[str] = ()) -> 
     >>> shown({"client-share": [0.05] * 20})[-21:]
     '0.05, … and 10 more]}'
     """
-    if metrics is None:
-        return "None"
     entries = []
     for name, value in metrics.items():
         owners = clients if name.startswith("client-") else ()

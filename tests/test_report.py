@@ -314,8 +314,12 @@ def said(final, clients=None, left_out=0, **accuracy):
 def test_the_log_says_whether_fedavg_is_as_good():
     final = hits(40, 40, 40)  # 80 % of 150 examples: two standard errors are 9 points
     assert "FedFisher is 70.0 points above FedAvg's mean" in said(final)
-    assert "level with FedFisher. You can try" in said(final, fedavg=0.75)
-    assert "15.0 points above FedFisher. You can" in said(final, fedavg=0.95)
+    assert "level with FedFisher (75.0 and 80.0 %). You can try" in said(
+        final, fedavg=0.75
+    )
+    assert "15.0 points above FedFisher (95.0 and 80.0 %). You can" in said(
+        final, fedavg=0.95
+    )
     others = {"fedfisher_merge": 0.85, "best_client": 0.85, "ensemble": 0.85}
     assert said(final, **others) == said(final)  # within two standard errors
     told = said(final, **dict.fromkeys(others, 0.95))

@@ -9,10 +9,15 @@ from torch import Tensor
 from flwr_fisher.errors import listed
 
 _FOUND = 0.1  # of a class's examples: a model that never saw the class finds fewer
+_TRY = (
+    "You can try LocalSGD(label_smoothing=0.1) on the clients, "
+    "refine=Refinement(steps=3) on the server, or more rounds: see "
+    "docs/fedfisher.md#if-fedavg-is-as-good"
+)
 
 
 def against_fedavg(method: str, accuracy: float, fedavg: float, count: int) -> str:
-    """Return a sentence on the mean of the same models, and what to try if it wins.
+    """Return a sentence that compares a model with the mean of the same models.
 
     Parameters
     ----------
@@ -27,17 +32,16 @@ def against_fedavg(method: str, accuracy: float, fedavg: float, count: int) -> s
     --------
     >>> against_fedavg("FedFisher", 0.983, 0.569, 360)
     "FedFisher is 41.4 points above FedAvg's mean of the same models."
+    >>> against_fedavg("FedFisher", 0.983, 0.981, 360)
+    "FedAvg's mean of the same models is level with FedFisher (98.1 and 98.3 %)."
     """
     lead = f"{100 * abs(accuracy - fedavg):.1f} points above"
     if not _differ(accuracy, fedavg, count):
         lead = "level with"
     elif accuracy > fedavg:
         return f"{method} is {lead} FedAvg's mean of the same models."
-    return (
-        f"FedAvg's mean of the same models is {lead} {method}. You can try "
-        "LocalSGD(label_smoothing=0.1) on the clients, refine=Refinement(steps=3) on "
-        "the server, or more rounds: see docs/fedfisher.md#if-fedavg-is-as-good"
-    )
+    both = f"{100 * fedavg:.1f} and {100 * accuracy:.1f} %"
+    return f"FedAvg's mean of the same models is {lead} {method} ({both})."
 
 
 def one_shot_sentences(
@@ -66,6 +70,8 @@ def one_shot_sentences(
         return other > ours and _differ(ours, other, count)
 
     said = [against_fedavg("FedFisher", ours, accuracy["fedavg"], count)]
+    if ours < accuracy["fedavg"] or not _differ(ours, accuracy["fedavg"], count):
+        said.append(_TRY)
     if better("fedfisher_merge"):
         said.append(
             "The merge alone is better: refine=None leaves out what follows it."

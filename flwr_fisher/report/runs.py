@@ -238,7 +238,8 @@ def report_rounds(
         hits = class_hits(model, [mean], [1.0], loader)
         accuracy["fedavg"] = fedavg = accuracy_of(hits)
         count = int(hits[1].sum())
-        logger.info(against_fedavg(method, last["accuracy"], fedavg, count))
+        compared = against_fedavg(method, last["accuracy"], fedavg, count)
+        logger.info("In the last round: %s", compared)
     metrics = {"accuracy": accuracy, "rounds": rounds, "seconds": seconds}
     _write_metrics(path, result, params, {**metrics, "config": dict(config or {})})
     return accuracy

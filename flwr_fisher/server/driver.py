@@ -257,8 +257,9 @@ class Driver:
         """Evaluate on the server, and note the metrics."""
         returned = evaluate_fn(self.server_round, self.run.arrays())
         metrics = metrics_from(returned, "evaluate_fn")
-        logger.info("Global evaluation\n\t└──> MetricRecord: %s", shown(metrics))
         if metrics is not None:
+            logger.info("Global evaluation")
+            logger.info("\t└──> MetricRecord: %s", shown(metrics))
             self.run.note("evaluate_metrics_serverapp", self.server_round, metrics)
 
     def _evaluate(self, config: ConfigRecord) -> None:
