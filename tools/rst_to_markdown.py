@@ -10,13 +10,18 @@ from collections.abc import Callable
 from itertools import zip_longest
 
 from docutils import nodes
-from docutils.core import publish_doctree
-from docutils.parsers.rst import roles
+from docutils.frontend import get_default_settings
+from docutils.parsers.rst import Parser, roles
+from docutils.utils import new_document
 from sphinx.util.docutils import docutils_namespace
 
 # For a role, a target and a title of the author's: the title, and an address or None.
 Resolve = Callable[[str, str, str | None], tuple[str, str | None]]
 
+_SETTINGS = get_default_settings(Parser)
+_SETTINGS.report_level = _SETTINGS.halt_level = 2  # warnings are errors
+_SETTINGS.warning_stream, _SETTINGS.syntax_highlight = False, "none"
+_SETTINGS.file_insertion_enabled = False
 ROLES = ("attr", "class", "data", "doc", "func", "meth", "mod")
 _TITLED = re.compile(r"(.+?)\s*<([^<>]+)>$", re.DOTALL)
 # In a line, GitHub takes a backslash before punctuation away before it draws equations.
@@ -60,13 +65,12 @@ def markdown(text: str, resolve: Resolve, level: int = 1) -> str:
 
 def parsed(text: str) -> nodes.document:
     """Return a text's tree; what docutils does not understand is an error."""
-    settings = {"doctitle_xform": False, "report_level": 2, "halt_level": 2}
-    settings |= {"warning_stream": False, "syntax_highlight": "none"}
-    settings |= {"file_insertion_enabled": False}
+    document = new_document("text", _SETTINGS)
     with docutils_namespace():
         for name in ROLES:
             roles.register_local_role(name, _role)
-        return publish_doctree(text, settings_overrides=settings)
+        Parser().parse(text, document)
+    return document
 
 
 def slug(heading: str) -> str:
@@ -265,7 +269,9 @@ def in_a_line(equation: str) -> str:
     equation = _operators(" ".join(equation.split()))
     for mark, name in _PUNCTUATION.items():
         equation = equation.replace(mark, name)
-    return re.sub(r" (?=[ )}\]^_]|$)", "", equation)
+    # After a bracket, `_` would begin an emphasis.
+    equation = re.sub(r"(?<=[^\w\s])_", " _ ", equation)
+    return re.sub(r" (?=[ )}\]^]|$)", "", equation)
 
 
 def _operators(equation: str) -> str:
