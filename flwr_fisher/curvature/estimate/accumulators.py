@@ -13,8 +13,8 @@ from flwr_fisher.curvature.operators.kronecker import Kronecker
 Columns = Sequence[Tensor]  # some examples' columns, one tensor a backward pass
 Share = Tensor | None  # [n], the share of positions that count; None: all count
 
-# With fewer rows in a block, half of a matrix takes as long as all of it: on a CPU; on
-# another device, where each product costs a launch.
+# With far fewer rows in a block, half of a matrix takes as long as all of it: on a CPU;
+# on another device, where each product costs a launch.
 _BLOCK, _BLOCK_ELSEWHERE = 128, 1024
 _MOST = 16  # blocks of rows
 
@@ -37,7 +37,7 @@ class SecondMoment:
     def __init__(self, groups: int, size: int, like: Tensor) -> None:
         self.total = like.new_zeros(groups, size, size)
         least = _BLOCK if like.device.type == "cpu" else _BLOCK_ELSEWHERE
-        self.block = max(least, -(-size // _MOST))
+        self.block = -(-size // min(_MOST, max(1, round(size / least))))
 
     def add(self, columns: Tensor, weight: float = 1.0) -> None:
         """Add the columns' outer products, of ``[groups, size, count]``, weighted."""
@@ -47,9 +47,8 @@ class SecondMoment:
             # In place, so that autocast leaves its dtype alone.
             part.baddbmm_(rows, columns[:, start:].mT, alpha=weight)
 
-    def mean(self, count: float) -> Tensor:
-        """Return the matrices divided by a count, in place."""
-        self.total.div_(count)
+    def result(self) -> Tensor:
+        """Return the matrices, completed in place."""
         for end in range(self.block, self.total.shape[1], self.block):
             rows = slice(end - self.block, end)
             self.total[:, end:, rows] = self.total[:, rows, end:].mT
@@ -74,11 +73,11 @@ class LayerAccumulator(ABC):
         self.layer = layer
 
     @property
-    def nbytes(self) -> int:
-        """The size of the sums in bytes."""
+    def totals(self) -> list[Tensor]:
+        """The sums, each as one tensor."""
         held = vars(self).values()
         tensors = [v.total if isinstance(v, SecondMoment) else v for v in held]
-        return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+        return [each for each in tensors if isinstance(each, Tensor)]
 
     def observe(self, columns: Tensor, weight: float, share: Share) -> None:
         """Add every example's input columns ``[n, groups, in, T]``, once each.
@@ -105,8 +104,8 @@ class LayerAccumulator(ABC):
         raise AssertionError("only accumulators that take calls are given them")
 
     @abstractmethod
-    def mean(self, num_examples: int) -> Curvature:
-        """Return the mean over examples as a curvature; the sums are used up."""
+    def result(self) -> Curvature:
+        """Return `totals` as a curvature; these are used up."""
 
     def rounded(self, tensor: Tensor) -> Tensor:
         """Return a tensor rounded to the weight's dtype; sums may be wider."""
@@ -147,10 +146,10 @@ class KroneckerAccumulator(LayerAccumulator):
             else:  # one matrix for each example is smaller than a copy
                 self.G.total.add_((g @ g.mT).sum(0), alpha=weight)
 
-    def mean(self, num_examples: int) -> Kronecker:
+    def result(self) -> Kronecker:
         """Return the layer's Kronecker product."""
         shape = self.layer.kernel.shape
-        A, G = (self.rounded(x.mean(num_examples)) for x in (self.A, self.G))
+        A, G = (self.rounded(x.result()) for x in (self.A, self.G))
         return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
 
 
@@ -206,10 +205,9 @@ class DiagonalAccumulator(LayerAccumulator):
                 else:
                     total += product.square_().sum(0)
 
-    def mean(self, num_examples: int) -> Curvature:
+    def result(self) -> Diagonal:
         """Return the layer's diagonal."""
-        mean = self.rounded(self.total.div_(num_examples))
-        return Diagonal(self.layer.as_params(mean))
+        return Diagonal(self.layer.as_params(self.rounded(self.total)))
 
 
 class GroupedDiagonalAccumulator(DiagonalAccumulator):

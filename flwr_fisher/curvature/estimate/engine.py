@@ -155,20 +155,19 @@ class Engine:
         # the backward passes, too. If not, none runs backward here: each group waits,
         # and has a forward pass of its own. The second is cheaper: `backward_plan`
         # separates groups only where the passes that it saves pay for it.
-        whole = groups[0] if groups and len(groups[0].rows) == len(batch) else None
+        whole = bool(groups) and groups[0].rows is None
         columns = self._columns(run) if whole else {}
         # K-FAC's `A` is of the inputs alone. It needs each example once, with or
         # without pieces.
         active = self._active_positions(run, label_mask)
         self._observe(run, active)
         shares = {name: _share(each) for name, each in active.items()}
-        if whole:
-            self._backward(run, columns, whole.of_passes, len(whole.order), shares)
-            return
         for group in groups:
-            rows = group.rows
-            of_group = {name: share[rows] for name, share in shares.items()}
-            self._queue(_Waiting(run.inputs[rows], group, of_group))
+            if group.rows is None:
+                self._backward(run, columns, group.of_passes, len(group.order), shares)
+                continue
+            of_group = {name: share[group.rows] for name, share in shares.items()}
+            self._queue(_Waiting(run.inputs[group.rows], group, of_group))
 
     def _queue(self, waiting: _Waiting) -> None:
         """Keep a group's examples until there are enough of its size to run."""

@@ -134,7 +134,7 @@ _FEW = 5  # examples that show the sizes of activations
 # Relative: larger than rounding, also TF32's; a wrong formula is off by far more.
 _TOLERANCE = 5e-3
 _ROUNDINGS = 4  # how many units of rounding a sum may be off
-_AT_ONCE = 2**22  # entries of a layer's input columns
+_AT_ONCE, _AT_ONCE_ELSEWHERE = 2**22, 2**25  # entries of a layer's input columns
 
 
 @dataclass(frozen=True)
@@ -395,11 +395,12 @@ def _summed(seen: _Seen) -> list[Tensor]:
     layer, inputs, r, *_ = seen
     size = len(inputs)
     if isinstance(layer, KroneckerLayer):  # whose columns may be large
-        size = max(1, _AT_ONCE // layer.num_column_entries(inputs.shape))
+        entries = _AT_ONCE if inputs.device.type == "cpu" else _AT_ONCE_ELSEWHERE
+        size = max(1, entries // layer.num_column_entries(inputs.shape))
     parts = zip(torch.split(inputs, size), torch.split(r, size), strict=True)
     first, *others = [layer.gradients(a, g) for a, g in parts]
     for terms in others:
-        first = [total + term for total, term in zip(first, terms, strict=True)]
+        torch._foreach_add_(first, terms)
     return first
 
 

@@ -361,8 +361,8 @@ def _minus_sigmoid(labels: Tensor, outputs: Tensor) -> Tensor:
 def _from_probabilities(labels: Tensor, p: Tensor) -> Tensor:
     """Return ``onehot(labels) - p``, with the sum of the other classes for 1 - p."""
     index = labels.unsqueeze(-1)
-    others = p.neg().scatter_(-1, index, 0)
-    return others.scatter_(-1, index, -others.sum(-1, keepdim=True))
+    others = p.scatter(-1, index, 0)
+    return others.neg().scatter_(-1, index, others.sum(-1, keepdim=True))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.data import Inputs
@@ -48,8 +49,10 @@ class ModelSums:
         if self.others is not None:
             entries |= self.others.mean(count).diagonal()
         parts: list[Curvature] = []
+        if totals := self.totals():
+            torch._foreach_div_(totals, count)
         for each in self.accumulators.values():
-            part = each.mean(count)
+            part = each.result()
             if isinstance(part, Diagonal):
                 entries |= part.diagonal()
             else:
@@ -59,6 +62,10 @@ class ModelSums:
             parts.append(Diagonal(ordered))
         only_diagonal = len(parts) == 1 and isinstance(parts[0], Diagonal)
         return parts[0] if only_diagonal else BlockDiagonal(parts)
+
+    def totals(self) -> list[Tensor]:
+        """Return the sums of all accumulators."""
+        return [total for each in self.accumulators.values() for total in each.totals]
 
 
 def make_sums(
@@ -183,7 +190,7 @@ def room_for(
     later = sum(each.held for each in sizes)
     if max_batch_bytes is not None:
         return Room(max_batch_bytes, beyond, later, 1)
-    held = sum(each.nbytes for each in sums.accumulators.values())
+    held = sum(total.nbytes for total in sums.totals())
     parameters = [*trainable(model).values()]
     on_cpu = all(p.device.type == "cpu" for p in parameters)
     gradients = sum(p.nbytes for p in parameters)

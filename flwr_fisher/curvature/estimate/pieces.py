@@ -116,17 +116,16 @@ class SoftmaxVectors(OutputVectors):
         # For the vectors' norms: a column has -p_j / q_k in all classes below its own.
         others = rest.square().sum(-1, keepdim=True)
         spread = _tails(torch.cat([likeliest.square(), others], -1))[..., 1:]
-        sign = self.p.new_ones(self.count)
         self.drawn: Tensor | None = None
         if columns < rank:
             pivots = torch.cat([pivots, tails[..., -1:].sqrt()], -1)
             after = torch.cat([after, tails[..., -1:]], -1)
-            spread = torch.cat([spread, others], -1)
-            sign[-1] = -1  # of a draw: p (1 - p), summed over the other classes
+            # The norm of a draw is p (1 - p), summed over the other classes.
+            spread = torch.cat([spread, -others], -1)
             self.drawn = _draw(rest, generator)
         self.pivots, self.after = pivots, after.clamp_min(tiny)
         ratio = spread / self.after / self.after
-        self.norms = pivots.square() * (1 + sign * ratio)
+        self.norms = pivots.square() * (1 + ratio)
 
     def squares(self) -> Tensor:
         """Return the squared norms; of a draw, the expected one."""
@@ -293,31 +292,32 @@ class Group:
     size : int
         The examples have at least so many pieces, and fewer than twice as many, unless
         all are in one group.
-    rows : Tensor
-        The numbers of these examples in the batch.
+    rows : Tensor | None
+        The numbers of these examples in the batch; None means all of them, in order.
     pieces : Pieces
         The pieces of these examples.
     order : Tensor
-        ``[passes, len(rows)]``: which piece of an example each pass takes.
-    counts : Tensor
-        ``[len(rows)]``: how many passes an example needs.
+        ``[passes, examples]``: which piece of an example each pass takes.
+    counts : Tensor | None
+        ``[examples]``: how many passes an example needs; None means all of them.
     """
 
     size: int
-    rows: Tensor
+    rows: Tensor | None
     pieces: Pieces
     order: Tensor
-    counts: Tensor
+    counts: Tensor | None
 
     def of_passes(self, start: int, stop: int) -> Tensor:
-        """Return some passes' pieces, ``[stop - start, len(rows), *outputs]``.
+        """Return some passes' pieces, ``[stop - start, examples, *outputs]``.
 
         They are 0 for examples that need fewer passes, and beyond `order`.
         """
         picked = self.pieces.pick(self.order[start:stop])
-        every = torch.arange(start, start + len(picked), device=picked.device)
-        needed = every.unsqueeze(1) < self.counts
-        picked = picked * needed.reshape(*needed.shape, *[1] * (picked.dim() - 2))
+        if self.counts is not None:
+            every = torch.arange(start, start + len(picked), device=picked.device)
+            needed = every.unsqueeze(1) < self.counts
+            picked = picked * needed.reshape(*needed.shape, *[1] * (picked.dim() - 2))
         missing = stop - start - len(picked)
         if not missing:
             return picked
@@ -341,31 +341,27 @@ def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
     (n, *_), device = pieces.shape, pieces.vectors.device
     if tolerance == 0:
         every = torch.arange(pieces.count, device=device)
-        counts = torch.full((n,), pieces.count, device=device)
-        rows = torch.arange(n, device=device)
-        return [Group(0, rows, pieces, every.unsqueeze(1).expand(-1, n), counts)]
+        return [Group(0, None, pieces, every.unsqueeze(1).expand(-1, n), None)]
     kept = worth_keeping(pieces.weights(), tolerance)
     # Each example's kept pieces first, in their order.
-    order = (~kept).int().argsort(dim=0, stable=True)
-    counts = kept.sum(0).cpu()  # a device is waited for here, and nowhere else
+    order = kept.int().argsort(dim=0, descending=True, stable=True)
+    needed = kept.sum(0)
+    counts = needed.cpu()  # a device is waited for here, and nowhere else
     largest = int(counts.max()) if counts.numel() else 0
+    if not largest:
+        return []
     # Sizes are powers of two, so that there are few groups, and no example takes twice
     # the passes that it needs.
     sizes = [2**k for k in range(largest.bit_length())]
-
-    def group(size: int, rows: Tensor) -> Group:
-        own = counts[rows]
-        needed, there = (x.to(order.device, non_blocking=True) for x in (own, rows))
-        chosen = order[: int(own.max()), there]
-        return Group(size, there, pieces[there], chosen, needed)
-
-    apart = [
-        group(size, rows)
-        for size in sizes
-        if len(rows := ((counts >= size) & (counts < 2 * size)).nonzero().squeeze(1))
-    ]
-    if largest * len(counts) > sum((1 + len(x.order)) * len(x.rows) for x in apart):
-        return apart
-    rows = torch.arange(n, device=device)
-    whole = Group(sizes[-1] if sizes else 0, rows, pieces, order[:largest], kept.sum(0))
-    return [whole] if apart else []
+    found = [(x, ((counts >= x) & (counts < 2 * x)).nonzero()[:, 0]) for x in sizes]
+    apart = [(x, rows, int(counts[rows].max())) for x, rows in found if len(rows)]
+    if largest * n <= sum((1 + passes) * len(rows) for _, rows, passes in apart):
+        some_need_fewer = bool((counts < largest).any())
+        own = needed if some_need_fewer else None
+        return [Group(sizes[-1], None, pieces, order[:largest], own)]
+    groups = []
+    for size, rows, passes in apart:
+        there = rows.to(device, non_blocking=True)
+        chosen = order[:passes, there]
+        groups.append(Group(size, there, pieces[there], chosen, needed[there]))
+    return groups
