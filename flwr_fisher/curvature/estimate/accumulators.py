@@ -131,12 +131,12 @@ class KroneckerAccumulator(LayerAccumulator):
     def add_gradients(self, gradients: Columns, weight: float, share: Share) -> None:
         """Add the gradients' second moment."""
         if gradients[0].shape[3] == 1:
-            self.G.add(side_by_side(torch.cat(list(gradients))), weight)
+            self.G.add(side_by_side(_joined(gradients, 0)), weight)
             return
         if share is not None:
             gradients = [g / _rows(share, g).sqrt() for g in gradients]
         if gradients[0].device.type != "cpu":  # few launches
-            columns = torch.cat([g.permute(1, 2, 0, 3) for g in gradients], 3)
+            columns = _joined([g.permute(1, 2, 0, 3) for g in gradients], 3)
             self.G.add(columns.flatten(2), weight)
             return
         for g in gradients:
@@ -235,6 +235,11 @@ def diagonal_of(layer: KroneckerLayer) -> DiagonalAccumulator:
 
 def _rows(share: Tensor, like: Tensor) -> Tensor:
     return share.to(like).view(-1, 1, 1, 1)
+
+
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Return tensors as one; a single one is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 def side_by_side(columns: Tensor) -> Tensor:

@@ -108,24 +108,26 @@ class SoftmaxVectors(OutputVectors):
         # Only the likeliest classes are sorted: there may be a vocabulary of them.
         likeliest, self.top = self.p.topk(columns, dim=-1)
         rest = self.p.scatter(-1, self.top, 0)
-        tiny = torch.finfo(self.p.dtype).tiny
-        # Tails summed from the small end, so that a confident example loses no digits.
-        tails = _tails(torch.cat([likeliest, rest.sum(-1, keepdim=True)], -1))
-        before, after = tails[..., :-1].clamp_min(tiny), tails[..., 1:]
-        pivots = (likeliest * (after / before)).sqrt()
-        # For the vectors' norms: a column has -p_j / q_k in all classes below its own.
         others = rest.square().sum(-1, keepdim=True)
-        spread = _tails(torch.cat([likeliest.square(), others], -1))[..., 1:]
+        # Tails summed from the small end, so that a confident example loses no digits.
+        both = (
+            torch.cat([likeliest, rest.sum(-1, keepdim=True)], -1),
+            torch.cat([likeliest.square(), others], -1),
+        )
+        tails, of_squares = torch.stack(both).flip(-1).cumsum(-1).flip(-1).unbind()
+        safe = tails.clamp_min(torch.finfo(self.p.dtype).tiny)
+        squares = likeliest * (tails[..., 1:] / safe[..., :-1])  # of the pivots
+        # For the vectors' norms: a column has -p_j / q_k in all classes below its own.
+        after, spread = safe[..., 1:], of_squares[..., 1:]
         self.drawn: Tensor | None = None
         if columns < rank:
-            pivots = torch.cat([pivots, tails[..., -1:].sqrt()], -1)
-            after = torch.cat([after, tails[..., -1:]], -1)
+            squares = torch.cat([squares, tails[..., -1:]], -1)
+            after = torch.cat([after, safe[..., -1:]], -1)
             # The norm of a draw is p (1 - p), summed over the other classes.
             spread = torch.cat([spread, -others], -1)
             self.drawn = _draw(rest, generator)
-        self.pivots, self.after = pivots, after.clamp_min(tiny)
-        ratio = spread / self.after / self.after
-        self.norms = pivots.square() * (1 + ratio)
+        self.pivots, self.after = squares.sqrt(), after
+        self.norms = squares * (1 + spread / after / after)
 
     def squares(self) -> Tensor:
         """Return the squared norms; of a draw, the expected one."""
@@ -200,17 +202,17 @@ class Pieces:
 
     def pick(self, pieces: Tensor) -> Tensor:
         """Return one piece of each example, ``[k, n]``, each in the outputs' shape."""
-        values = self.vectors.at(pieces % self.vectors.count)
+        count, positions = self.vectors.count, self.vectors.positions
+        values = self.vectors.at(pieces if positions == 1 else pieces % count)
         if self.mask is not None:
             values = values * self.mask.unsqueeze(-1)
-        positions = values.shape[2]
         # One pass for all positions: the products of two of them have random signs, and
         # are zero in expectation. Without signs, a pass is for one position alone.
         if self.generator is not None:
             heads = drawn(Tensor.uniform_, values[..., :1], self.generator) < 0.5
             values = torch.where(heads, values, -values)
         elif positions > 1:
-            chosen = torch.div(pieces, self.vectors.count, rounding_mode="floor")
+            chosen = torch.div(pieces, count, rounding_mode="floor")
             every = torch.arange(positions, device=pieces.device)
             values = values * (every == chosen.unsqueeze(-1)).unsqueeze(-1)
         return values.reshape(len(pieces), *self.shape)
@@ -245,11 +247,6 @@ def _draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     return found.clamp_(max=weights.shape[-1] - 1)
 
 
-def _tails(values: Tensor) -> Tensor:
-    """Return the sums from each entry to the last, summed from the small end."""
-    return values.flip(-1).cumsum(-1).flip(-1)
-
-
 def worth_keeping(weights: Tensor, tolerance: float) -> Tensor:
     r"""Return a mask of pieces to keep, which loses at most `tolerance` of the trace.
 
@@ -275,12 +272,13 @@ def worth_keeping(weights: Tensor, tolerance: float) -> Tensor:
     tensor([[ True, False],
             [ True, False]])
     """
-    flat = weights.flatten().double()
-    order = flat.argsort(stable=True)
-    lost = flat[order].cumsum(0)
+    row_by_row = torch.contiguous_format
+    flat = weights.to(torch.float64, memory_format=row_by_row).flatten()
+    in_order, order = flat.sort(stable=True)
+    lost = in_order.cumsum(0)
     kept = torch.empty_like(flat, dtype=torch.bool)
     kept[order] = ~(lost <= tolerance * lost[-1])  # `not <=`, so that NaN is kept
-    return kept.reshape(weights.shape) & (weights > 0)
+    return kept.reshape(weights.shape)
 
 
 @dataclass(frozen=True)
@@ -298,15 +296,16 @@ class Group:
         The pieces of these examples.
     order : Tensor
         ``[passes, examples]``: which piece of an example each pass takes.
-    counts : Tensor | None
-        ``[examples]``: how many passes an example needs; None means all of them.
+    needed : Tensor | None
+        In the shape of `order`: 0 where an example needs no more passes, and else 1;
+        None means that every example needs all passes.
     """
 
     size: int
     rows: Tensor | None
     pieces: Pieces
     order: Tensor
-    counts: Tensor | None
+    needed: Tensor | None
 
     def of_passes(self, start: int, stop: int) -> Tensor:
         """Return some passes' pieces, ``[stop - start, examples, *outputs]``.
@@ -314,9 +313,8 @@ class Group:
         They are 0 for examples that need fewer passes, and beyond `order`.
         """
         picked = self.pieces.pick(self.order[start:stop])
-        if self.counts is not None:
-            every = torch.arange(start, start + len(picked), device=picked.device)
-            needed = every.unsqueeze(1) < self.counts
+        if self.needed is not None:
+            needed = self.needed[start:stop]
             picked = picked * needed.reshape(*needed.shape, *[1] * (picked.dim() - 2))
         missing = stop - start - len(picked)
         if not missing:
@@ -344,9 +342,8 @@ def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
         return [Group(0, None, pieces, every.unsqueeze(1).expand(-1, n), None)]
     kept = worth_keeping(pieces.weights(), tolerance)
     # Each example's kept pieces first, in their order.
-    order = kept.int().argsort(dim=0, descending=True, stable=True)
-    needed = kept.sum(0)
-    counts = needed.cpu()  # a device is waited for here, and nowhere else
+    needed, order = kept.view(torch.uint8).sort(dim=0, descending=True, stable=True)
+    counts = kept.sum(0).cpu()  # a device is waited for here, and nowhere else
     largest = int(counts.max()) if counts.numel() else 0
     if not largest:
         return []
@@ -356,12 +353,10 @@ def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
     found = [(x, ((counts >= x) & (counts < 2 * x)).nonzero()[:, 0]) for x in sizes]
     apart = [(x, rows, int(counts[rows].max())) for x, rows in found if len(rows)]
     if largest * n <= sum((1 + passes) * len(rows) for _, rows, passes in apart):
-        some_need_fewer = bool((counts < largest).any())
-        own = needed if some_need_fewer else None
-        return [Group(sizes[-1], None, pieces, order[:largest], own)]
+        return [Group(sizes[-1], None, pieces, order[:largest], needed[:largest])]
     groups = []
     for size, rows, passes in apart:
         there = rows.to(device, non_blocking=True)
-        chosen = order[:passes, there]
-        groups.append(Group(size, there, pieces[there], chosen, needed[there]))
+        chosen = (each[:passes, there] for each in (order, needed))
+        groups.append(Group(size, there, pieces[there], *chosen))
     return groups
