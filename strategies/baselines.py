@@ -278,8 +278,7 @@ class AFL(CurvatureStrategy):
     Notes
     -----
     An upload has 4 (f + 1) (f + 2) + 8 (f + 1) C bytes for f features, C classes, and
-    no parameters. With a secure sum, use ``SecureSums(bits=64)`` if the last digits of
-    the solution matter.
+    no parameters.
 
     Examples
     --------

@@ -88,7 +88,7 @@ class TCT(CurvatureStrategy):
         Which features, and how clients take the steps.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``, which
-        also determines features. `secure` needs ``bits=64`` here.
+        also determines features.
 
     Raises
     ------
@@ -161,11 +161,6 @@ class TCT(CurvatureStrategy):
         check_whole("local_steps", local_steps, 1)
         if lr is not None:
             check_lr(lr, 0.0)
-        if self.secure is not None and self.secure.bits != 64:
-            raise ConfigurationError(
-                f"secure=SecureSums(bits={self.secure.bits}) has too few bits for the "
-                "squares of TCT's features: pass SecureSums(bits=64)"
-            )
         self.stage1_rounds, self.num_features = stage1_rounds, num_features
         self.local_steps, self.lr = local_steps, lr
         self.regression = Regression.of("regression", regression)
@@ -238,11 +233,12 @@ class TCT(CurvatureStrategy):
             send,
             network,
             clients="all",
-            additive=Summation(weighted=False),
+            additive=Summation(weighted=False, bits=64),
         )
         # The largest of all clients' eigenvalues is no sum, but a histogram has one.
         if self.secure is not None:
             config["aggregate"] = "sums"
+        counts = Summation[Any](False, read=EigenvalueCounts.read, bits=64)
         spectrum = Exchange[Any](
             config | {"job": "tct-spectrum"},
             EigenvalueUpload.read,
@@ -250,7 +246,7 @@ class TCT(CurvatureStrategy):
             send,
             network,
             clients="all",
-            additive=Summation(weighted=False, read=EigenvalueCounts.read),
+            additive=counts,
         )
         return [features, spectrum]
 

@@ -153,7 +153,7 @@ def test_a_run_that_stops_anywhere_ends_in_the_same_bits(own, asked, tmp_path):
 
 def test_secure_sums_give_the_same_model(tmp_path):
     plain = run(app=secure_app(tmp_path / "a"), **KNOWN, **SUMS)
-    secure = {"policy": None, "secure": SecureSums(bits=64)}
+    secure = {"policy": None, "secure": SecureSums()}
     summed = run(app=secure_app(tmp_path / "b"), **KNOWN, **SUMS, **secure)
     assert close(summed.arrays, plain.arrays, 1e-4)
 

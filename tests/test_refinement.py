@@ -591,7 +591,7 @@ def headless(**options):
 def test_a_model_without_such_a_head_stays_and_the_log_says_why(
     masked, tmp_path, caplog
 ):
-    secure = {"secure": SecureSums(bits=64), "policy": None} if masked else {}
+    secure = {"secure": SecureSums(), "policy": None} if masked else {}
     results = []
     for refine in (None, Refinement()):
         mods = [SecureSumsMod(state_dir=tmp_path / str(refine))] if masked else []
@@ -667,7 +667,7 @@ REFINED = {**SUMS, "refine": Refinement(steps=2)}
 
 def test_secure_sums_give_the_same_model(tmp_path):
     plain = run(app=secure_app(tmp_path / "a"), **REFINED)
-    secure = {**REFINED, "policy": None, "secure": SecureSums(bits=64)}
+    secure = {**REFINED, "policy": None, "secure": SecureSums()}
     summed = run(app=secure_app(tmp_path / "b"), **secure)
     assert len(summed.exchange_uploads["head"]) == 1
     assert summed.unrefined is not None
@@ -699,7 +699,7 @@ def test_with_weights_of_a_loops_own_too(own, tmp_path):
         app = make_client_app(client_fn, mods=[SecureSumsMod(state_dir=tmp_path)])
         return run(FedAvg, app, secure=secure, policy=None, **own).arrays
 
-    plain, masked = (merged(each) for each in (None, SecureSums(bits=64)))
+    plain, masked = (merged(each) for each in (None, SecureSums()))
     assert close(masked, plain, 1e-4)
 
 

@@ -1,5 +1,6 @@
 """Secure sums as strategies take them: the model of plain sums, and no summand seen."""
 
+import copy
 import json
 from functools import partial
 
@@ -12,16 +13,21 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from kinds import KINDS, of_sums
 from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader
 from virtual import (
     LIFTED,
     Watched,
+    close,
     quick_app,
     tiny_app,
     tiny_arrays,
     tiny_client,
+    tiny_data,
 )
 
 from flwr_fisher.client import (
+    FisherClient,
     LocalSGD,
     identify,
     make_client_app,
@@ -40,11 +46,14 @@ from flwr_fisher.secure.payload import Contribution
 from flwr_fisher.secure.steps import SecureState
 from flwr_fisher.server.exchange import ServerState
 from flwr_fisher.strategies import (
+    AFL,
+    TCT,
     FedAvg,
     FedFish,
     FedFisherOneShot,
     MergeOptions,
     Policy,
+    Refinement,
     Scaffold,
     Waiting,
 )
@@ -118,6 +127,40 @@ def test_a_secure_sum_gives_the_model_of_the_plain_one(name, bits, tmp_path):
     plain = merged(make(policy=LIFTED), app, **of)
     secure = merged(make(secure=SecureSums(bits=bits)), app, **of)
     assert distance(plain, secure) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        AFL,
+        partial(FedAvg, refine=Refinement(head=True)),
+        partial(TCT, stage1_rounds=0, local_steps=5, lr=0.01),
+    ],
+)
+def test_features_of_unlike_sizes_are_summed_exactly(make, tmp_path):
+    """The rounding of 32 bits would make their second moments indefinite."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 3))
+    sizes = torch.logspace(-2, 2, 32)
+    model[0].weight.data *= sizes[:, None]
+    model[0].bias.data *= sizes
+    model[2].weight.data /= sizes
+
+    def client_fn(context):
+        data = tiny_data(int(context.node_config["partition-id"]))
+        none = LocalSGD(lr=1e-12)
+        own = copy.deepcopy(model), DataLoader(data, 8)
+        return FisherClient(*own, train_fn=none, device="cpu", state_dir=tmp_path)
+
+    def arrays(**options):
+        app = make_client_app(client_fn, mods=[SecureSumsMod(state_dir=tmp_path)])
+        strategy = make(fraction_evaluate=0.0, **options)
+        rounds = 2 if isinstance(strategy, TCT) else 1
+        start = ArrayRecord(model.state_dict())
+        return strategy.start(LocalGrid(app, 3), start, rounds).arrays
+
+    plain, secure = arrays(), arrays(secure=SecureSums())
+    assert close(secure, plain, 1e-4)
 
 
 def test_nothing_of_a_sum_is_left_in_the_state(tmp_path):

@@ -20,7 +20,7 @@ from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 from flwr_fisher.wire.tct_upload import EigenvalueCounts, about_features
 
-SECURE = SecureSums(bits=64)
+SECURE = SecureSums()
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +78,6 @@ def test_some_clients_take_part_in_a_round_and_go_on_later():
 def last(result, count):
     rounds = result.train_metrics_clientapp
     return [rounds[n] for n in sorted(rounds)[-count:]]
-
-
-def test_features_sums_need_more_than_32_bits():
-    with pytest.raises(ConfigurationError, match="bits=64"):
-        tct(secure=SecureSums())
 
 
 # What travels

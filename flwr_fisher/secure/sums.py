@@ -96,7 +96,8 @@ class SecureSums(Options):
         32,
         "The bits of a word, 32 or 64. If a tensor's largest entry is below ``2**e``, "
         "the error of its sum is at most "
-        "``clients / 2 * 2**-(bits - 1 - ceil(log2(clients + 1)) - e)``.",
+        "``clients / 2 * 2**-(bits - 1 - ceil(log2(clients + 1)) - e)``. Sums of "
+        "features' squares always have 64.",
     )
     threshold: float = option(
         0.55,
@@ -183,6 +184,7 @@ class SecureSums(Options):
         """Return the exchanges that open an exchange's exponents and values."""
         assert exchange.additive is not None
         privacy, values = exchange.additive.privacy, index + 1
+        bits = max(self.bits, exchange.additive.bits)
         job = exchange.options.get("job", "train")
         work = {**exchange.options, "secure-job": job}
         if exchange.additive.weighted:
@@ -192,20 +194,13 @@ class SecureSums(Options):
         start = {"send": exchange.send, "start": exchange.start}
         sized = partial(steps.take_words, index, privacy)
         summed = partial(steps.take_words, values, privacy)
-        opened = partial(steps.open_values, values, self.bits, exchange, last)
+        opened = partial(steps.open_values, values, bits, exchange, last)
         return [
             ask("exponents", index, sized, begin, options=work, **start),
             ask("open", index, partial(steps.open_exponents, index), _sets),
-            ask("values", values, summed, self._scales),
+            ask("values", values, summed, partial(_scales, bits)),
             ask("open", values, opened, _sets, name=exchange.name),
         ]
-
-    def _scales(self, known: SecureState, number: int) -> dict[str, Tensor]:
-        return {
-            "exponents": torch.tensor(known.exponents, dtype=torch.int64),
-            "clients": torch.tensor(len(known.aggregator.public)),
-            "bits": torch.tensor(self.bits),
-        }
 
 
 # --- what each stage sends to each client
@@ -237,6 +232,14 @@ def _neighbours(known: SecureState, number: int) -> dict[str, Tensor]:
         "keys": rows_of([b"".join(keys) for keys in around.values()]),
         "signatures": rows_of([known.signatures[n] for n in around]),
         "threshold": torch.tensor(known.aggregator.threshold),
+    }
+
+
+def _scales(bits: int, known: SecureState, number: int) -> dict[str, Tensor]:
+    return {
+        "exponents": torch.tensor(known.exponents, dtype=torch.int64),
+        "clients": torch.tensor(len(known.aggregator.public)),
+        "bits": torch.tensor(bits),
     }
 
 

@@ -260,12 +260,16 @@ class Summation(Generic[P]):
     mean : Callable[[Sequence[tuple[P, float]]], P], optional
         Takes the weighted mean also without a secure sum, such as
         :func:`~flwr_fisher.wire.exact_mean`; then the step always receives one upload.
+    bits : 32 | 64, default 32
+        The fewest bits of a number in a secure sum. Sums of squares need 64: with 32,
+        rounding can make a matrix of second moments indefinite.
     """
 
     weighted: bool = True
     read: Callable[[ArrayRecord, Params], P] | None = None
     privacy: Privacy | None = None
     mean: Callable[[Sequence[tuple[P, float]]], P] | None = None
+    bits: int = 32
 
 
 @dataclass(frozen=True)
@@ -457,10 +461,6 @@ class Secure(Protocol):
 
     :class:`flwr_fisher.secure.SecureSums` is one.
     """
-
-    @property
-    def bits(self) -> int:
-        """How many bits a summed number has."""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a resumed run must have in common, as JSON."""

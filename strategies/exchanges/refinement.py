@@ -176,7 +176,7 @@ def head_exchange(
         HeadUpload.read,
         partial(_set_head, ridge),
         require_same_parameters=not more.get("optional", False),
-        additive=Summation(weighted=False),
+        additive=Summation(weighted=False, bits=64),
         **more,
     )
 
