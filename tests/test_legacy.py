@@ -40,7 +40,7 @@ from flwr_fisher.legacy import (
     server_app,
 )
 from flwr_fisher.legacy.client import from_list, names_of, to_list
-from flwr_fisher.strategies import FedFish, FedFisherOneShot, Refinement
+from flwr_fisher.strategies import TCT, FedFish, FedFisherOneShot, Refinement
 from flwr_fisher.testing import LocalGrid
 
 
@@ -359,6 +359,8 @@ def test_what_has_no_counterpart_is_refused():
     for other in (OlderFedAvg, FedFish(), FedAvg):
         with pytest.raises(ConfigurationError, match="as_legacy takes a class"):
             as_legacy(other, model=model)
+    with pytest.raises(ConfigurationError, match=r"TCT.* score its TCTModel"):
+        as_legacy(TCT, model=model)
     with pytest.raises(TypeError, match="fraction_fti"):
         as_legacy(FedFish, model=model, fraction_fti=0.5)
     with pytest.raises(ConfigurationError, match="FedAvg must be from as_legacy"):

@@ -17,7 +17,7 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.legacy.client import NDArray, Order, from_list, names_of, to_list
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import CurvatureResult, CurvatureStrategy
+from flwr_fisher.strategies import TCT, CurvatureResult, CurvatureStrategy
 from flwr_fisher.strategies.base import OLDER_NAMES
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -92,7 +92,8 @@ def as_legacy(
     Raises
     ------
     ConfigurationError
-        If it is not a strategy of this library, or a setting has no counterpart.
+        If it is not a strategy of this library, or is ``TCT``, whose model is none of
+        the network's arrays; or if a setting has no counterpart.
     ParamsError
         If the initial parameters are not the model's.
 
@@ -109,6 +110,12 @@ def as_legacy(
         raise ConfigurationError(
             "as_legacy takes a class of flwr_fisher.strategies, such as "
             f"FedFisherOneShot, and its settings as keywords, not {strategy!r}"
+        )
+    if issubclass(strategy, TCT):
+        raise ConfigurationError(
+            "as_legacy with TCT: its second stage fits another model, whose arrays are "
+            "in no list of the network's. Call TCT().start(...) in an @app.main, and "
+            "score its TCTModel"
         )
     keywords = {OLDER_NAMES.get(name, name): value for name, value in options.items()}
     kind = type(strategy.__name__, (_Older, strategy), {"__doc__": strategy.__doc__})
