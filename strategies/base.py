@@ -433,9 +433,13 @@ class CurvatureStrategy(Strategy):
             run.journal.release()
         result = run.result()
         if self.refine is not None and num_rounds and result.unrefined is None:
-            text = "the model is not refined: round %s was not done as the last one"
-            text += ", or its clients were gone. start(..., reopen=True) does it again"
-            logger.warning(text, run.server_round)
+            last = run.server_round
+            text = f"the model is not refined: round {last} was not done as the last "
+            text += "one, or its clients were gone"
+            if checkpoint_dir is not None and self.secure is None:
+                text += f". start(..., num_rounds={last}, resume=True, reopen=True) "
+                text += "does it again"
+            logger.warning(text)
         logger.info("")
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         return result

@@ -9,7 +9,7 @@ from virtual import quick_app, same_bits, tiny_arrays
 
 from flwr_fisher.callbacks import BestModel, EarlyStopping
 from flwr_fisher.errors import CallbackError, ConfigurationError
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot, Refinement
 from flwr_fisher.testing import LocalGrid
 
 
@@ -30,7 +30,7 @@ class Told:
         return server_round == self.ends
 
 
-def run(*callbacks, scores="", **options):
+def run(*callbacks, scores="", refine=None, **options):
     """`scores` has a digit for each round from 0: the server's accuracy."""
 
     def evaluate(server_round, arrays):
@@ -39,7 +39,7 @@ def run(*callbacks, scores="", **options):
         return MetricRecord({"accuracy": int(scores[server_round]) / 10})
 
     options = {"num_rounds": 4, "callbacks": callbacks, **options}
-    strategy = FedFisherOneShot()
+    strategy = FedFisherOneShot(refine=refine)
     grid = LocalGrid(quick_app(), 3)
     return strategy.start(grid, tiny_arrays(), evaluate_fn=evaluate, **options)
 
@@ -94,6 +94,32 @@ def test_a_resumed_run_tells_of_its_last_round_and_knows_all_before(tmp_path):
     assert told.rounds == [2, 3]
     accuracies = [told.history[n]["server/accuracy"] for n in range(4)]
     assert accuracies == [0.0, 0.1, 0.2, 0.3]
+
+
+def test_a_longer_run_forgets_the_scores_of_the_refined_model(tmp_path):
+    """It takes that model back, so no later one is compared with it."""
+    options = {"refine": Refinement(head=True), "checkpoint_dir": tmp_path}
+    options |= {"scores": "019234", "resume": True}
+    stop, told = EarlyStopping(patience=2), Told()
+    assert run(stop, num_rounds=2, **options).unrefined is not None
+    run(stop, told, num_rounds=5, **options)
+    assert told.rounds == [2, 3, 4, 5]
+    sources = {name.split("/")[0] for name in told.history[2]}
+    assert sources == {"train"}
+
+
+def test_a_run_that_was_ended_early_can_be_refined_as_its_warning_says(
+    tmp_path, caplog
+):
+    for kept in ({}, {"checkpoint_dir": tmp_path}):
+        ended = run(Told(ends=2), refine=Refinement(head=True), **kept)
+        assert ended.unrefined is None
+        assert "the model is not refined" in caplog.text
+        told_how = "start(..., num_rounds=2, resume=True, reopen=True)" in caplog.text
+        assert told_how is bool(kept)
+    again = {"num_rounds": 2, "resume": True, "reopen": True, **kept}
+    refined = run(Told(ends=2), refine=Refinement(head=True), **again)
+    assert same_bits(refined.unrefined, ended.arrays)
 
 
 def test_what_is_none_is_refused_before_anything_begins():

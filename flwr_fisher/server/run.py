@@ -198,10 +198,14 @@ class Run:
     def begin_round(self) -> None:
         """Go back to the last round's model as it was before it was refined.
 
-        So a run that goes on after its last round is the run of all these rounds.
+        So a run that goes on after its last round is the run of all these rounds. The
+        scores of the refined model are dropped: later models must not be compared with
+        one that is no longer there.
         """
         if unrefined := self.state.group(_UNREFINED):
             self.state = ServerState(dict(unrefined), self.state.without(_UNREFINED))
+            for name in ("evaluate", "server"):
+                getattr(self._result, HISTORIES[name]).pop(self.server_round, None)
 
     def keep_uploads(self, uploads: Uploads[Any] = ()) -> None:
         """Keep what a failed exchange has admitted; with nothing, free what is kept.
