@@ -115,6 +115,18 @@ def test_a_loop_that_reads_no_data_counts_for_all_of_them():
     assert weights == [8, 10, 12]
 
 
+@pytest.mark.parametrize("name", ["3.weight", "1.running_var"])
+def test_a_loop_that_changes_what_is_kept_is_refused(name):
+    """As one that trains a network of its own, in which nothing is frozen."""
+
+    def loop(model, loader, device, config):
+        model.state_dict()[name].add_(1.0)
+        return LocalSGD()(model, loader, device, config)
+
+    with pytest.raises(RoundError, match=f"changed '{name}', which pretrained=True"):
+        run(FedAvg, app_of(loop), **KNOWN)
+
+
 def test_features_far_from_zero_have_a_good_first_head():
     class Shifted(nn.Sequential):
         def forward(self, x):

@@ -24,7 +24,7 @@ from flwr_fisher.errors import (
 from flwr_fisher.log_lines import Progress, watching
 from flwr_fisher.merge.batch_norms import norms_by_prefix
 from flwr_fisher.options import Options, option
-from flwr_fisher.params import all_finite, trainable
+from flwr_fisher.params import NORM_STATISTICS, all_finite, trainable
 
 PRETRAINED = "pretrained"  # in a request's options, and in a loop's config
 Loader = Iterable[Any]  # batches
@@ -240,11 +240,22 @@ def keeping_what_is_known(model: nn.Module, head: str) -> Iterator[None]:
         A pre-trained model, which is trained in the block.
     head : str
         Its last layer, the same on all clients: their features then stay comparable.
+
+    Raises
+    ------
+    ClientError
+        If they have changed all the same, in another network. It names a tensor.
     """
-    layer = model.get_submodule(head)
+    layer, norms = model.get_submodule(head), norms_by_prefix(model)
     frozen = [name for name, p in layer.named_parameters() if p.requires_grad]
+    statistics = {f"{norm}{name}" for norm in norms for name in NORM_STATISTICS}
+    known = {
+        name: value.clone()
+        for name, value in model.state_dict().items()
+        if name in statistics or name.startswith(f"{head}.")
+    }
     with ExitStack() as hooks:
-        for norm in norms_by_prefix(model).values():
+        for norm in norms.values():
             in_eval = norm.register_forward_pre_hook(
                 lambda norm, _: setattr(norm, "training", False)
             )
@@ -255,6 +266,14 @@ def keeping_what_is_known(model: nn.Module, head: str) -> Iterator[None]:
         finally:
             for name in frozen:  # a loop may have replaced them
                 layer.get_parameter(name).requires_grad_(True)
+    trained = model.state_dict()
+    for name, value in known.items():
+        if not torch.equal(trained[name].to(value), value):
+            raise ClientError(
+                f"the training has changed '{name}', which pretrained=True keeps: "
+                "train the model that the client was made with, or a deep copy of it, "
+                "and no network of your own"
+            )
 
 
 def local_sgd(train_fn: TrainFn, why: str) -> LocalSGD:
