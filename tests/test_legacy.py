@@ -16,6 +16,7 @@ from virtual import (
     ask,
     close,
     fedfisher_with,
+    killing_app,
     metrics_of,
     same_bits,
     tiny_app,
@@ -349,6 +350,21 @@ def test_a_server_fn_run_is_kept_and_resumed(tmp_path):
         served(2, checkpoint_dir=tmp_path)
     resumed = served(2, checkpoint_dir=tmp_path, resume=True)
     assert same_bits(resumed.result.arrays, whole.result.arrays)
+
+
+def test_a_round_goes_on_with_the_config_that_it_began_with(tmp_path):
+    config = {"lr": 0.1, "to": float("inf"), "mask": b"a"}
+
+    def resumed(app=None, **changed):
+        own = {"checkpoint_dir": tmp_path, "resume": True}
+        own["on_fit_config_fn"] = lambda server_round: config | changed
+        return served(1, app, **own).result
+
+    with pytest.raises(KeyboardInterrupt):
+        resumed(killing_app(1, 3))
+    with pytest.raises(CheckpointError, match=r"began with lr=0.1 .* now it is 0.2"):
+        resumed(lr=0.2)
+    assert len(resumed().uploads) == 3
 
 
 def test_what_has_no_counterpart_is_refused():

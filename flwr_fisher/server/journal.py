@@ -68,6 +68,8 @@ class ExchangeRecord:
         How many clients there were.
     opened : float
         When it began, in seconds since 1970.
+    config : dict[str, str] | None
+        The round's config for clients, as texts; None of a run of an earlier version.
     optional : bool
         Whether the round can do without the exchange.
     reopened : bool
@@ -85,12 +87,24 @@ class ExchangeRecord:
     wanted: int
     connected: int
     opened: float
+    config: dict[str, str] | None = None
     optional: bool = False
     reopened: bool = False
     closed: list[str] | None = None
     missing: dict[str, str] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     absences: dict[str, Any] = field(default_factory=dict)
+
+    def check_config(self, config: Mapping[str, str], way_out: str) -> None:
+        """Raise :class:`CheckpointError` if the round began with another config."""
+        began = config if self.config is None else self.config
+        for key in sorted({*began, *config}):
+            before, now = began.get(key), config.get(key)
+            if before != now:
+                raise CheckpointError(
+                    f"the round began with {key}={before} in its config, and now it is "
+                    f"{now}: resume with the same, or {way_out}"
+                )
 
 
 class Journal:

@@ -182,6 +182,7 @@ class ExchangeRun(Generic[P]):
         if self._window is not None and record is not None and record.clients:
             logger.warning("the round began without a window, and goes on without one")
             self._window = None
+        self._told = {name: repr(value) for name, value in config.items()}
         options = {"job": "train", **exchange.options}
         if self._window is not None and exchange.require_same_parameters:
             # Only the last upload shows what most clients train and freeze.
@@ -214,9 +215,11 @@ class ExchangeRun(Generic[P]):
             If too few clients are connected when the time is up.
         CheckpointError
             If the exchange was begun with a collection window, and the strategy has
-            none now.
+            none now; or if its round began with another config.
         """
         record, messages = self.journal.record, list[Message]()
+        if record is not None:
+            record.check_config(self._told, self.journal.way_out)
         # What is on disk comes first: nobody is asked again for what is here. There may
         # be uploads without a record, or the reverse: a server can die at any moment.
         self._restore(record)
@@ -286,14 +289,15 @@ class ExchangeRun(Generic[P]):
             If too few nodes are connected when the time is up, or too few of them train
             the same parameters.
         """
+        opened, told = time.time(), self._told
         if self._window is not None:
-            return self.journal.note(ExchangeRecord(None, 0, 0, time.time())), []
+            return self.journal.note(ExchangeRecord(None, 0, 0, opened, told)), []
         nodes, wanted = self._sample() if self._numbers is None else self._named()
         names = [self.cohort.name(node) for node in nodes]
         # The record is written before the first request leaves, so that a resumed run
         # asks the same clients.
         connected, optional = self.cohort.connected, self.exchange.optional
-        record = ExchangeRecord(names, wanted, connected, time.time(), optional)
+        record = ExchangeRecord(names, wanted, connected, opened, told, optional)
         self.journal.note(record)
         self.door.expected = len(names)
         # Before anybody trains: leave out whose parameters cannot be merged, and end
