@@ -269,12 +269,18 @@ class FedFisherOneShot(CurvatureStrategy):
         return FisherUpload.from_arrays(record, like, codec, structure=self.structure)
 
     def check(self, state: ServerState) -> None:
-        """Raise an error if the model does not fit the budget.
+        """Raise an error if the model does not fit the budget, or sums.
 
         Also if `score` returns something else than a number for it.
         """
         if self.score is not None:
             check_number("score's result", plain(self.score(dict(state.params))))
+        halves = [k for k, v in state.params.items() if v.dtype == torch.float16]
+        if halves and self.aggregate == "sums" and self.structure == "kfac":
+            raise ConfigurationError(
+                f"'{halves[0]}' is float16, which is too coarse for sums of K-FAC: "
+                "pass structure='diagonal', aggregate='parts', or a float32 model"
+            )
         self._filled = self.merge.filled(state.params)
         codec = resolve(self.codec, state.params)
         if self.codec.name == "auto" and codec == LOSSLESS:

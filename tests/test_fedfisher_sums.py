@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from flwr.app import ArrayRecord
 from virtual import (
     LIFTED,
     Watched,
@@ -9,10 +10,12 @@ from virtual import (
     quick_app,
     tiny_arrays,
     tiny_client,
+    tiny_model,
 )
 
 from flwr_fisher.client import LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError
+from flwr_fisher.secure import SecureSums
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire.options import split_config
 
@@ -63,6 +66,16 @@ def test_rounds_follow_one_another_and_leave_one_file_a_client(tmp_path):
     result = merged(app_of(tmp_path), aggregate="sums", rounds=2, iterations=2)
     assert len(list(tmp_path.glob("state/partition-*/kfac-sums-*"))) == 4
     assert len(result.train_metrics_clientapp) == 2
+
+
+@pytest.mark.parametrize("secure", [None, SecureSums()])
+def test_k_fac_sums_of_a_float16_model_are_refused_before_training(secure):
+    """Its regularised factors would be refused after the training, or by chance not."""
+    app, half = Watched(), ArrayRecord(tiny_model().half().state_dict())
+    strategy = fedfisher_with(aggregate="sums", secure=secure)
+    with pytest.raises(ConfigurationError, match=r"'0.weight' is float16.*diagonal"):
+        strategy.start(LocalGrid(app, 3), half)
+    assert not app.trained
 
 
 def test_each_client_trains_once_a_round(tmp_path):
