@@ -15,6 +15,7 @@ from nets import (
     Net,
     OverTime,
     SquaredWeight,
+    Watched,
     freeze,
     mlp,
     then_tanh,
@@ -232,6 +233,18 @@ class InPlace(nn.Module):
         return self.head((self.layer(x) * self.scale + self.scale**2).tanh())
 
 
+class ReadAtOne(nn.Module):
+    """Its last layer's other tokens act on no output."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.mix, self.head = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x):
+        x = self.fc(x).tanh()
+        return self.head(self.mix(x + x.mean(1, True))[:, 0].tanh())
+
+
 def hooked():
     model = mlp(nn.Linear(3, 3), nn.Tanh())
     model[0].register_forward_hook(lambda module, args, output: output * 3)
@@ -276,6 +289,7 @@ MORE = {
         )
         for how, (use, slow) in ODD_USES.items()
     },
+    "read at one token": Net(ReadAtOne, SERIES, set(), slow=set()),
     "doubled": Net(then_tanh(Doubled, 3), VECTORS, {"0.weight"}),
     # The gradient of its weight is far below that of its bias.
     "small inputs": Net(then_tanh(SquaredWeight, 3, 3), VECTORS / 1000, FIRST),
@@ -527,6 +541,84 @@ def test_a_first_batch_of_zeros_shows_nothing_by_itself(bias):
     assert not Forms.of(plain, Inputs((torch.zeros(5, 3).double(),))).others
 
 
+class Tripled(nn.Embedding):
+    """Computes something else than its class does."""
+
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+class OfBytes(nn.Module):
+    """Images in bytes, with a layer without a bias."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.net = then_tanh(layer, 3, 3, False)()
+
+    def forward(self, x):
+        return self.net(x / 255)
+
+
+def of_padding(layer):
+    rows = layer(7, 4, padding_idx=0)
+    return nn.Sequential(rows, nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+
+
+def scaled_by_a_hook(*options):
+    layer = nn.Linear(*options)
+    layer.register_forward_hook(lambda module, args, output: output * 3)
+    return layer
+
+
+BLACK, NO_WORDS = torch.zeros(4, 3, dtype=torch.uint8), torch.zeros(4, 2).long()
+
+
+@pytest.mark.parametrize(
+    ("make", "layer", "blank", "others"),
+    [
+        (OfBytes, SquaredWeight, BLACK, ["net.0.weight"]),
+        (OfBytes, scaled_by_a_hook, BLACK, ["net.0.weight"]),
+        (OfBytes, Watched, BLACK, []),
+        (of_padding, Tripled, NO_WORDS, ["0.weight"]),
+        (of_padding, nn.Embedding, NO_WORDS, []),
+    ],
+)
+def test_what_has_no_gradient_is_tried_by_itself(make, layer, blank, others):
+    model = seeded(partial(make, layer)).eval()
+    assert Forms.of(model, Inputs((blank,))).others == others
+
+
+class Silence(nn.Module):
+    """Fails on anything that is not a loudness, or not a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, mask):
+        x, mask = self.fc(x.sqrt()).tanh(), torch.tensor([1, 0])[mask.long()]
+        return self.head(x * mask.unsqueeze(1))
+
+
+def test_the_first_batch_is_taken_as_it_is():
+    blank = torch.zeros(4, 3), torch.zeros(4)
+    assert not Forms.of(Silence().eval(), Inputs(blank)).others
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_a_row_that_is_added_to_an_examples_parts(parts):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift, self.head = nn.Parameter(randn(0, 1, 3)), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.head((x + self.shift).tanh().mean(1))
+
+    x = randn(1, 5, parts, 3)
+    check_exact(seeded(Parts), x, diagonal={"shift"}, slow={"shift"})
+
+
 def test_a_gradient_that_is_only_rounding_shows_nothing():
     """A bias before a norm of its own channel."""
     model = seeded(lambda: after_conv(nn.GroupNorm(4, 4), bias=True))
@@ -538,3 +630,20 @@ def test_a_compiled_model_has_the_fisher_of_its_module():
     want, got = fisher(model, [x]), fisher(torch.compile(model, backend="eager"), [x])
     assert all(isinstance(block, Kronecker) for block in got.blocks())
     assert got.trace() == want.trace()
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift, self.head = nn.Parameter(randn(0, 1, 3)), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head((x + self.shift).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_a_scripted_model_has_the_diagonal_of_its_module():
+    model = seeded(Shifted)
+    found = fisher(torch.jit.script(model), [VECTORS], options=EXACT).diagonal()
+    for name, entries in diagonal_fisher(model, VECTORS).items():
+        assert relative(found[name], entries) < 1e-5

@@ -383,6 +383,35 @@ def test_padding_changes_nothing(structure, expectation, sharing):
         assert relative(got[name], value) < 1e-5
 
 
+class Frames(nn.Module):
+    """It is told the lengths of series, and reads no frame behind them."""
+
+    def __init__(self, is_recurrent):
+        super().__init__()
+        self.fc, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.cell = nn.GRU(4, 4, batch_first=True) if is_recurrent else None
+
+    def forward(self, x, lengths):
+        x = self.fc(x).tanh()
+        if self.cell is not None:
+            return self.head(self.cell(x)[0][torch.arange(len(x)), lengths - 1])
+        behind = torch.arange(x.shape[1]) >= lengths.unsqueeze(1)
+        return self.head(x.masked_fill(behind.unsqueeze(2), -1).amax(1))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_padding_that_only_the_model_knows_changes_nothing(is_recurrent, sharing):
+    options = FisherOptions.full(tolerance=0, weight_sharing=sharing)
+    model, lengths = Frames(is_recurrent), torch.tensor([3, 5, 1, 2])
+    x = torch.randn(4, 5, 3)
+    want, got = (
+        fisher(model, [(x, lengths, None), (x, lengths, None)], options=options)
+        for x in (x, F.pad(x, (0, 0, 0, 9), value=2))
+    )
+    torch.testing.assert_close(got.diagonal(), want.diagonal())
+
+
 def test_without_any_label_there_is_no_fisher():
     with pytest.raises(DataError, match="-100"):
         fisher(token_net(), [(TOKENS, torch.full_like(LABELS, -100))])

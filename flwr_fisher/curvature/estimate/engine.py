@@ -72,6 +72,8 @@ class Engine:
         Which positions of a layer count, if it has several.
     room : Room
         How many examples fit in memory.
+    padded : bool
+        Whether some tokens may be padding.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class Engine:
         expectation: Expectation,
         positions: Positions,
         room: Room,
+        padded: bool,
     ) -> None:
         self.model, self.sums, self.expectation = model, sums, expectation
+        self.padded = padded
         self.positions, self.room, self.chunk = positions, room, room.examples
         self.layers = {name: each.layer for name, each in sums.accumulators.items()}
         self._tapped = {**self.layers, **sums.direct.layers}
@@ -120,7 +124,9 @@ class Engine:
             few = first[: min(_FEW, len(forms.outputs))]
             outputs = forms.outputs[: len(few)]
             expectation.likelihood.check_labels(outputs, few.labels)
-        return cls(model, sums, expectation, positions, room)
+        # The first batch of a transformers model may have no padding by chance.
+        padded = forms.padded or "attention_mask" in first.inputs.kwargs
+        return cls(model, sums, expectation, positions, room, padded)
 
     def add(self, batch: Batch) -> None:
         """Run a batch forward, and back once for each of its pieces that count.
@@ -220,17 +226,17 @@ class Engine:
 
         Positions that are padding, or that no output with a label depends on, have a
         gradient of 0, and are left out of K-FAC's factors, as if they were not there.
-        It costs a backward pass, and is taken where labels, or a transformers model's
-        mask, say that there may be such.
+        It costs a backward pass, and is taken where the first batch or labels say that
+        there may be such.
         """
-        inputs, outputs, taps = run
+        _, outputs, taps = run
         layers = [
             name
             for name, layer in self.layers.items()
             if self.sums.accumulators[name].observes
             and math.prod(layer.positions(taps[name].inputs.shape)) > 1
         ]
-        if not layers or (label_mask is None and not inputs.is_padded):
+        if not layers or (label_mask is None and not self.padded):
             return {}
         # A random direction of the outputs: a position that has no gradient for it has
         # none for any other.

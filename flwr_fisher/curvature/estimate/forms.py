@@ -40,6 +40,7 @@ from flwr_fisher.curvature.estimate.layers import (
     EmbeddingRows,
     KroneckerLayer,
     Layer,
+    LinearLayer,
     RepeatedRow,
     layer_of,
 )
@@ -153,6 +154,8 @@ class Forms:
         All other parameters, which need per-example gradients.
     outputs : Tensor
         The model's for the first examples of the batch.
+    padded : bool
+        Whether the model has tokens that act on no output, by no layer: padding.
     """
 
     layers: dict[str, KroneckerLayer]
@@ -160,6 +163,7 @@ class Forms:
     inputs: dict[str, Tensor]
     others: list[str]
     outputs: Tensor
+    padded: bool
 
     @classmethod
     def of(
@@ -184,16 +188,16 @@ class Forms:
             If an example has no row of outputs, or its outputs depend on the others.
         """
         layers, seen = layers_by_type(model), dict[str, Tensor]()
-        inputs = inputs.mapped(_telling)
         layers |= _repeatable(model, inputs)
-        size, first = len(inputs), None
+        size, first, padded = len(inputs), None, False
         if max_bytes is not None:
             size = _fitting(model, inputs, layers, max_bytes)
         for part in inputs.split(size):
             several = part if len(part) > 1 else concatenated([part, part])
             outputs, taps = tapped_forward(model, several, layers)
             check_outputs(outputs, len(several))
-            layers = passing(several, layers, outputs, taps)
+            layers, is_padded = passing(several, layers, outputs, taps)
+            padded |= is_padded
             if first is None:
                 # Behind the backward passes, because a forward pass may change in place
                 # what they need.
@@ -208,6 +212,7 @@ class Forms:
             {name: seen[name] for name in layers},
             [name for name in trainable_names(model) if name not in taken],
             first,
+            padded,
         )
 
 
@@ -221,14 +226,17 @@ def _repeatable(model: nn.Module, inputs: Inputs) -> dict[str, Layer]:
                 found[name] = RepeatedRow(module, name, None)
     if not found:
         return {}
-    two = concatenated([inputs[:1]] * 2)
     try:
-        with torch.no_grad():
-            outputs, (again, _) = two(model), tapped_forward(model, two, found)
+        for count in (2, 3):  # one of which may be the size of another axis
+            rows = concatenated([inputs[:1]] * count)
+            with torch.no_grad():
+                outputs, (again, _) = rows(model), tapped_forward(model, rows, found)
             off, size = (widened(x).norm() for x in (outputs - again, outputs))
+            if not off <= _TOLERANCE * size:
+                return {}  # it looks at their shape
     except (RuntimeError, ValueError, TypeError, IndexError):
         return {}  # it repeats them itself
-    return found if off <= _TOLERANCE * size else {}  # else it looks at their shape
+    return found
 
 
 def _fitting(
@@ -241,13 +249,6 @@ def _fitting(
     entries = 2 * activations + 4 * outputs.numel()
     # Two at least, since one example alone mixes with no other.
     return max(2, max_bytes * len(few) // (entries * outputs.itemsize))
-
-
-def _telling(inputs: Tensor) -> Tensor:
-    """Return inputs that show what a layer does: random ones for a batch of zeros."""
-    if not inputs.is_floating_point() or inputs.any():
-        return inputs
-    return drawn(Tensor.normal_, inputs, torch.Generator().manual_seed(0))
 
 
 def layers_by_type(model: nn.Module) -> dict[str, Layer]:
@@ -279,8 +280,10 @@ def passing(
     layers: Mapping[str, Layer],
     outputs: Tensor,
     taps: Mapping[str, list[Tap]],
-) -> dict[str, Layer]:
+) -> tuple[dict[str, Layer], bool]:
     """Return the layers whose form gives each example's gradient, as autograd does.
+
+    And whether there is padding: tokens that act on no output, by no layer.
 
     Parameters
     ----------
@@ -299,7 +302,7 @@ def passing(
         if len(taps[name]) == 1 and _fits(layer, taps[name][0], len(inputs))
     }
     if not calls:
-        return {}
+        return {}, False
     edges = [call.edge() for call in calls.values()]
     counts = [len(layers[name].names) for name in calls]
     leaves = [get_gradient_edge(p) for name in calls for p in layers[name].parameters()]
@@ -318,7 +321,14 @@ def passing(
         if r is not None and r_again is not None and not any(missing):
             layer, inputs_of = layers[name], calls[name].inputs
             seen[name] = _Seen(layer, inputs_of, r, widened(r_again), gradients)
-    return _passed(seen, c) if seen else {}
+    if not seen:
+        return {}, False
+    passed = {
+        name: layers[name]
+        for name, is_silent in _passed(seen, c).items()
+        if not is_silent or _passes_alone(seen[name], c)
+    }
+    return passed, _has_padding(seen)
 
 
 class _Seen(NamedTuple):
@@ -343,8 +353,48 @@ def _fits(layer: Layer, call: Tap, count: int) -> bool:
     )
 
 
-def _passed(seen: Mapping[str, _Seen], c: Tensor) -> dict[str, Layer]:
-    """Return the layers that pass; all are compared at once, in few operations."""
+def _passes_alone(seen: _Seen, c: Tensor) -> bool:
+    """Return whether a layer passes if it is called by itself, on drawn inputs.
+
+    A batch shows nothing of a layer whose gradient is 0, as that of blank images is:
+    any form explains it.
+    """
+    layer, x, generator = seen.layer, seen.inputs, torch.Generator().manual_seed(0)
+    if isinstance(layer, RepeatedRow):
+        return True  # there is no call
+    if x.is_floating_point():
+        x = drawn(Tensor.normal_, x, generator)
+    else:  # other rows of an embedding
+        x = (x + 1) % len(layer.parameters()[0])
+    try:
+        output = layer.layer(x)
+        r = drawn(Tensor.normal_, output, generator)
+        gradients = list(torch.autograd.grad(output, layer.parameters(), r))
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False  # it takes more than its input
+    again = widened(r) * _rows(c, r).to(widened(r))
+    return bool(_passed({"": _Seen(layer, x, r, again, gradients)}, c))
+
+
+def _has_padding(seen: Mapping[str, _Seen]) -> bool:
+    """Return whether a token's gradient is 0 at all layers with this number of tokens.
+
+    At some of them it is 0 where only a class token is read. A convolution is not
+    asked: a maximum leaves out some of its positions by chance.
+    """
+    acting = dict[int, Tensor]()
+    for each in seen.values():
+        if isinstance(each.layer, LinearLayer) and each.r.dim() > 2:
+            acts = each.r.ne(0).any(-1).flatten(1)
+            acting[acts.shape[1]] = acts | acting.get(acts.shape[1], acts)
+    return any(not acts.all() for acts in acting.values())
+
+
+def _passed(seen: Mapping[str, _Seen], c: Tensor) -> dict[str, bool]:
+    """Return which layers pass, and whether one of their gradients is 0.
+
+    All are compared at once, in few operations.
+    """
     every = list(seen.values())
     wide = [widened(each.r) for each in every]
     # 1. Each row depends on its own example alone.
@@ -379,15 +429,17 @@ def _passed(seen: Mapping[str, _Seen], c: Tensor) -> dict[str, Layer]:
         if k in products:
             rounding[-len(each.gradients)] = products[k]
     unit = _ROUNDINGS * max(torch.finfo(x.dtype).eps for x in wide)
-    most = tolerance * torch.stack(list(torch._foreach_norm(gradients)))
-    equal = torch.stack(list(distances)).le(most + unit * torch.stack(rounding))
-    answers = torch.cat([own, equal]).tolist()  # a device is waited for once
-    owns, rest = answers[: len(every)], iter(answers[len(every) :])
-    passes = {
-        name: all([is_own, *(next(rest) for _ in each.gradients)])
-        for (name, each), is_own in zip(seen.items(), owns, strict=True)
-    }
-    return {name: each.layer for name, each in seen.items() if passes[name]}
+    lengths = torch.stack(list(torch._foreach_norm(gradients)))
+    most = tolerance * lengths + unit * torch.stack(rounding)
+    equal = torch.stack(list(distances)).le(most)
+    # A device is waited for once.
+    answers = iter(torch.cat([own, equal, lengths.eq(0)]).tolist())
+    owns = [next(answers) for _ in every]
+    equals, zeros = (
+        [[next(answers) for _ in each.gradients] for each in every] for _ in range(2)
+    )
+    of_names = zip(seen, owns, equals, zeros, strict=True)
+    return {k: any(zero) for k, is_own, same, zero in of_names if is_own and all(same)}
 
 
 def _summed(seen: _Seen) -> list[Tensor]:

@@ -91,7 +91,8 @@ class Jacobians:
 
     def _one_by_one(self, inputs: Inputs, pieces: Tensor) -> dict[str, Tensor]:
         """Return the same by one forward pass for each example, for any model."""
-        leaves = [self.model.get_parameter(name) for name in self.params]
+        parameters = dict(self.model.named_parameters())
+        leaves = [parameters[name] for name in self.params]
         pull = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
         rows = []
         for i in range(len(inputs)):

@@ -470,7 +470,7 @@ class RepeatedRow(DirectLayer):
 
     def parameters(self) -> list[Tensor]:
         """Return the parameter."""
-        return [self.layer.get_parameter(self.weight.rpartition(".")[2])]
+        return [getattr(self.layer, self.weight.rpartition(".")[2])]
 
     def repeated(self, n: int) -> Tensor:
         """Return one row for each of n examples, as a view."""
