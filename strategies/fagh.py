@@ -151,6 +151,7 @@ class FAGH(CurvatureStrategy):
             options["probe"] = "random" if drawn else self.probe
             options["probe-seed"] = self._probe_seed
         exchange = Exchange(options, read, self._step, additive=Summation())
+        exchange = replace(exchange, require_same_parameters=True)
         if has_last:
             exchange = replace(exchange, send=_send)
         return [exchange, *refinements(self, server_round)]

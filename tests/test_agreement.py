@@ -28,7 +28,7 @@ from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
-from flwr_fisher.strategies import FedFish, FedFisherOneShot, Waiting
+from flwr_fisher.strategies import FAGH, FedFish, FedFisherOneShot, Waiting
 from flwr_fisher.strategies.baselines import AFL
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire.options import split_frozen
@@ -114,11 +114,18 @@ class Softmax(type(likelihood_of("categorical"))):
     """A likelihood of a user's own."""
 
 
-@pytest.mark.parametrize("odd", ["bernoulli", "gaussian", Softmax()])
-def test_who_has_another_kind_of_labels_is_named_before_it_trains(odd, caplog):
+@pytest.mark.parametrize(
+    ("make", "odd"),
+    [
+        (FedFisherOneShot, "bernoulli"),
+        (FedFisherOneShot, Softmax()),
+        (FAGH, "gaussian"),
+    ],
+)
+def test_who_has_another_kind_of_labels_is_named_before_it_trains(make, odd, caplog):
     trained = []
     app = app_of(lambda partition: model(), trained, ("categorical", odd, *MOST))
-    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    strategy = make(fraction_evaluate=0.0)
     result = strategy.start(LocalGrid(app, 4), arrays(shared_state(model())))
     assert len(result.uploads) == 3
     assert 1 not in trained

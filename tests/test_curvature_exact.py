@@ -173,13 +173,10 @@ class Tokens(nn.Module):
 
 
 ODD_USES = {  # and what is then computed by per-example gradients
-    "repeats": (lambda p, n: p.repeat(n, 1, 1), {"token", "places"}),
+    "repeats": (lambda p, n: p.repeat(n, 1, 1), {"token"}),
     "takes the first": (lambda p, n: p[:1].expand(n, -1, -1), {"token"}),
     "takes the mean": (lambda p, n: p.mean(0, True).expand(n, -1, -1), {"token"}),
-    "looks at its shape": (
-        lambda p, n: (p * len(p)).expand(n, -1, -1),
-        {"token", "places"},
-    ),
+    "looks at its shape": (lambda p, n: (p * len(p)).expand(n, -1, -1), {"token"}),
 }
 
 
@@ -630,6 +627,43 @@ def test_a_compiled_model_has_the_fisher_of_its_module():
     want, got = fisher(model, [x]), fisher(torch.compile(model, backend="eager"), [x])
     assert all(isinstance(block, Kronecker) for block in got.blocks())
     assert got.trace() == want.trace()
+
+
+class RankOne(nn.Module):
+    """A low-rank adapter whose second factor is 0, as adapters begin."""
+
+    def __init__(self):
+        super().__init__()
+        self.A = nn.Parameter(randn(0, 1, 3))
+        self.B, self.head = nn.Parameter(torch.zeros(1, 3)), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(x) + x @ self.A.T @ self.B
+
+
+def test_an_adapter_of_rank_one_has_its_diagonal():
+    check_exact(seeded(RankOne), VECTORS, diagonal={"A", "B"}, slow={"A", "B"})
+
+
+class Shortened(nn.Module):
+    """It shortens the rows that it looks up, in its table itself."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.head = table(7, 4, max_norm=0.5), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.table(x).reshape(len(x), -1, 4).tanh().mean(1))
+
+
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+def test_parameters_that_a_forward_pass_changes_are_as_before(table):
+    model = seeded(partial(Shortened, table))
+    before = model.table.weight.detach().clone()
+    fisher(model, [TOKENS])
+    assert torch.equal(model.table.weight, before)
+    model(TOKENS)
+    assert not torch.equal(model.table.weight, before)
 
 
 class Shifted(nn.Module):

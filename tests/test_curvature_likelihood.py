@@ -400,6 +400,38 @@ def test_labels_that_do_not_fit_are_named(expectation, likelihood, labels, text)
         fisher(net(), [(randn(1, 8, 4), labels)], "diagonal", **how)
 
 
+@pytest.mark.parametrize("expectation", EXPECTATIONS)
+@pytest.mark.parametrize(
+    ("likelihood", "labels", "wrong", "text"),
+    [
+        ("categorical", torch.zeros(4).long(), 3, "label 3 is outside"),
+        ("bernoulli", torch.zeros(4, 3), 2.0, r"label 2 is outside \[0, 1\]"),
+        ("bernoulli", torch.zeros(4, 3).long(), -100, "label -100 is outside"),
+        ("gaussian", torch.zeros(4, 3), torch.inf, "NaN or infinite"),
+    ],
+)
+def test_each_label_of_each_batch_is_checked(
+    expectation, likelihood, labels, wrong, text
+):
+    x, how = randn(1, 4, 4), {"options": full(expectation=expectation)}
+    last = labels.clone()
+    last[-1] = wrong
+    fisher(net(), [(x, labels)] * 2, "diagonal", likelihood=likelihood, **how)
+    with pytest.raises(DataError, match=text):
+        fisher(
+            net(), [(x, labels), (x, last)], "diagonal", likelihood=likelihood, **how
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool])
+@pytest.mark.parametrize("expectation", EXPECTATIONS)
+def test_one_hot_labels_are_floats(expectation, dtype):
+    options, hot = full(expectation=expectation), F.one_hot(torch.arange(8) % 3)
+    fisher(net(), [(randn(1, 8, 4), hot.float())], "diagonal", options=options)
+    with pytest.raises(StructureError, match="make one-hot labels floats"):
+        fisher(net(), [(randn(1, 8, 4), hot.to(dtype))], "diagonal", options=options)
+
+
 LABELS = {
     "several": torch.ones(8, 3),
     "several, as integers": torch.ones(8, 3).long(),

@@ -259,6 +259,8 @@ def check_classes(labels: Tensor, classes: int) -> None:
 
 def are_probabilities(labels: Tensor) -> bool:
     """Return whether labels are probabilities, whose sum in the last dimension is 1."""
+    if not labels.is_floating_point():
+        return False
     total = labels.sum(-1, dtype=torch.float32)
     return bool((labels >= 0).all() and ((total - 1).abs() < 1e-2).all())
 

@@ -72,6 +72,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     compiled anew for each derivative.
     """
     modes = {module: module.training for module in model.modules()}
+    # An embedding with a largest norm shortens its rows when it looks them up.
+    embeddings = [m for m in modes if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    tables = [m.weight.data for m in embeddings if m.max_norm is not None]
+    before = [table.clone() for table in tables]
     model.eval()
     try:
         with (
@@ -86,6 +90,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(modes[model])
         for module, training in modes.items():
             module.training = training
+        for table, own in zip(tables, before, strict=True):
+            table.copy_(own)
 
 
 @contextmanager

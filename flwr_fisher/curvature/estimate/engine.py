@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.data import Batch, Inputs, concatenated
 from flwr_fisher.curvature.estimate.forms import Tap, tapped_once
 from flwr_fisher.curvature.estimate.layers import Positions
-from flwr_fisher.curvature.estimate.likelihood import Expectation
+from flwr_fisher.curvature.estimate.likelihood import Expectation, check_labels
 from flwr_fisher.curvature.estimate.model_sums import (
     ModelSums,
     Room,
@@ -35,7 +35,6 @@ from flwr_fisher.curvature.models import device_of
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.params import widened
 
-_FEW = 16  # examples whose labels are checked
 _QUEUE = 64  # examples that a CPU runs together, where memory allows
 _MOST_BUNDLED = 16  # pieces of an example whose gradients are summed at once
 _MOST_ENTRIES = 2**20  # entries that the gradients of these pieces have
@@ -110,7 +109,7 @@ class Engine:
         """Return an engine for batches like the first, which is checked.
 
         The first batch shows which form each layer has, how many examples fit in
-        memory, and whether labels and outputs fit.
+        memory.
         """
         options = expectation.options
         forms, sums = make_sums(
@@ -120,15 +119,11 @@ class Engine:
         most = None if structure == "diagonal" or reduces else options.max_positions
         positions = Positions(most, expectation.seed)
         room = room_for(model, forms, sums, positions, len(first), max_batch_bytes)
-        if isinstance(first.labels, Tensor):
-            few = first[: min(_FEW, len(forms.outputs))]
-            outputs = forms.outputs[: len(few)]
-            expectation.likelihood.check_labels(outputs, few.labels)
         # The first batch of a transformers model may have no padding by chance.
         padded = forms.padded or "attention_mask" in first.inputs.kwargs
         return cls(model, sums, expectation, positions, room, padded)
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: Batch, labels: Any) -> None:
         """Run a batch forward, and back once for each of its pieces that count.
 
         Parameters
@@ -136,13 +131,19 @@ class Engine:
         batch : Batch
             On the model's device. Positions with the label -100 are left out. The
             values of the other labels matter only for the empirical Fisher.
+        labels : Any
+            The batch's labels where they came from, to be checked: on the CPU no
+            device is waited for.
         """
         # In parts that fit in memory: the sums do not depend on how they are cut.
         label_mask = self.expectation.label_mask(batch)
         for start in range(0, len(batch), self.chunk):
             rows = slice(start, start + self.chunk)
             part, mask = batch[rows], None if label_mask is None else label_mask[rows]
-            self._add_part(part, mask)
+            run = self._forward(part.inputs)
+            if isinstance(labels, Tensor):
+                check_labels(self.expectation.likelihood, run.outputs, labels[rows])
+            self._add_part(part, run, mask)
             self.count += len(part)
 
     def result(self) -> Curvature:
@@ -151,9 +152,8 @@ class Engine:
             self._run_queue(key)
         return self.sums.mean(self.count)
 
-    def _add_part(self, batch: Batch, label_mask: Tensor | None) -> None:
-        """Run examples forward, plan which pieces count, and run or queue these."""
-        run = self._forward(batch.inputs)
+    def _add_part(self, batch: Batch, run: _Forward, label_mask: Tensor | None) -> None:
+        """Plan which pieces of some outputs count, and run or queue these."""
         outputs = widened(run.outputs)
         pieces = self.expectation.pieces(outputs, batch, label_mask, self._generator)
         groups = backward_plan(pieces, self.expectation.tolerance)

@@ -129,18 +129,18 @@ def fisher(
         if wanted is not None:
             batches = some_of(batches, wanted, num_examples, seed)
         if options.expectation == "empirical-batch":
-            moved = (batch.to(device) for batch in batches)
-            return squared_batch_gradients(model, moved, expectation.likelihood)
+            return squared_batch_gradients(model, batches, expectation.likelihood)
         engine: Engine | None = None
         for some in batches:
-            batch = expectation.with_labels(some).to(device)
-            if not len(batch):
+            labelled = expectation.with_labels(some)
+            if not len(labelled):
                 continue
+            batch = labelled.to(device)
             if engine is None:
                 engine = Engine.of(
                     model, batch, structure, expectation, max_batch_bytes
                 )
-            engine.add(batch)
+            engine.add(batch, labelled.labels)
             advance(len(some))
         if engine is None:
             raise DataError(

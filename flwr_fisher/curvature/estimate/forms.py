@@ -224,19 +224,22 @@ def _repeatable(model: nn.Module, inputs: Inputs) -> dict[str, Layer]:
             by_type = layer_of(module, name, None) is not None
             if p.requires_grad and p.dim() > 1 and len(p) == 1 and not by_type:
                 found[name] = RepeatedRow(module, name, None)
-    if not found:
-        return {}
+    return {k: v for k, v in found.items() if _takes_rows(model, inputs, {k: v})}
+
+
+def _takes_rows(model: nn.Module, inputs: Inputs, row: Mapping[str, Layer]) -> bool:
+    """Return whether rows in a parameter's place, one an example, change nothing."""
     try:
         for count in (2, 3):  # one of which may be the size of another axis
             rows = concatenated([inputs[:1]] * count)
             with torch.no_grad():
-                outputs, (again, _) = rows(model), tapped_forward(model, rows, found)
+                outputs, (again, _) = rows(model), tapped_forward(model, rows, row)
             off, size = (widened(x).norm() for x in (outputs - again, outputs))
             if not off <= _TOLERANCE * size:
-                return {}  # it looks at their shape
+                return False  # it looks at their shape
     except (RuntimeError, ValueError, TypeError, IndexError):
-        return {}  # it repeats them itself
-    return found
+        return False  # it repeats them itself
+    return True
 
 
 def _fitting(

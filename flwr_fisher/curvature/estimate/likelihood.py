@@ -127,7 +127,7 @@ class Likelihood(ABC):
     def check_labels(self, outputs: Tensor, labels: Tensor) -> None:
         """Raise an error if labels show that the outputs have another meaning.
 
-        It is called for the first batch.
+        It is called for each batch.
         """
         return
 
@@ -208,16 +208,8 @@ class Categorical(Likelihood):
         Labels may be probabilities of the classes, in place of the one-hot ones.
         """
         p = _at_least_2d(outputs).softmax(-1)
-        if labels.shape == p.shape and labels.is_floating_point():
+        if labels.shape == p.shape:
             return labels.to(p.dtype) - p
-        if labels.shape != p.shape[:-1] or labels.is_floating_point():
-            raise DataError(
-                f"labels of shape {tuple(labels.shape)} and dtype {labels.dtype} do "
-                f"not fit logits of shape {tuple(p.shape)}: labels must be class "
-                "indices"
-            )
-        labels = labels.long()
-        check_classes(labels, p.shape[-1])
         scores = _from_probabilities(labels.clamp_min(0), p)
         return scores.masked_fill((labels == IGNORED).unsqueeze(-1), 0)
 
@@ -257,7 +249,8 @@ class Categorical(Likelihood):
                 f"labels of shape {tuple(labels.shape)} and dtype {labels.dtype} are "
                 f"neither classes nor probabilities of outputs of shape {shape}: pass "
                 "likelihood='gaussian' for numbers, 'bernoulli' for sigmoids, or a "
-                "Likelihood of your own"
+                "Likelihood of your own; make one-hot labels floats, or classes by "
+                "argmax(-1), in the data or by FisherClient(batch_fn=...)"
             )
 
 
@@ -445,6 +438,13 @@ class Expectation:
         return given_pieces(scores)
 
 
+def check_labels(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> None:
+    """Check labels of any device by :meth:`Likelihood.check_labels`."""
+    if likelihood not in LIKELIHOODS.values():  # a user's may compare the two
+        labels = labels.to(outputs.device)
+    likelihood.check_labels(outputs.detach(), labels)
+
+
 def _score(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> Tensor:
     """Return a likelihood's score, after a check of its shape."""
     score = likelihood.score(outputs, labels)
@@ -473,20 +473,23 @@ def squared_batch_gradients(
     model : nn.Module
         In eval mode.
     batches : Iterable[Batch]
-        On the model's device.
+        On any device.
     likelihood : Likelihood
         What the model's outputs mean.
 
     Raises
     ------
     DataError
-        If there is no batch, or one without labels.
+        If there is no batch, or one without labels, or with wrong ones.
     """
     parameters = trainable(model)
     leaves, sums, count = list(parameters.values()), Sums(parameters), 0
-    for batch in batches:
+    device = leaves[0].device
+    for some in batches:
+        batch = some.to(device)
         given = batch.tensor_labels()
         outputs = batch.inputs(model)
+        check_labels(likelihood, outputs, some.tensor_labels())
         score = _score(likelihood, widened(outputs), given)
         mean = (score / likelihood.num_labels(given)).to(outputs.dtype)
         sums.add_squares(torch.autograd.grad(outputs, leaves, mean, allow_unused=True))
