@@ -114,6 +114,12 @@ class Inputs:
         """Return the same on a device."""
         return self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether a transformers model's mask says that some tokens are padding."""
+        mask = self.kwargs.get("attention_mask")
+        return isinstance(mask, Tensor) and bool((mask == 0).any())
+
     def split(self, size: int) -> "Iterator[Inputs]":
         """Yield parts of at most so many examples."""
         for start in range(0, len(self), size):

@@ -72,7 +72,7 @@ class Engine:
     room : Room
         How many examples fit in memory.
     padded : bool
-        Whether some tokens may be padding.
+        Whether some tokens of the first batch are padding.
     """
 
     def __init__(
@@ -119,9 +119,7 @@ class Engine:
         most = None if structure == "diagonal" or reduces else options.max_positions
         positions = Positions(most, expectation.seed)
         room = room_for(model, forms, sums, positions, len(first), max_batch_bytes)
-        # The first batch of a transformers model may have no padding by chance.
-        padded = forms.padded or "attention_mask" in first.inputs.kwargs
-        return cls(model, sums, expectation, positions, room, padded)
+        return cls(model, sums, expectation, positions, room, forms.padded)
 
     def add(self, batch: Batch, labels: Any) -> None:
         """Run a batch forward, and back once for each of its pieces that count.
@@ -226,17 +224,18 @@ class Engine:
 
         Positions that are padding, or that no output with a label depends on, have a
         gradient of 0, and are left out of K-FAC's factors, as if they were not there.
-        It costs a backward pass, and is taken where the first batch or labels say that
-        there may be such.
+        It costs a backward pass, and is taken where the first batch, labels, or a
+        transformers model's mask say that there may be such.
         """
-        _, outputs, taps = run
+        inputs, outputs, taps = run
         layers = [
             name
             for name, layer in self.layers.items()
             if self.sums.accumulators[name].observes
             and math.prod(layer.positions(taps[name].inputs.shape)) > 1
         ]
-        if not layers or (label_mask is None and not self.padded):
+        padded = self.padded or inputs.is_padded
+        if not layers or (label_mask is None and not padded):
             return {}
         # A random direction of the outputs: a position that has no gradient for it has
         # none for any other.
