@@ -24,7 +24,7 @@ example i at a layer, for random gradients :math:`v_i` of the model's outputs.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -402,11 +402,10 @@ def _passed(seen: Mapping[str, _Seen], c: Tensor) -> dict[str, bool]:
     wide = [widened(each.r) for each in every]
     # 1. Each row depends on its own example alone.
     wanted = torch._foreach_mul(wide, [_rows(c, r).to(r) for r in wide])
-    off = torch._foreach_sub(wanted, [each.r_again for each in every])
-    errors, norms = (
-        torch.stack([torch.linalg.vector_norm(x.flatten(1), dim=1) for x in some])
-        for some in (off, wanted)
-    )
+    norms = _norms_of_rows(wanted)
+    torch._foreach_sub_(wanted, [each.r_again for each in every])
+    errors = _norms_of_rows(wanted)
+    del wanted  # as large as all outputs of layers
     # Row by row: the two rows of examples that change places are few among many.
     tolerance = max(_tolerance(each.r.dtype) for each in every)
     typical = norms.square().mean(1, keepdim=True).sqrt()
@@ -443,6 +442,10 @@ def _passed(seen: Mapping[str, _Seen], c: Tensor) -> dict[str, bool]:
     )
     of_names = zip(seen, owns, equals, zeros, strict=True)
     return {k: any(zero) for k, is_own, same, zero in of_names if is_own and all(same)}
+
+
+def _norms_of_rows(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([torch.linalg.vector_norm(x.flatten(1), dim=1) for x in tensors])
 
 
 def _summed(seen: _Seen) -> list[Tensor]:
