@@ -496,7 +496,7 @@ def test_where_nobody_is_left_the_mean_stays_and_a_warning_says_so(clock, caplog
     *_, kept = warned(caplog)
     assert "the model stays that of the step before" in kept
     assert (
-        "left out partition-0, partition-1, partition-2: no reply, it is no longer"
+        "partition-0, partition-1, partition-2: no reply, it is no longer connected"
         in kept
     )
 
