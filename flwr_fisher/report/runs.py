@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from flwr.serverapp.strategy import Result
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.callbacks import HISTORIES
 from flwr_fisher.client.training import Loader
@@ -15,10 +15,9 @@ from flwr_fisher.devices import default_device
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.files import save_tensors
 from flwr_fisher.log_lines import logger
-from flwr_fisher.merge import MergeResult, fedavg
+from flwr_fisher.merge import MergeResult
 from flwr_fisher.params import Params, weighted_mean
 from flwr_fisher.report.accuracy import (
-    accuracies,
     accuracy_of,
     class_hits,
     ensemble_accuracy,
@@ -27,7 +26,13 @@ from flwr_fisher.report.accuracy import (
 from flwr_fisher.report.diagnosis import against_fedavg, one_shot_sentences
 from flwr_fisher.report.pictures import plot_accuracies, plot_rounds, points_of
 from flwr_fisher.strategies import CurvatureResult
-from flwr_fisher.wire import arrays_bytes, arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire import (
+    Additive,
+    FisherUpload,
+    arrays_bytes,
+    arrays_to_tensors,
+    tensors_to_arrays,
+)
 
 _TITLES = {
     "fedavg": "FedAvg",
@@ -133,39 +138,42 @@ def report_one_shot(
         models["fedfisher_averaged"] = merged.params
     # A merge of sums has no single client's model.
     uploads = result.uploads if merged.mean is None else []
-    posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
-    models["fedavg"] = fedavg(posteriors) if merged.mean is None else merged.mean
-    of_final = class_hits(model, [final], [1.0], loader)
-    accuracy = accuracies(model, models, loader)
-    of_clients, clients = dict[str, Tensor](), list[dict[str, Any]]()
-    for upload, share in zip(uploads, merged.shares, strict=False):
-        name, hits = (
-            upload.client,
-            class_hits(model, [upload.payload.params], [1.0], loader),
-        )
-        row = {"client": name, "examples": upload.num_examples}
-        clients.append({**row, "share": share, "accuracy": accuracy_of(hits)})
-        of_clients[name] = hits
+    members = [upload.payload.params for upload in uploads]
+    weights = [upload.num_examples for upload in uploads]
+    models["fedavg"] = merged.mean or weighted_mean(members, weights)
+    hits = {name: class_hits(model, [p], [1.0], loader) for name, p in models.items()}
+    accuracy = {name: accuracy_of(of_model) for name, of_model in hits.items()}
+    of_clients = {
+        upload.client: class_hits(model, [params], [1.0], loader)
+        for upload, params in zip(uploads, members, strict=True)
+    }
+    clients: list[dict[str, Any]] = [
+        {
+            "client": name,
+            "examples": weights[i],
+            "share": merged.shares[i],
+            "accuracy": accuracy_of(of_client),
+        }
+        for i, (name, of_client) in enumerate(of_clients.items())
+    ]
     if uploads:
-        members = [posterior.params for posterior in posteriors]
-        weights = [posterior.num_examples for posterior in posteriors]
         accuracy["ensemble"] = ensemble_accuracy(model, members, weights, loader)
         accuracy["best_client"] = max(row["accuracy"] for row in clients)
     titled = {t: accuracy[name] for name, t in _TITLES.items() if name in accuracy}
     best = _TITLES["fedfisher"]
     plot_accuracies(path / "accuracy.png", titled, best, title=title)
-    logger.info("Accuracy on %d test examples:", of_final[1].sum())
+    logger.info("Accuracy on %d test examples:", hits["fedfisher"][1].sum())
     for title, value in titled.items():
         logger.info("\t%-25s %5.1f %%", title, 100 * value)
     for row in clients:
         text = "\t%s: %g examples, %.1f %% of the curvature, test accuracy %.1f %%"
-        values: list[Any] = [*row.values()]
-        logger.info(text, *values[:2], *(100 * value for value in values[2:]))
-    train = result.train_metrics_clientapp
-    last = train[max(train)] if train else {}
-    counts = [last.get(k, 0) for k in ("num-rejected", "num-missing")]
-    left_out = sum(n for n in counts if isinstance(n, int))
-    for sentence in one_shot_sentences(accuracy, of_final, of_clients, left_out):
+        shares = 100 * row["share"], 100 * row["accuracy"]
+        logger.info(text, row["client"], row["examples"], *shares)
+    last: Any = [{}, *result.train_metrics_clientapp.values()][-1]
+    left_out = last.get("num-rejected", 0) + last.get("num-missing", 0)
+    for sentence in one_shot_sentences(
+        accuracy, hits["fedfisher"], of_clients, left_out
+    ):
         logger.info(sentence)
     metrics = {"accuracy": accuracy, "clients": clients, "seconds": seconds}
     _write_metrics(path, result, final, {**metrics, "config": dict(config or {})})
@@ -233,8 +241,10 @@ def report_rounds(
         text = "%s: test %s %.3f (round %d), %.3f (round %d)"
         (first, start), (final, end) = points[0], points[-1]
         logger.info(text, method, key, start, first, end, final)
-    if method.lower() != "fedavg" and (models := _models(result)):
-        mean = weighted_mean(*models)
+    uploads = result.uploads if isinstance(result, CurvatureResult) else []
+    models = [each for u in uploads if (each := _model(u.payload)) is not None]
+    if models and method.lower() != "fedavg":
+        mean = weighted_mean(models, [upload.num_examples for upload in uploads])
         hits = class_hits(model, [mean], [1.0], loader)
         accuracy["fedavg"] = fedavg = accuracy_of(hits)
         count = int(hits[1].sum())
@@ -259,18 +269,11 @@ def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
     return dict(sorted(rounds.items()))
 
 
-def _models(result: Result) -> tuple[list[Params], list[float]] | None:
-    """Return the models that clients uploaded in the last round, and their weights."""
-    if not isinstance(result, CurvatureResult) or not result.uploads:
-        return None
-    models = []
-    for upload in result.uploads:
-        parts = getattr(upload.payload, "parts", {})
-        params = getattr(upload.payload, "params", parts.get("params"))
-        if params is None:
-            return None
-        models.append(params)
-    return models, [upload.num_examples for upload in result.uploads]
+def _model(payload: object) -> Params | None:
+    """Return the model that a client uploaded, or None if it is in another form."""
+    if isinstance(payload, FisherUpload):
+        return payload.params
+    return (payload.part("params") or None) if isinstance(payload, Additive) else None
 
 
 def _save_model(path: str | Path, params: Params) -> Path:
