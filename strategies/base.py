@@ -271,10 +271,12 @@ class CurvatureStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the strategy's configuration; what is asked of clients, for debugging."""
-        settings = [f"{name}={value}" for name, value in self.settings().items()]
-        of_clients = [text for text in settings if text.startswith("client-")]
-        logger.info("\t├──> %s", ", ".join(t for t in settings if t not in of_clients))
-        logger.debug("\t├──> %s", ", ".join(of_clients))
+        settings = {"seed": self.seed, **self.settings()}
+        texts = [f"{name}={value}" for name, value in settings.items()]
+        of_clients = [text for text in texts if text.startswith("client-")]
+        logger.info("\t├──> %s", ", ".join(t for t in texts if t not in of_clients))
+        if of_clients:
+            logger.debug("\t├──> %s", ", ".join(of_clients))
         super().summary()
 
     # --- a run
@@ -339,8 +341,8 @@ class CurvatureStrategy(Strategy):
         ------
         RoundError
             If too few nodes are connected after `timeout` seconds, or a round ends with
-            fewer than `min_train_nodes` usable replies, or its step fails; unless
-            `waiting` skips such a round.
+            fewer than `min_train_nodes` usable replies, or replies that its step cannot
+            use; unless `waiting` skips such a round.
         ConfigurationError
             If an argument, or the model, does not fit this strategy.
         CheckpointError
@@ -435,10 +437,10 @@ class CurvatureStrategy(Strategy):
         if self.refine is not None and num_rounds and result.unrefined is None:
             last = run.server_round
             text = f"the model is not refined: round {last} was not done as the last "
-            text += "one, or its clients were gone"
+            text += "one, or its clients did not reply to it (see above)"
             if checkpoint_dir is not None and self.secure is None:
                 text += f". start(..., num_rounds={last}, resume=True, reopen=True) "
-                text += "does it again"
+                text += "asks them again"
             logger.warning(text)
         logger.info("")
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)

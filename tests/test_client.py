@@ -219,7 +219,7 @@ def test_without_examples_there_is_nothing_to_score_or_to_train_on():
         client = FisherClient(tiny_model(), loader, device="cpu")
         with pytest.raises(DataError, match="training loader has no examples"):
             ask(client, partition=6)
-        with pytest.raises(DataError, match=r"^node 4611686018427387904 has no"):
+        with pytest.raises(DataError, match=r"^this node has no"):
             client.problem.count_examples(2**62)  # a node without a partition-id
 
 
@@ -246,7 +246,7 @@ def sent(**changes):
             sent(**{"7_weight": torch.ones(2)}),
             ["'7.weight'", "no such entry", "another app"],
         ),
-        (sent(**{"0_weight": None, "3_bias": None}), ["'0.weight', '3.bias'"]),
+        (sent(**{"0_weight": None, "3_bias": None}), ["'3.bias', '0.weight'"]),
         (ArrayRecord(), ["0.weight", "shared_state"]),
     ],
     ids=["transposed", "broadcastable", "unknown", "lacking", "empty"],

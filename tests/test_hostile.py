@@ -44,7 +44,12 @@ from virtual import (
     tiny_arrays,
 )
 
-from flwr_fisher.errors import ConfigurationError, ParamsError, RoundError
+from flwr_fisher.errors import (
+    ConfigurationError,
+    ParamsError,
+    RoundError,
+    WireError,
+)
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.door import LeftOut
 from flwr_fisher.server.exchange import Upload
@@ -271,10 +276,18 @@ def stepping(make):
     return Odd(fraction_evaluate=0.0)
 
 
-def test_an_upload_that_no_step_can_take_is_left_out_by_name(tmp_path, caplog):
+@pytest.mark.parametrize(
+    "error",
+    [
+        ParamsError("the third client's overflow"),
+        KeyError("the third client's overflow"),  # a metric that it lacks
+        WireError("the third client's overflow", field="steps"),
+    ],
+)
+def test_an_upload_that_no_step_can_take_is_left_out_by_name(tmp_path, caplog, error):
     def step(taken, state, uploads):
         if any(upload.client == "partition-2" for upload in uploads):
-            raise ParamsError("the third client's overflow")
+            raise error
         return taken(state, uploads)
 
     where = {"checkpoint_dir": tmp_path}

@@ -598,7 +598,7 @@ def test_a_model_without_such_a_head_stays_and_the_log_says_why(
         with caplog.at_level(logging.INFO, "flwr"):
             results.append(run(**headless(mods=mods), **SUMS, refine=refine, **secure))
     assert same_bits(*(result.arrays for result in results))
-    assert "head: it stays as it was trained, since the model's outputs" in caplog.text
+    assert "head: it stays as it was, since the model's outputs" in caplog.text
     assert "left out" not in caplog.text
 
 

@@ -52,5 +52,5 @@ def test_labels_that_are_no_classes_are_refused(labels):
 
 def test_a_loader_without_batches_is_named():
     loader = DataLoader(tiny_data(0, 3), batch_size=4, drop_last=True)
-    with pytest.raises(DataError, match="loader of partition 5 has no example"):
+    with pytest.raises(DataError, match="loader of partition-5 has no example"):
         examples(loader, 5)

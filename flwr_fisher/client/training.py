@@ -40,7 +40,8 @@ class LocalSGD(Options):
     From the server's config it takes ``lr``, which replaces its own, and FedProx's
     ``proximal-mu``, which adds :math:`\frac\mu2\|\theta-\theta_0\|^2` to the loss;
     :math:`\theta_0` is the model before the training. A strategy with
-    ``pretrained=True`` adds ``pretrained``.
+    ``pretrained=True`` adds ``pretrained``. A job may pass ``on_gradients(epoch,
+    step)``, both counted from 1, which is called when a batch's gradients are in place.
 
     Raises
     ------

@@ -296,7 +296,7 @@ def _write_metrics(
     text = json.dumps(metrics, indent=2, default=float)
     (path / "metrics.json").write_text(text + "\n")
     logger.info("Results are in %s:", path)
-    logger.info("\tmetrics.json: these numbers, and the run's configuration")
+    logger.info("\tmetrics.json: these numbers, by method, client and round")
     text = "\tmodel.safetensors: the model; safetensors.torch.load_model(model, path)"
     logger.info("%s loads it", text)
     for picture in sorted(path.glob("*.png")):

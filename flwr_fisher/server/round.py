@@ -30,6 +30,7 @@ from flwr_fisher.errors import (
     ParamsError,
     RoundError,
     StructureError,
+    WireError,
     listed,
 )
 from flwr_fisher.log_lines import logger
@@ -54,10 +55,12 @@ from flwr_fisher.wire import NUM_EXAMPLES, named_options
 _POLICY = "policy"  # the policy's group of the state's tensors
 # Seconds until a node is asked again in a collection window, the first time.
 _AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0
-# The errors of a step that cannot use its uploads.
+# The errors of a step that cannot use its uploads, or one of them.
 _STEP_ERRORS = (
     ParamsError,
     StructureError,
+    WireError,
+    KeyError,  # a metric that a client has left out
     ArithmeticError,
     torch.linalg.LinAlgError,  # type: ignore[attr-defined]
 )

@@ -13,7 +13,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_fisher.callbacks import HISTORIES, Callback, call, history_of
-from flwr_fisher.errors import CheckpointError, ConfigurationError, kept_record
+from flwr_fisher.errors import (
+    CheckpointError,
+    ConfigurationError,
+    kept_record,
+    listed,
+)
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import (
@@ -145,9 +150,10 @@ class Run:
                 history = getattr(run._result, name)
                 for server_round, metrics in rounds.items():
                     history[int(server_round)] = MetricRecord(metrics)
-        kept = len([*journal.uploads(last + 1).rglob("*.safetensors")])
-        text = "Resuming in round %s, with %s uploads of it, from %s"
-        logger.info(text, last + 1, kept, journal.path)
+        logger.info("Resuming in round %s, from %s", last + 1, journal.path)
+        for folder in sorted(journal.uploads(last + 1).glob("exchange-*/")):
+            kept = listed(path.stem for path in folder.glob("*.safetensors"))
+            logger.info("%s has uploads of %s", folder.name, kept or "nobody")
         _check_model(initial, run.state.params, journal)
         return run
 
@@ -291,7 +297,8 @@ def _check_options(
         changes = ", ".join(pairs)
         raise CheckpointError(
             f"{journal.path} has a run with other options: {changes}. Resume it with "
-            "its options, or begin a new run in another checkpoint_dir"
+            "its options, list keys of the run config that do not matter in "
+            "may_change=[...], or begin a new run in another checkpoint_dir"
         )
 
 

@@ -280,7 +280,7 @@ def _set_head(
 def _solve_head(state: ServerState, uploads: Uploads[Any]) -> Step:
     """Solve for the head, which is not yet taken."""
     if isinstance(first := uploads[0].payload, NoHead):
-        logger.info("head: it stays as it was trained, since %s", first.reason)
+        logger.info("head: it stays as it was, since %s", first.reason)
         return Step(state)
     sums = _total(uploads)
     ridge = chosen_ridge(sums, bias=first.bias is not None)

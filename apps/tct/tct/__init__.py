@@ -6,5 +6,5 @@ if find_spec("flwr_fisher") is None:
     raise ImportError(
         "flwr-fisher is not installed where this app runs: `pip install "
         "'/path/to/flwr-fisher[all]'` in the environment of `flwr run`, then end a "
-        "SuperLink of another environment, `pkill -f flower-superlink`, and run again"
+        "SuperLink of another environment, by `pkill -f 'flower-superlink .*39093'`"
     )
