@@ -255,6 +255,31 @@ def random_psd(size, rank, seed, dtype=torch.float64):
     return rows.mT @ rows / rank
 
 
+def dense(F):
+    """The matrix of a curvature from its tensors, without any of its products."""
+    if isinstance(F, Diagonal):
+        return torch.diag(flatten(F.entries))
+    if isinstance(F, BlockDiagonal):
+        return torch.block_diag(*map(dense, F.children))
+    if isinstance(F, WeightedSum):
+        return sum(weight * dense_in(term, F.shapes) for weight, term in F)
+    if not isinstance(F, Kronecker):
+        return F.matrix
+    blocks = [torch.kron(g, a) for a, g in zip(F.A, F.G, strict=True)]
+    matrix = blocks[0].new_zeros(F.numel(), F.numel())
+    entries = unflatten(torch.arange(F.numel()), F.shapes)
+    for at, block in zip(F.as_matrices(entries).flatten(1), blocks, strict=True):
+        matrix[at.unsqueeze(1), at] = block
+    return matrix
+
+
+def dense_in(F, names):
+    """The matrix with its rows in another order of the parameters."""
+    entries = unflatten(torch.arange(F.numel()), F.shapes)
+    order = flatten(select(entries, names))
+    return dense(F)[order][:, order]
+
+
 def random_kronecker(seed, weight="w", shape=(4, 3), bias=None, groups=1, rank=2):
     size, out = torch.Size(shape), shape[0] // groups
     n = size[1:].numel() + (bias is not None)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import (
     CURVATURES,
+    dense,
     flat,
     random_blocks,
     random_dense,
@@ -61,21 +62,24 @@ def near(got, want, dtype):
 @given(kinds, dtypes, seeds, st.just(0.0) | st.floats(1e-3, 10))
 def test_products_sums_and_multiples(kind, dtype, seed, c):
     F, F2 = operator(kind, seed, dtype), operator(kind, seed + 99, dtype)
-    v, dense, dense2 = vector(F, seed), F.to_dense().double(), F2.to_dense().double()
+    v, matrix, matrix2 = vector(F, seed), dense(F).double(), dense(F2).double()
+    assert near(F.to_dense(), matrix, dtype)
     product = F @ v
     assert {k: t.dtype for k, t in product.items()} == dict.fromkeys(F.shapes, dtype)
-    assert near(in_order(product, F), dense @ flat(v), dtype)
-    assert near(in_order(F.diagonal(), F), dense.diagonal(), dtype)
-    assert near(dense, dense.mT, dtype)
-    assert torch.linalg.eigvalsh(dense)[0] > -1e-5 * dense.trace()
+    assert near(in_order(product, F), matrix @ flat(v), dtype)
+    assert near(in_order(F.diagonal(), F), matrix.diagonal(), dtype)
+    assert near(matrix, matrix.mT, dtype)
+    assert torch.linalg.eigvalsh(matrix)[0] > -1e-5 * matrix.trace()
     for scaled in (c * F, F * c):
-        assert near(scaled.to_dense(), c * dense, dtype)
+        assert near(scaled.to_dense(), c * matrix, dtype)
     total = F + c * F2
     assert isinstance(total, WeightedSum)
     assert not any(isinstance(term, WeightedSum) for term in total.terms)
-    assert near(total.to_dense(), dense + c * dense2, dtype)
-    assert near(in_order(total @ v, F), (dense + c * dense2) @ flat(v), dtype)
-    assert total.trace() == pytest.approx(float((dense + c * dense2).trace()), rel=1e-5)
+    assert near(total.to_dense(), matrix + c * matrix2, dtype)
+    assert near(in_order(total @ v, F), (matrix + c * matrix2) @ flat(v), dtype)
+    assert total.trace() == pytest.approx(
+        float((matrix + c * matrix2).trace()), rel=1e-5
+    )
 
 
 @quick

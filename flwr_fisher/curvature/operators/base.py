@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import StructureError, check_range
-from flwr_fisher.params import Params, add, dot, norm, select
+from flwr_fisher.params import Params, add, dot, flatten, norm, select
 
 
 def divided(rhs: Tensor, eigenvalues: Tensor, damping: float) -> Tensor:
@@ -278,10 +278,6 @@ class Curvature(ABC):
         """Return :math:`cF` for a factor c of at least 0."""
 
     @abstractmethod
-    def to_dense(self) -> Tensor:
-        """Return :math:`F` as one matrix ``[d, d]``; for small models and tests."""
-
-    @abstractmethod
     def tensors(self) -> list[Tensor]:
         """Return every tensor that this curvature holds; no copies."""
 
@@ -338,6 +334,20 @@ class Curvature(ABC):
     def numel(self) -> int:
         """Return :math:`d`, the number of rows."""
         return sum(shape.numel() for shape in self.shapes.values())
+
+    def to_dense(self) -> Tensor:
+        """Return :math:`F` as one matrix ``[d, d]``; for small models and tests.
+
+        Each row is the product with a unit vector.
+        """
+        curvature, rows = self.made(), list[Tensor]()
+        unit = {k: v.new_zeros(v.shape) for k, v in curvature.diagonal().items()}
+        for entries in unit.values():
+            for entry in entries.view(-1):
+                entry.fill_(1)
+                rows.append(flatten(select(curvature.matvec(unit), self.shapes)))
+                entry.fill_(0)
+        return torch.stack(rows)
 
     def to(
         self,
@@ -497,10 +507,6 @@ class Diagonal(Curvature):
         """Return one block for each parameter."""
         return [Diagonal({name: entry}) for name, entry in self.entries.items()]
 
-    def to_dense(self) -> Tensor:
-        """Return the matrix with the entries on its diagonal."""
-        return torch.diag(torch.cat([e.reshape(-1) for e in self.entries.values()]))
-
     def tensors(self) -> list[Tensor]:
         """Return the entries."""
         return list(self.entries.values())
@@ -555,12 +561,6 @@ class BlockDiagonal(Curvature):
         return BlockDiagonal(
             [c.regularised(shrink=shrink, damping=damping) for c in self.children]
         )
-
-    def to_dense(self) -> Tensor:
-        """Return one matrix with the children's dense matrices on its diagonal."""
-        dense = [c.to_dense() for c in self.children]
-        matrix: Tensor = torch.block_diag(*dense)  # type: ignore[no-untyped-call]
-        return matrix
 
     def tensors(self) -> list[Tensor]:
         """Return the children's tensors."""

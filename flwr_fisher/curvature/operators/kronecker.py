@@ -8,7 +8,7 @@ from torch import Tensor
 from flwr_fisher.curvature.operators.base import Curvature, Solver, divided, eigen
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.errors import StructureError
-from flwr_fisher.params import Params, unflatten
+from flwr_fisher.params import Params
 
 
 def to_matrices(weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
@@ -190,13 +190,3 @@ class Kronecker(Curvature):
     def non_negative(self) -> list[Tensor]:
         """Return both factors' diagonals: in their products, two signs can cancel."""
         return [self.A_factor.diagonal(), self.G_factor.diagonal()]
-
-    def to_dense(self) -> Tensor:
-        """Return the matrix over the flattened weight followed by the bias."""
-        pairs = zip(self.A, self.G, strict=True)
-        blocks = torch.stack([torch.kron(g, a) for a, g in pairs])
-        matrix = blocks.new_zeros(self.numel(), self.numel())
-        rows = unflatten(torch.arange(self.numel()).to(blocks.device), self.shapes)
-        for at, block in zip(self.as_matrices(rows).flatten(1), blocks, strict=True):
-            matrix[at.unsqueeze(1), at] = block
-        return matrix

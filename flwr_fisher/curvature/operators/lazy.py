@@ -15,7 +15,7 @@ from flwr_fisher.curvature.operators.base import (
 )
 from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.errors import StructureError
-from flwr_fisher.params import Params, flatten, select, unflatten
+from flwr_fisher.params import Params
 
 
 class Deferred(Curvature):
@@ -85,10 +85,6 @@ class Deferred(Curvature):
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> Curvature:
         """Compute it, and return it regularised."""
         return self.made().regularised(shrink=shrink, damping=damping)
-
-    def to_dense(self) -> Tensor:
-        """Compute it, and return its dense matrix."""
-        return self.made().to_dense()
 
     def tensors(self) -> list[Tensor]:
         """Return nothing: it holds no tensors."""
@@ -213,11 +209,6 @@ class WeightedSum(Curvature):
         terms = [t.regularised(shrink=shrink, damping=damping) for t in self.terms]
         return WeightedSum(terms, self.weights)
 
-    def to_dense(self) -> Tensor:
-        """Return the weighted sum of the terms' dense matrices."""
-        parts = [weight * _dense_as(term, self.shapes) for weight, term in self]
-        return torch.stack(parts).sum(0)
-
     def tensors(self) -> list[Tensor]:
         """Return the terms' tensors."""
         return [tensor for term in self.terms for tensor in term.tensors()]
@@ -282,13 +273,3 @@ def shared_blocks(curvatures: Sequence[Curvature]) -> list[tuple[Curvature, ...]
 def _within(names: Iterable[str], blocks: Sequence[Curvature]) -> Curvature:
     own = [block for block in blocks if not block.shapes.keys().isdisjoint(names)]
     return own[0] if len(own) == 1 else BlockDiagonal(own)
-
-
-def _dense_as(curvature: Curvature, names: Iterable[str]) -> Tensor:
-    """Return the dense matrix with its rows in another order of the parameters."""
-    dense, names = curvature.to_dense(), list(names)
-    if names == list(curvature.shapes):
-        return dense
-    rows = torch.arange(curvature.numel(), device=dense.device)
-    order = flatten(select(unflatten(rows, curvature.shapes), names))
-    return dense[order][:, order]
