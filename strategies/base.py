@@ -261,7 +261,6 @@ class CurvatureStrategy(Strategy):
             "fraction_train": self.fraction_train,
             "min_train_nodes": self.min_train_nodes,
             "weighted_by_key": self.weighted_by_key,
-            "waiting.over_selection": self.waiting.over_selection,
             "norm_statistics": self.norm_statistics,
             **({} if self.refine is None else {"refine": self.refine.settings()}),
             **{f"policy.{name}": n for name, n in self.policy.settings().items()},

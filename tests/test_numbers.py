@@ -32,7 +32,7 @@ STRATEGIES = {
 OPTIONS = {
     FisherOptions: {"examples": 5, "max_passes": 2, "tolerance": 0.5},
     partial(Codec, "fedavg"): {"budget": 1.5},
-    Waiting: {"enough_fraction": 0.5, "over_selection": 0.5, "window": None},
+    Waiting: {"enough_fraction": 0.5, "enough_replies": 5, "window": None},
 }
 KINDS = {int: np.int64, float: np.float32, type(None): lambda none: none}
 

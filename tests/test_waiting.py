@@ -220,19 +220,6 @@ def test_messages_die_with_their_round(clock):
     assert grid.lifetimes == [77] * 6
 
 
-def test_over_selection_asks_more_than_it_waits_for(clock):
-    slow = {p: Behaviour(seconds=lambda times: 1000.0) for p in (0, 7)}
-    grid = ClockedGrid(quick_app(), slow, clock, 10)
-    waiting = Waiting(over_selection=0.5)
-    options = {"fraction_train": 0.5, "waiting": waiting}
-    result = start(grid, num_rounds=3, timeout=2000, **options)
-    asked = [p for _, kind, p in grid.sent if kind == "train"]
-    assert len(asked) == 3 * 8  # ceil(5 * 1.5)
-    for metrics in result.train_metrics_clientapp.values():
-        assert int(str(metrics["num-replies"])) >= 5
-    assert clock.now < 100
-
-
 def test_an_answer_that_was_lost_is_asked_for_again(clock):
     lost = Behaviour(answers=inf)
     grid = ClockedGrid(quick_app(), {3: lost}, clock, 4)
@@ -368,7 +355,6 @@ def test_a_server_app_waits_for_its_nodes(clock):
     [
         ({"enough_fraction": 0}, r"enough_fraction must be in \(0, 1\], got 0"),
         ({"enough_replies": 0}, "enough_replies must be >= 1"),
-        ({"window": 9, "over_selection": 0.3}, "which asks all that"),
         ({"window": 9, "enough_fraction": 0.3}, "pass enough_replies"),
     ],
 )

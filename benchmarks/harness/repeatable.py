@@ -9,7 +9,6 @@ from flwr.serverapp.strategy import Strategy
 from flwr_fisher.errors import ConfigurationError, check_whole
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.mailbox import Waiting
 from flwr_fisher.wire import named_options
 
 _TIMEOUT = 3600.0
@@ -99,7 +98,7 @@ class Repeatable(Strategy):
     ) -> list[Message]:
         if not made:
             return []
-        nodes, _ = self.cohort.sample(
+        nodes = self.cohort.sample(
             grid,
             fraction=0.0,
             minimum=len(made),
@@ -107,7 +106,6 @@ class Repeatable(Strategy):
             server_round=server_round,
             purpose=purpose,
             timeout=_TIMEOUT,
-            waiting=Waiting(),
         )
         kind, group = made[0].metadata.message_type, str(server_round)
         pairs = zip(made, nodes, strict=True)

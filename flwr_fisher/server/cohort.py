@@ -31,7 +31,6 @@ from flwr_fisher.server.mailbox import (
     QUERY_LIFETIME,
     Mailbox,
     NodeReply,
-    Waiting,
     query,
 )
 from flwr_fisher.wire import named_options
@@ -320,13 +319,11 @@ class Cohort:
         server_round: int,
         purpose: str,
         timeout: float,
-        waiting: Waiting,
         all_connected: bool = False,
-    ) -> tuple[list[int], int]:
-        """Return the round's nodes, and how many replies are wanted.
+    ) -> list[int]:
+        """Return the round's nodes.
 
-        The nodes are a function of seed, round and connected nodes, in the clients'
-        order. With over-selection they are more than the wanted replies.
+        They are a function of seed, round and connected nodes, in the clients' order.
 
         Raises
         ------
@@ -336,12 +333,10 @@ class Cohort:
         """
         asked = (available, minimum, timeout, purpose)
         nodes = self.ready(grid, *asked, all_connected=all_connected)
-        wanted = max(int(len(nodes) * fraction), minimum)
         candidates = self._reliable(nodes, minimum, server_round)
-        wanted = min(wanted, len(candidates))
-        size = min(waiting.to_ask(wanted), len(candidates))
+        size = min(max(int(len(nodes) * fraction), minimum), len(candidates))
         chosen = random.Random(f"{self.seed}/{server_round}/{purpose}")
-        return sorted(chosen.sample(candidates, size), key=self.order), wanted
+        return sorted(chosen.sample(candidates, size), key=self.order)
 
     def ready(
         self,

@@ -31,7 +31,7 @@ from flwr_fisher.server.door import (
     weight_of,
 )
 from flwr_fisher.server.exchange import Exchange, metrics_from, sessions
-from flwr_fisher.server.mailbox import NodeReply, Waiting, collect
+from flwr_fisher.server.mailbox import NodeReply, collect
 from flwr_fisher.server.round import ExchangeRun, Strategy, requests
 from flwr_fisher.server.run import Run
 from flwr_fisher.wire import NUM_EXAMPLES, named_options
@@ -332,7 +332,7 @@ class Driver:
         if strategy.fraction_evaluate == 0.0:
             return []
         try:
-            nodes, _ = self.cohort.sample(
+            nodes = self.cohort.sample(
                 self.grid,
                 fraction=strategy.fraction_evaluate,
                 minimum=strategy.min_evaluate_nodes,
@@ -340,7 +340,6 @@ class Driver:
                 server_round=self.server_round,
                 purpose="evaluate",
                 timeout=min(strategy.timeout, _LONGEST_WAIT),
-                waiting=Waiting(),
             )
         except RoundError as error:
             logger.warning("configure_evaluate: no client evaluates: %s", error)

@@ -62,8 +62,6 @@ class ExchangeRecord:
     clients : list[str] | None
         The names of the sampled clients; None in a collection window, in which every
         client that connects is asked.
-    wanted : int
-        How many replies the server wanted.
     connected : int
         How many clients there were.
     opened : float
@@ -84,7 +82,6 @@ class ExchangeRecord:
     """
 
     clients: list[str] | None
-    wanted: int
     connected: int
     opened: float
     config: dict[str, str] | None = None
@@ -368,6 +365,7 @@ class ExchangeJournal:
         if self.on_disk and self._file.exists():
             _, record = journal.read(self._file, self.way_out)
             del record["run"], record["file"]
+            record.pop("wanted", None)  # as files have it that were written before
             with kept_record(self._file):
                 self.record = ExchangeRecord(**record)
 

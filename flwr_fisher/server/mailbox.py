@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from math import ceil, inf, isfinite, isinf
+from math import ceil, inf, isinf
 
 from flwr.app import Error, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -30,20 +30,18 @@ class Waiting(Options):
     Raises
     ------
     ConfigurationError
-        If a number is out of range, or a window asks more clients than there are.
+        If a number is out of range, or a window has an `enough_fraction`.
 
     Examples
     --------
-    >>> Waiting(over_selection=0.3).to_ask(10)
-    13
     >>> Waiting(enough_fraction=0.8).enough(10)
     8
     """
 
     enough_fraction: float = option(
         1.0,
-        "A request ends when this share of the wanted replies has arrived and is "
-        "usable. Below 1 the result depends on which clients are fast.",
+        "A request ends when this share of its clients has sent a usable reply. "
+        "Below 1 the result depends on which clients are fast.",
         above=0,
         high=1,
     )
@@ -53,13 +51,6 @@ class Waiting(Options):
         "than ``min_train_nodes``. In a collection window only this limit applies, not "
         "`enough_fraction`.",
         low=1,
-    )
-    over_selection: float = option(
-        0.0,
-        "How many additional clients are asked to train, as a share of the wanted "
-        "ones, so that the server need not wait for slow clients (Bonawitz et al. 2019 "
-        "ask 30 % more).",
-        low=0,
     )
     window: float | None = option(
         None,
@@ -82,30 +73,21 @@ class Waiting(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isfinite(self.over_selection):
-            raise ConfigurationError("over_selection must be finite")
-        if self.window is not None and (self.enough_fraction, self.over_selection) != (
-            1.0,
-            0.0,
-        ):
+        if self.window is not None and self.enough_fraction != 1.0:
             raise ConfigurationError(
-                "enough_fraction and over_selection do not go with a window, which "
-                "asks all that connect: pass enough_replies"
+                "enough_fraction does not go with a window, which asks all that "
+                "connect: pass enough_replies"
             )
 
-    def to_ask(self, wanted: int) -> int:
-        """Return how many clients to ask for a number of replies."""
-        return ceil(round(wanted * (1 + self.over_selection), 9))
-
-    def enough(self, wanted: int | None) -> float:
-        """Return how many usable replies end a request for a number of replies.
+    def enough(self, asked: int | None) -> float:
+        """Return how many usable replies end a request to a number of clients.
 
         The number is None in a collection window, which takes all that come.
         """
         limit = inf if self.enough_replies is None else self.enough_replies
-        if wanted is None:
+        if asked is None:
             return limit
-        return min(limit, ceil(round(wanted * self.enough_fraction, 9)))
+        return min(limit, ceil(round(asked * self.enough_fraction, 9)))
 
 
 _FOREVER = 12 * 3600.0  # seconds; Flower's own, for messages without a deadline

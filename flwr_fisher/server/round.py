@@ -244,11 +244,11 @@ class ExchangeRun(Generic[P]):
         if record.clients is None:
             timeout, enough = self._window_left(record), waiting.enough(None)
         else:
-            self._sampled, enough = set(record.clients), float(record.wanted)
+            self._sampled, enough = set(record.clients), float(len(record.clients))
             # Those whom a step needs again were enough, and all of them are waited for.
             optional = self.exchange.optional and self.strategy.secure is None
             if self._numbers is None or optional:
-                enough = waiting.enough(record.wanted)
+                enough = waiting.enough(len(record.clients))
         if not begins and self.exchange.optional:
             # While it is open, nobody is asked who connects later; so ask those who are
             # here, and have not replied before the restart.
@@ -294,13 +294,13 @@ class ExchangeRun(Generic[P]):
         """
         opened, told = time.time(), self._told
         if self._window is not None:
-            return self.journal.note(ExchangeRecord(None, 0, 0, opened, told)), []
-        nodes, wanted = self._sample() if self._numbers is None else self._named()
+            return self.journal.note(ExchangeRecord(None, 0, opened, told)), []
+        nodes = self._sample() if self._numbers is None else self._named()
         names = [self.cohort.name(node) for node in nodes]
         # The record is written before the first request leaves, so that a resumed run
         # asks the same clients.
         connected, optional = self.cohort.connected, self.exchange.optional
-        record = ExchangeRecord(names, wanted, connected, opened, told, optional)
+        record = ExchangeRecord(names, connected, opened, told, optional)
         self.journal.note(record)
         self.door.expected = len(names)
         # Before anybody trains: leave out whose parameters cannot be merged, and end
@@ -309,11 +309,11 @@ class ExchangeRun(Generic[P]):
         self.door.check_enough(self.needed, len(nodes))
         return record, self._ask(nodes)
 
-    def _sample(self) -> tuple[list[int], int]:
-        """Return the sampled nodes, and how many replies are wanted."""
+    def _sample(self) -> list[int]:
+        """Return the sampled nodes."""
         strategy, exchange = self.strategy, self.exchange
         everyone, optional = exchange.clients == "all", exchange.optional
-        nodes, wanted = self.cohort.sample(
+        nodes = self.cohort.sample(
             self.grid,
             fraction=1.0 if everyone else strategy.fraction_train,
             minimum=self.needed,
@@ -323,13 +323,12 @@ class ExchangeRun(Generic[P]):
             server_round=self.journal.server_round,
             purpose="train",
             timeout=strategy.timeout,
-            waiting=strategy.waiting,
         )
         logger.info("configure_train: Sampled %s nodes", len(nodes))
-        return nodes, wanted
+        return nodes
 
-    def _named(self) -> tuple[list[int], int]:
-        """Return the nodes of the clients that the exchange names, and their number."""
+    def _named(self) -> list[int]:
+        """Return the nodes of the clients that the exchange names."""
         cohort, timeout = self.cohort, self.strategy.timeout
         numbers = set(self._numbers or ())
         reason = "it is no longer connected"
@@ -343,7 +342,7 @@ class ExchangeRun(Generic[P]):
         gone = numbers - {cohort.identity(node).number for node in nodes}
         self.door.left_out.mark_missing(cohort.named(gone), reason)
         logger.info("%s: asking %s nodes", self.exchange.log_name, len(nodes))
-        return nodes, len(nodes)
+        return nodes
 
     def _without_mismatched(self, nodes: list[int]) -> list[int]:
         """Reject the nodes with parameters that cannot be merged; return the rest."""
