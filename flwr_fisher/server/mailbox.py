@@ -4,7 +4,6 @@ A reply's ``src_node_id`` need not be the node that was asked: for a node that i
 the SuperLink answers under its own id.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -147,7 +146,6 @@ class Mailbox:
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self._due: dict[str, _Due] = {}
-        self._earliest = math.inf  # when the first of them expires
         self.awaited: set[str] = set()  # ids of messages with a waiting caller
         self._num_unsent = count()
         # Replies that arrived while another exchange waited.
@@ -177,7 +175,6 @@ class Mailbox:
             id_, node = message.metadata.message_id, message.metadata.dst_node_id
             if id_ in taken:
                 self._due[id_] = _Due(node, expires, late)
-                self._earliest = min(self._earliest, expires)
             else:
                 id_ = f"unsent-{next(self._num_unsent)}"
                 error = Error(ErrorCode.NODE_UNAVAILABLE, _UNSENT)
@@ -192,14 +189,11 @@ class Mailbox:
         replies = [(id_, reply) for id_, reply in self._held if id_ in wanted]
         self._held = [held for held in self._held if held[0] not in wanted]
         now = time.monotonic()  # the SuperLink has dropped what has expired
-        if now > self._earliest:
-            self._due = {
-                id_: due
-                for id_, due in self._due.items()
-                if due.expires >= now or id_ in wanted
-            }
-            expiries = (d.expires for d in self._due.values() if d.expires >= now)
-            self._earliest = min(expiries, default=math.inf)
+        self._due = {
+            id_: due
+            for id_, due in self._due.items()
+            if due.expires >= now or id_ in wanted
+        }
         if not self._due:
             return replies
         for message in self.grid.pull_messages(set(self._due)):
