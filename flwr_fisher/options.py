@@ -54,8 +54,6 @@ def option(
         The number must be greater than this.
     choices : Collection[str], default ()
         The texts that are allowed; with none, any text.
-    sent : bool, default True
-        Whether a server sends the option to clients.
     kw_only : bool, default True
         Whether the option must be given by its name.
     """

@@ -151,7 +151,11 @@ class WeightedSum(Curvature):
 
     def flat(self) -> Iterator[tuple[float, Curvature]]:
         """Iterate over the pairs (weight, term), inside of terms that are sums, too."""
-        return _pairs(self)
+        for weight, term in self:
+            if isinstance(term, WeightedSum):
+                yield from ((weight * share, part) for share, part in term.flat())
+            else:
+                yield weight, term
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' products."""
@@ -226,10 +230,6 @@ class WeightedSum(Curvature):
             return self.terms[0].scaled(self.weights[0]).solver(damping)
         return super().solver(damping)
 
-    def non_negative(self) -> list[Tensor]:
-        """Return every term's numbers that must not be negative, times its weight."""
-        return [w * numbers for w, term in self for numbers in term.non_negative()]
-
     def blocks(self) -> list["WeightedSum"]:
         """Return one weighted sum for each block that all terms share."""
         return [WeightedSum(b, self.weights) for b in shared_blocks(self.terms)]
@@ -237,16 +237,8 @@ class WeightedSum(Curvature):
 
 def _summed(left: Curvature, right: Curvature) -> WeightedSum:
     """Return the lazy sum, with sums of sums flattened into one."""
-    pairs = [*_pairs(left), *_pairs(right)]
+    pairs = [*WeightedSum([left, right], [1.0, 1.0]).flat()]
     return WeightedSum([term for _, term in pairs], [weight for weight, _ in pairs])
-
-
-def _pairs(curvature: Curvature) -> Iterator[tuple[float, Curvature]]:
-    if isinstance(curvature, WeightedSum):
-        for weight, term in curvature:
-            yield from ((weight * share, part) for share, part in _pairs(term))
-    else:
-        yield 1.0, curvature
 
 
 Curvature.summed = _summed
