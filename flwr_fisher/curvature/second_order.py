@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flwr_fisher.curvature.gradients import Derivatives, mean_derivatives
 from flwr_fisher.curvature.losses import Loss
 from flwr_fisher.curvature.models import device_of
-from flwr_fisher.errors import StructureError, UnknownNameError
+from flwr_fisher.errors import StructureError, check_known
 from flwr_fisher.params import Params, check_same_layout, trainable
 from flwr_fisher.randomness import random_stream
 
@@ -20,7 +20,7 @@ from flwr_fisher.randomness import random_stream
 def gradient_and_hvp(
     model: nn.Module,
     loader: Iterable[Any],
-    probe: Params | int | str = "first",
+    probe: Params | str = "first",
     *,
     loss_fn: Loss = F.cross_entropy,
     train_mode: bool = False,
@@ -39,10 +39,10 @@ def gradient_and_hvp(
         As for :func:`gradient`, and evaluated in the same way; in train mode, the
         gradient and the product have the same dropout. The model and the loss
         must be twice differentiable; a ReLU's Hessian is that of its linear pieces.
-    probe : Mapping[str, Tensor] | int | str, default "first"
+    probe : Mapping[str, Tensor] | "first", default "first"
         :math:`u`: a vector with the names and shapes of the trainable parameters; or
-        the number of a coordinate, in the order of
-        :func:`~flwr_fisher.params.flatten`; or ``first``, coordinate 0.
+        ``first``, the unit vector of the first coordinate, in the order of
+        :func:`~flwr_fisher.params.flatten`.
 
     Returns
     -------
@@ -56,8 +56,8 @@ def gradient_and_hvp(
     ConfigurationError, DataError
         As for :func:`gradient`.
     StructureError
-        As for :func:`gradient`; also if there is no such coordinate, or torch has no
-        second derivative of something in the model.
+        As for :func:`gradient`; also if torch has no second derivative of something in
+        the model.
     ParamsError
         If the probe is a vector that does not fit the trainable parameters.
     UnknownNameError
@@ -119,7 +119,7 @@ def gradient_and_hvp(
 def hvp(
     model: nn.Module,
     loader: Iterable[Any],
-    vector: Params | int | str,
+    vector: Params | str,
     **options: Any,
 ) -> dict[str, Tensor]:
     """Return the product of the mean loss's Hessian with a vector.
@@ -139,25 +139,16 @@ def hvp(
     return gradient_and_hvp(model, loader, vector, **options)[1]
 
 
-def _vectors(parameters: Params, probe: Params | int | str) -> dict[str, Tensor]:
+def _vectors(parameters: Params, probe: Params | str) -> dict[str, Tensor]:
     """Return the probe's vector, without the parameters where it is zero."""
     if isinstance(probe, Mapping):
         check_same_layout(parameters, probe, "the probe")
         return {name: probe[name].detach().to(p) for name, p in parameters.items()}
-    if isinstance(probe, str) and probe != "first":
-        raise UnknownNameError("probe", probe, ["first"])
-    # A unit vector is one tensor, of the parameter that has the coordinate.
-    start, coordinate = 0, 0 if isinstance(probe, str) else probe
-    for name, p in parameters.items():
-        if start <= coordinate < start + p.numel():
-            unit = torch.zeros_like(p, memory_format=torch.contiguous_format).detach()
-            unit.view(-1)[coordinate - start] = 1
-            return {name: unit}
-        start += p.numel()
-    raise StructureError(
-        f"the probe is coordinate {coordinate}, but the model has only {start} "
-        "trainable parameters"
-    )
+    check_known("probe", probe, ["first"])
+    name, p = next(iter(parameters.items()))
+    unit = torch.zeros_like(p, memory_format=torch.contiguous_format).detach()
+    unit.view(-1)[0] = 1
+    return {name: unit}
 
 
 def random_probe(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
