@@ -76,7 +76,6 @@ def test_an_upload_comes_back_bit_for_bit(model, structure):
     sent = upload_of(MODELS[model](), structure)
     got = FisherUpload.from_arrays(travelled(sent.to_arrays()), sent.params)
     assert_same(sent.params, got.params)
-    assert type(got.curvature) is type(sent.curvature)
     kinds = [(type(b), list(b.shapes)) for b in sent.curvature.blocks()]
     assert [(type(b), list(b.shapes)) for b in got.curvature.blocks()] == kinds
     laid_out = curvature_to_tensors(sent.curvature)

@@ -181,7 +181,7 @@ def _can_have(weight: torch.Size, groups: int) -> bool:
 # --- from tensors to a curvature
 
 
-def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
+def tensors_to_curvature(tensors: Parts, params: Params) -> BlockDiagonal:
     """Return the curvature of tensors that arrived, after all checks.
 
     Parameters
@@ -194,9 +194,8 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
 
     Returns
     -------
-    Curvature
-        A :class:`Diagonal` if there is nothing else, otherwise a
-        :class:`BlockDiagonal`.
+    BlockDiagonal
+        A block for each layer, and a :class:`Diagonal` for each other parameter.
 
     Raises
     ------
@@ -213,23 +212,18 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
     return checked_to_curvature(tensors, params)
 
 
-def checked_to_curvature(tensors: Parts, params: Params) -> Curvature:
+def checked_to_curvature(tensors: Parts, params: Params) -> BlockDiagonal:
     """Return the curvature of tensors whose values need no check, such as a mean.
 
     In float64 the check would refuse what it allows for in float32: the rounding of the
     smallest floats.
     """
-    blocks = [
-        block_of({key: tensors[key] for key in keys}, params)
-        for keys in keys_by_block(tensors, params)
-    ]
-    diagonals = [block for block in blocks if isinstance(block, Diagonal)]
-    blocks = [block for block in blocks if not isinstance(block, Diagonal)]
-    if diagonals:
-        blocks.append(Diagonal({k: v for d in diagonals for k, v in d.entries.items()}))
-    if len(blocks) == 1 and diagonals:
-        return blocks[0]
-    return join_blocks(blocks)
+    return join_blocks(
+        [
+            block_of({key: tensors[key] for key in keys}, params)
+            for keys in keys_by_block(tensors, params)
+        ]
+    )
 
 
 def keys_by_block(keys: Iterable[str], params: Params) -> list[list[str]]:
@@ -268,27 +262,11 @@ def block_of(parts: Parts, params: Params) -> Curvature:
     keys = {key: Key.parse(key, params) for key in parts}
     first = next(iter(keys.values()))
     name, shape = first.name, params[first.name].shape
-    bias = bias_of(name, params) if _covers_bias(parts, keys, shape) else None
     by_letter = {keys[key].letter: part for key, part in parts.items()}
     try:
-        return first.structure.block_of(name, shape, by_letter, bias)
+        return first.structure.block_of(name, shape, by_letter, bias_of(name, params))
     except StructureError as error:  # the parts do not fit each other
         raise WireError(str(error), field=str(first)) from error
-
-
-def _covers_bias(parts: Parts, keys: Mapping[str, Key], weight: torch.Size) -> bool:
-    """Return whether a matrix has the row of a bias."""
-    for key, part in parts.items():
-        if keys[key].form == Form.MATRIX:
-            groups, rows, _ = part.shape
-            structure, letter = keys[key].structure, keys[key].letter
-            inputs, outputs = weight[1:].numel(), weight[0] // groups
-            alone, beside = (
-                structure.rows(letter, outputs, inputs + more) for more in (0, 1)
-            )
-            if alone != beside:
-                return rows == beside
-    return False
 
 
 def join_blocks(blocks: Sequence[Curvature]) -> BlockDiagonal:

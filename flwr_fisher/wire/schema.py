@@ -58,8 +58,6 @@ class Part:
         What a policy limits.
     low, above : float, optional
         All entries must be at least `low`, and greater than `above`.
-    second_moment : bool, default False
-        Whether it is a symmetric positive semi-definite matrix. Its size is its trace.
     summed : bool, default False
         Whether it is a sum over the client's examples. A policy sees it per example,
         and a client with twice the weight has twice of it.

@@ -81,7 +81,8 @@ class Structure(ABC):
         parts : Mapping[str, Tensor | SymmetricFactor]
             The tensors by their letters. All have been checked.
         bias : str | None
-            The layer's bias, if the block covers one.
+            The layer's bias, if it has one. The block may be without it, which shows in
+            the rows of its matrices.
 
         Raises
         ------
@@ -105,7 +106,6 @@ class Structure(ABC):
 
     # --- the preconditioner
 
-    @abstractmethod
     def preconditioner(self, terms: Terms, ridge: float) -> Matvec | None:
         r"""Return an approximate inverse of :math:`\sum_i w_i F_i + \lambda I`.
 
@@ -119,8 +119,9 @@ class Structure(ABC):
         Returns
         -------
         Callable or None
-            A function; None if these blocks have none.
+            A function; None if these blocks have none but that of the sum's diagonal.
         """
+        return None
 
 
 STRUCTURES: dict[str, Structure] = {}

@@ -12,7 +12,6 @@ from flwr_fisher.curvature.structures.base import (
     Form,
     Parts,
     Structure,
-    Terms,
     register,
 )
 
@@ -48,6 +47,3 @@ class DiagonalStructure(Structure):
     def trace(self, traces: Mapping[str, Sequence[float]]) -> float:
         """Return the sum of the entries."""
         return sum(traces[""])
-
-    def preconditioner(self, terms: Terms, ridge: float) -> None:
-        """Return None: the inverse of the sum's diagonal is exact."""
