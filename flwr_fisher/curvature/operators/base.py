@@ -278,10 +278,6 @@ class Curvature(ABC):
         """Return :math:`cF` for a factor c of at least 0."""
 
     @abstractmethod
-    def tensors(self) -> list[Tensor]:
-        """Return every tensor that this curvature holds; no copies."""
-
-    @abstractmethod
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Curvature":
         """Return the same kind of curvature with a function of each of its tensors."""
 
@@ -289,6 +285,17 @@ class Curvature(ABC):
     def kind(self) -> str:
         """The name of this kind of curvature."""
         return type(self).__name__
+
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor that this curvature holds; no copies."""
+        every: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            every.append(tensor)
+            return tensor
+
+        self.mapped(note)
+        return every
 
     @property
     def nbytes(self) -> int:
@@ -507,10 +514,6 @@ class Diagonal(Curvature):
         """Return one block for each parameter."""
         return [Diagonal({name: entry}) for name, entry in self.entries.items()]
 
-    def tensors(self) -> list[Tensor]:
-        """Return the entries."""
-        return list(self.entries.values())
-
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Diagonal":
         """Return the diagonal with a function applied to its entries."""
         return Diagonal({name: function(entry) for name, entry in self.entries.items()})
@@ -561,10 +564,6 @@ class BlockDiagonal(Curvature):
         return BlockDiagonal(
             [c.regularised(shrink=shrink, damping=damping) for c in self.children]
         )
-
-    def tensors(self) -> list[Tensor]:
-        """Return the children's tensors."""
-        return [tensor for c in self.children for tensor in c.tensors()]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "BlockDiagonal":
         """Return the curvature with a function applied to the children's tensors."""

@@ -29,10 +29,6 @@ class SymmetricFactor(ABC):
         """The shape as one tensor, ``[groups, n, n]``."""
 
     @abstractmethod
-    def tensors(self) -> list[Tensor]:
-        """Return every tensor that this factor holds; no copies."""
-
-    @abstractmethod
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "SymmetricFactor":
         """Return the same kind of factor with a function of each of its tensors."""
 
@@ -120,11 +116,6 @@ class DenseFactor(SymmetricFactor):
     def shape(self) -> torch.Size:
         """The shape, ``[groups, n, n]``."""
         return self.matrix.shape
-
-    def tensors(self) -> list[Tensor]:
-        """Return the matrices, with the scale and the diagonal if they are given."""
-        every = (self.matrix, self.scale, self.rest)
-        return [tensor for tensor in every if isinstance(tensor, Tensor)]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "DenseFactor":
         """Return the factor with a function applied to each tensor."""
@@ -233,15 +224,10 @@ class LowRankFactor(SymmetricFactor):
         vectors = self.directions * self.lengths.unsqueeze(-2)
         return vectors if self.rows is None else vectors.mul_(self.rows.unsqueeze(-1))
 
-    def tensors(self) -> list[Tensor]:
-        """Return directions, lengths, the diagonal, and the rows' factors if given."""
-        every = (self.directions, self.lengths, self.rest, self.rows)
-        return [tensor for tensor in every if tensor is not None]
-
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "LowRankFactor":
         """Return the factor with a function applied to each tensor."""
-        # `tensors` has them in this order.
-        return LowRankFactor(*(function(tensor) for tensor in self.tensors()))
+        every = (self.directions, self.lengths, self.rest, self.rows)
+        return LowRankFactor(*(function(each) for each in every if each is not None))
 
     def to_dense(self) -> Tensor:
         """Return the matrices, exactly symmetric."""

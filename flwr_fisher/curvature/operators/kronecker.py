@@ -166,10 +166,6 @@ class Kronecker(Curvature):
         """Return the layer with other factors."""
         return Kronecker(self.weight, self.weight_shape, A, G, self.bias)
 
-    def tensors(self) -> list[Tensor]:
-        """Return both factors' tensors."""
-        return [*self.A_factor.tensors(), *self.G_factor.tensors()]
-
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Kronecker":
         """Return the curvature with a function applied to both factors' tensors."""
         return self.with_factors(

@@ -86,10 +86,6 @@ class Deferred(Curvature):
         """Compute it, and return it regularised."""
         return self.made().regularised(shrink=shrink, damping=damping)
 
-    def tensors(self) -> list[Tensor]:
-        """Return nothing: it holds no tensors."""
-        return []
-
     def non_negative(self) -> list[Tensor]:
         """Return nothing: it holds no tensors."""
         return []
@@ -212,10 +208,6 @@ class WeightedSum(Curvature):
         """Return the sum of the regularised terms."""
         terms = [t.regularised(shrink=shrink, damping=damping) for t in self.terms]
         return WeightedSum(terms, self.weights)
-
-    def tensors(self) -> list[Tensor]:
-        """Return the terms' tensors."""
-        return [tensor for term in self.terms for tensor in term.tensors()]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "WeightedSum":
         """Return the sum with a function applied to the terms' tensors."""
