@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
-from flwr_fisher.curvature.data import Inputs, are_probabilities
+from flwr_fisher.curvature.data import Batch, are_probabilities
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.models import check_rows, evaluating, place_of
+from flwr_fisher.devices import has_float64
 from flwr_fisher.errors import (
     ClientError,
     DataError,
@@ -98,11 +99,26 @@ def try_upload(
             "The model returns probabilities, but the Fisher is that of logits: leave "
             "out the softmax, unless your loss is F.cross_entropy"
         )
+    if has_float64(inputs.tensors[0].device):  # or else a loop has moved the model
+        _try_fisher(problem, structure, options, read[:_FEW])
+    _tried.add((*key, *forms))
+
+
+def _try_fisher(
+    problem: LocalProblem, structure: str, options: FisherOptions, examples: Batch
+) -> None:
+    """Compute the Fisher of a few examples, and see what it is of.
+
+    Raises
+    ------
+    StructureError
+        If it fails, or the outputs depend on no trained parameter.
+    """
     try:
         with seeded(0):
-            of_two = fisher(
-                model,
-                [read[:_FEW]],
+            made = fisher(
+                problem.model,
+                [examples],
                 structure,
                 options=replace(options, examples=None),
                 likelihood=problem.likelihood,
@@ -115,22 +131,11 @@ def try_upload(
             f"examples: {type(error).__name__}: {error}. docs/supported.md says which "
             "models have one"
         ) from error
-    _check_used(problem, of_two, inputs[:_FEW])
-    _tried.add((*key, *forms))
-
-
-def _check_used(problem: LocalProblem, of_two: Curvature, inputs: Inputs) -> None:
-    """Log which trained parameters the outputs do not depend on, in eval mode.
-
-    Raises
-    ------
-    StructureError
-        If there is no other.
-    """
-    if all(values.any() for values in of_two.diagonal().values()):
+    if all(values.any() for values in made.diagonal().values()):
         return
     trained = problem.trainable()
     with evaluating(problem.model), seeded(0):
+        inputs = examples.inputs.to(place_of(problem.model) or problem.device)
         total = inputs(problem.model).sum()
         slopes = torch.autograd.grad(total, [*trained.values()], allow_unused=True)
     unused = [
