@@ -4,10 +4,10 @@ from flwr_fisher import strategies
 from flwr_fisher.errors import ConfigurationError
 
 KINDS: dict[str, type[strategies.CurvatureStrategy]] = {
-    name: getattr(strategies, name)
-    for name in strategies.__all__
-    if isinstance(getattr(strategies, name), type)
-    and issubclass(getattr(strategies, name), strategies.CurvatureStrategy)
+    name: value
+    for name, value in vars(strategies).items()
+    if isinstance(value, type)
+    and issubclass(value, strategies.CurvatureStrategy)
     and name != "CurvatureStrategy"
 }
 

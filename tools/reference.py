@@ -17,7 +17,7 @@ from importlib import import_module
 from itertools import zip_longest
 from os.path import relpath
 from pathlib import Path
-from types import GenericAlias, UnionType
+from types import GenericAlias, ModuleType, UnionType
 from typing import Any
 
 import rooms
@@ -117,11 +117,22 @@ class Reference:
 
     def _exports(self, room: str) -> Iterator[tuple[str, Any]]:
         module = self.modules[room]
-        for name in getattr(module, "__all__", vars(module)):
-            value = getattr(module, name)
-            own = getattr(value, "__module__", None) == module.__name__
-            if hasattr(module, "__all__") or (own and not name.startswith("_")):
-                yield name, value
+        if hasattr(module, "__path__"):  # a package lists what it exports
+            names = [
+                n for n, v in vars(module).items() if not isinstance(v, ModuleType)
+            ]
+            names = sorted(
+                names, key=lambda n: (not n.isupper(), not n[0].isupper(), n)
+            )
+        else:
+            names = [
+                n
+                for n, v in vars(module).items()
+                if getattr(v, "__module__", None) == module.__name__
+            ]
+        for name in getattr(module, "__all__", names):
+            if not name.startswith("_"):
+                yield name, getattr(module, name)
 
     def of(self, room: str) -> list[Entry]:
         """Return what a room's page describes, in its order."""

@@ -1,67 +1,31 @@
 """The payloads between clients and server, and every check of what arrives."""
 
-from flwr_fisher.wire.additive import Additive, exact_mean
-from flwr_fisher.wire.arrays import (
-    arrays_bytes,
-    arrays_to_tensors,
-    fedavg_bytes,
-    serialized_bytes,
-    tensors_to_arrays,
-)
-from flwr_fisher.wire.budget import resolve
-from flwr_fisher.wire.codec import LOSSLESS, Codec
-from flwr_fisher.wire.fisher_upload import FisherUpload
-from flwr_fisher.wire.head_upload import (
-    HeadLossUpload,
-    HeadUpload,
-    LossUpload,
-    NoHead,
-    read_head,
-)
-from flwr_fisher.wire.layout import (
-    PREFIX,
-    checked_to_curvature,
-    curvature_to_tensors,
-    tensors_to_curvature,
-)
-from flwr_fisher.wire.options import (
-    NUM_EXAMPLES,
-    REGRESSION,
-    ConfigValue,
-    join_groups,
-    named_options,
-    split_groups,
-)
-from flwr_fisher.wire.schema import Payload, description, part
-
-__all__ = [
-    "LOSSLESS",
-    "NUM_EXAMPLES",
-    "PREFIX",
-    "REGRESSION",
-    "Additive",
-    "Codec",
-    "ConfigValue",
-    "FisherUpload",
-    "HeadLossUpload",
-    "HeadUpload",
-    "LossUpload",
-    "NoHead",
-    "Payload",
-    "arrays_bytes",
-    "arrays_to_tensors",
-    "checked_to_curvature",
-    "curvature_to_tensors",
-    "description",
-    "exact_mean",
-    "fedavg_bytes",
-    "join_groups",
-    "named_options",
-    "part",
-    "read_head",
-    "resolve",
-    "serialized_bytes",
-    "split_groups",
-    "tensors_to_arrays",
-    "tensors_to_curvature",
-]
+from flwr_fisher.wire.additive import Additive as Additive
+from flwr_fisher.wire.additive import exact_mean as exact_mean
+from flwr_fisher.wire.arrays import arrays_bytes as arrays_bytes
+from flwr_fisher.wire.arrays import arrays_to_tensors as arrays_to_tensors
+from flwr_fisher.wire.arrays import fedavg_bytes as fedavg_bytes
+from flwr_fisher.wire.arrays import serialized_bytes as serialized_bytes
+from flwr_fisher.wire.arrays import tensors_to_arrays as tensors_to_arrays
+from flwr_fisher.wire.budget import resolve as resolve
+from flwr_fisher.wire.codec import LOSSLESS as LOSSLESS
+from flwr_fisher.wire.codec import Codec as Codec
+from flwr_fisher.wire.fisher_upload import FisherUpload as FisherUpload
+from flwr_fisher.wire.head_upload import HeadLossUpload as HeadLossUpload
+from flwr_fisher.wire.head_upload import HeadUpload as HeadUpload
+from flwr_fisher.wire.head_upload import LossUpload as LossUpload
+from flwr_fisher.wire.head_upload import NoHead as NoHead
+from flwr_fisher.wire.head_upload import read_head as read_head
+from flwr_fisher.wire.layout import PREFIX as PREFIX
+from flwr_fisher.wire.layout import checked_to_curvature as checked_to_curvature
+from flwr_fisher.wire.layout import curvature_to_tensors as curvature_to_tensors
+from flwr_fisher.wire.layout import tensors_to_curvature as tensors_to_curvature
+from flwr_fisher.wire.options import NUM_EXAMPLES as NUM_EXAMPLES
+from flwr_fisher.wire.options import REGRESSION as REGRESSION
+from flwr_fisher.wire.options import ConfigValue as ConfigValue
+from flwr_fisher.wire.options import join_groups as join_groups
+from flwr_fisher.wire.options import named_options as named_options
+from flwr_fisher.wire.options import split_groups as split_groups
+from flwr_fisher.wire.schema import Payload as Payload
+from flwr_fisher.wire.schema import description as description
+from flwr_fisher.wire.schema import part as part
