@@ -14,7 +14,7 @@ def test_each_target_that_workflows_and_pages_name_is_in_the_makefile():
     (targets,) = re.findall(r"^\.PHONY: (.+)", (ROOT / "Makefile").read_text(), re.M)
     pages = [p for d in (ROOT, ROOT / "docs", ROOT / ".github") for p in d.glob("*.md")]
     for path in (*WORKFLOWS, *pages):
-        run = r"(?:`|^ +(?:- run: )?)make (?:\w+=\S+ )*([a-z]+)"
+        run = r"(?:`|^ {4,}(?:- run: )?)make (?:\w+=\S+ )*([a-z]+)"
         for name in re.findall(run, path.read_text(), re.M):
             assert name in targets.split(), f"{path}: make {name}"
 

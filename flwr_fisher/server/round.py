@@ -511,6 +511,8 @@ class ExchangeRun(Generic[P]):
                 break
             except _STEP_ERRORS as error:
                 if not self._withdraw_culprits(uploads):
+                    if isinstance(error, KeyError):
+                        raise  # no single client's: a mistake in the step
                     raise RoundError(
                         f"the step failed: {error}. The round is not finished; with a "
                         "checkpoint_dir, its uploads are kept"
