@@ -224,6 +224,8 @@ def _repeatable(model: nn.Module, inputs: Inputs) -> dict[str, Layer]:
             by_type = layer_of(module, name, None) is not None
             if p.requires_grad and p.dim() > 1 and len(p) == 1 and not by_type:
                 found[name] = RepeatedRow(module, name, None)
+    if not found or _takes_rows(model, inputs, found):
+        return found
     return {k: v for k, v in found.items() if _takes_rows(model, inputs, {k: v})}
 
 
