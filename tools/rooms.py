@@ -29,7 +29,8 @@ def imports() -> Graph:
             if names:
                 own = rooms.setdefault(names[0], set())
                 own |= {*_imported(path)} - {names[0]}
-    return {room: found & rooms.keys() for room, found in rooms.items()}
+    # In the order of names, wherever the strategies are: a checkout has them apart.
+    return {room: found & rooms.keys() for room, found in sorted(rooms.items())}
 
 
 def _imported(path: Path) -> Iterator[str]:
