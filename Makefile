@@ -21,6 +21,10 @@ export FLWR_TELEMETRY_ENABLED ?= 0
 
 .PHONY: demo federation test types units oldest fuzz smoke results reference docs dist release gpu develop install install-demo clean
 
+# The wheel, so that what is tested is what is shipped.
+wheel = rm -rf build/lib build/bdist.* *.egg-info && \
+	$(1)/bin/pip install -q --no-deps --force-reinstall .
+
 DEMO := $(if $(wildcard .venv/dependencies),.venv,.venv-demo)
 
 # A home and ports of its own: SuperLinks that share a home share their runs.
@@ -44,8 +48,8 @@ demo: install-demo
 # The nodes run from an environment of their own, without extras.
 APP ?= fedfisher
 federation: install-demo .venv-node/dependencies
-	@rm -rf outputs/federation build/lib build/bdist.* *.egg-info
-	@.venv-node/bin/pip install -q --no-deps --force-reinstall .
+	@rm -rf outputs/federation
+	@$(call wheel,.venv-node)
 	$(DEMO)/bin/python federation/demo.py outputs/federation --app apps/$(APP) \
 		--nodes-bin .venv-node/bin
 
@@ -73,8 +77,7 @@ units:
 
 # The wheel again, in an environment of its own.
 oldest: .venv-oldest/dependencies
-	@rm -rf build/lib build/bdist.* *.egg-info
-	.venv-oldest/bin/pip install -q --no-deps --force-reinstall .
+	@$(call wheel,.venv-oldest)
 	OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		--ignore tests/test_docs.py
 
@@ -131,14 +134,11 @@ gpu:
 	$(GPU_PYTHON) -m pytest tests/test_devices.py tests/test_client.py \
 		tests/test_merge_pcg.py tests/test_curvature_algebra.py
 
-# The wheel, so that what is tested is what is shipped.
 install: .venv/dependencies
-	@rm -rf build/lib build/bdist.* *.egg-info
-	$(BIN)/pip install -q --no-deps --force-reinstall .
+	@$(call wheel,.venv)
 
 install-demo: $(DEMO)/dependencies
-	@rm -rf build/lib build/bdist.* *.egg-info
-	@$(DEMO)/bin/pip install -q --no-deps --force-reinstall .
+	@$(call wheel,$(DEMO))
 
 develop: .venv/dependencies
 	$(BIN)/pip install -q --no-deps -e .

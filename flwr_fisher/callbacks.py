@@ -174,11 +174,16 @@ class _Watched:
         Raises
         ------
         ConfigurationError
-            If rounds have metrics of its source but not this one.
+            If the metric is a list, or if rounds have metrics of its source but not
+            this one.
         """
-        known: dict[int, Any] = {  # a list of numbers has no best round
+        known: dict[int, Any] = {
             n: r[self.name] for n, r in history.items() if self.name in r
         }
+        if any(isinstance(value, list) for value in known.values()):
+            raise ConfigurationError(
+                f"the metric '{self.name}' is a list: watch one that is a number"
+            )
         names = sorted({name for record in history.values() for name in record})
         if not known and any(name.startswith(self._source) for name in names):
             raise ConfigurationError(

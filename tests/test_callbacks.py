@@ -172,6 +172,10 @@ def test_a_metric_that_is_not_there_is_named():
         CallbackError, match=r"no round .* 'server/accurac'. The metrics are: "
     ):
         run(BestModel("unused", "server/accurac", "max"), scores="01234")
+    with pytest.raises(ConfigurationError, match="'train/x' is a list"):
+        EarlyStopping("train/x", "max").on_round_end(
+            1, ArrayRecord(), {1: {"train/x": [1.0]}}
+        )
     for name in ("accuracy", "evaluation/accuracy", 0.5):
         with pytest.raises(ConfigurationError, match="is not the name of a metric"):
             EarlyStopping(name)

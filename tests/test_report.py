@@ -348,3 +348,23 @@ def test_fedavg_of_the_last_rounds_models_stands_beside_any_method(tmp_path, cap
     want = accuracies(tiny_model(), {"mean": mean}, data)["mean"]
     assert got["fedavg"] == want
     assert "FedAvg's mean of the same models" in caplog.text
+
+
+def test_outputs_without_classes_are_reported_without_a_word_on_accuracy(
+    tmp_path, caplog
+):
+    model, (x, _) = nn.Linear(6, 1), TEST[0]
+    loader = DataLoader(TensorDataset(x, randn(7, len(x), 1)), 30)
+    params = {k: v.clone() for k, v in shared_state(model).items()}
+    F = Diagonal({k: torch.ones_like(v) for k, v in params.items()})
+    payload = FisherUpload(params, F)
+    replies = [Upload(i, f"c{i}", 5, payload, MetricRecord({}), 1, i) for i in range(3)]
+    merged = fedfisher([u.payload.posterior(5) for u in replies], balance=0.0)
+    result = CurvatureResult(
+        arrays=ArrayRecord(params), uploads=replies, details=merged
+    )
+    with caplog.at_level("INFO", logger="flwr"):
+        got = report_one_shot(tmp_path, model, loader, result)
+    assert all(map(math.isnan, got.values()))
+    assert "Accuracy on 90 test examples" in caplog.text
+    assert "FedAvg's mean" not in caplog.text

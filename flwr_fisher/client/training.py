@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flwr_fisher.client.outbox import TrainingCheckpoint
-from flwr_fisher.curvature.data import MappedLoader, batches_of, num_correct
+from flwr_fisher.curvature.data import MappedLoader, batches_of, is_correct
 from flwr_fisher.curvature.losses import Loss, checked_loss, cross_entropy, loss_of
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import (
@@ -342,7 +342,8 @@ def score(
                 continue
             output, y = batch.inputs(model), batch.labels
             loss += float(loss_of(loss_fn, output, y)) * labels
-            correct += num_correct(output, y) if classes else math.nan
+            found = is_correct(output, y) if classes else None
+            correct += math.nan if found is None else float(found.sum())
             labelled += labels
     if not labelled:
         raise DataError("the data to evaluate on have no examples with a label")

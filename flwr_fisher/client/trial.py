@@ -65,8 +65,9 @@ def try_upload(
     read = problem.read(batch)
     forms = [(t.dtype, t.shape[1:]) for t in read.inputs.tensors]
     model = problem.model
-    key = (request.client, str(problem.likelihood), structure, options, repr(model))
-    if (*key, *forms) in _tried:
+    data = (request.client, str(problem.likelihood), *forms)
+    key = (structure, options, repr(model), *data)
+    if key in _tried:
         return
     # Where the model is: a loop of the user may have moved it.
     inputs = read.inputs.to(place_of(model) or problem.device)
@@ -101,7 +102,7 @@ def try_upload(
         )
     if has_float64(inputs.tensors[0].device):  # or else a loop has moved the model
         _try_fisher(problem, structure, options, read[:_FEW])
-    _tried.add((*key, *forms))
+    _tried.add(key)
 
 
 def _try_fisher(

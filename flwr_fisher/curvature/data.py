@@ -240,16 +240,14 @@ def is_whole(labels: Tensor) -> bool:
     return not other and labels.dtype != torch.bool
 
 
-def num_correct(outputs: Tensor, labels: Any) -> float:
-    """Return how many labels are the most likely class; -100 is no label.
+def is_correct(outputs: Tensor, labels: Any) -> Tensor | None:
+    """Return which labels are the most likely class; -100 is no label.
 
-    NaN if the outputs have no classes: one logit has none.
+    None if the outputs have no classes: one logit has none.
     """
     guess = outputs.argmax(-1)
     fits = isinstance(labels, Tensor) and guess.shape == labels.shape
-    if not fits or outputs.shape[-1] < 2:
-        return float("nan")
-    return float((guess == labels).sum())
+    return guess == labels if fits and outputs.shape[-1] > 1 else None
 
 
 def check_classes(labels: Tensor, classes: int) -> None:

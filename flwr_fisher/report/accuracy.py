@@ -2,8 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from math import isnan, nan
-from typing import Any
+from math import nan
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
@@ -13,9 +12,10 @@ from flwr_fisher.client import cross_entropy, score
 from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature.data import (
     IGNORED,
+    Batch,
     batches_of,
     check_classes,
-    num_correct,
+    is_correct,
 )
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import default_device
@@ -81,8 +81,9 @@ def class_hits(
 ) -> Tensor:
     """Return how many of each class the members find, and how many there are.
 
-    Float64 of shape ``[2, classes]``; one column with a NaN if the outputs have no
-    classes. Arguments and errors are those of :func:`ensemble_accuracy`.
+    Float64 of shape ``[2, classes]``. If the outputs have no classes, one column: NaN
+    and the number of labels. Arguments and errors are those of
+    :func:`ensemble_accuracy`.
     """
     models = [_copy_with(model, params) for params in members]
     device = place_of(model)
@@ -92,7 +93,7 @@ def class_hits(
             mean = torch.zeros((), dtype=torch.float32, device=device)
             for member, weight in zip(models, weights, strict=True):
                 mean = mean + batch.inputs(member).softmax(-1) * weight
-            hits = hits + _hits(mean, batch.labels)
+            hits = hits + _hits(mean, batch)
     if not hits[1].any():
         raise DataError("the loader has no examples with a label")
     return hits
@@ -104,13 +105,14 @@ def accuracy_of(hits: Tensor) -> float:
     return float(found / count)
 
 
-def _hits(outputs: Tensor, labels: Any) -> Tensor:
-    if isnan(num_correct(outputs, labels)):
-        return torch.full((2, 1), nan)
-    count = outputs.shape[-1]
+def _hits(outputs: Tensor, batch: Batch) -> Tensor:
+    """Return what :func:`class_hits` does, of a batch's outputs."""
+    labels, count = batch.labels, outputs.shape[-1]
+    if (found := is_correct(outputs, labels)) is None:
+        return torch.tensor([[nan], [batch.num_labels]])
     check_classes(labels, count)
-    found = labels[outputs.argmax(-1) == labels], labels[labels != IGNORED]
-    return torch.stack([y.long().cpu().bincount(minlength=count) for y in found])
+    both = labels[found], labels[labels != IGNORED]
+    return torch.stack([y.long().cpu().bincount(minlength=count) for y in both])
 
 
 def _copy_with(model: nn.Module, params: Params) -> nn.Module:

@@ -1,7 +1,7 @@
 """What a run's accuracies mean: sentences for its log, made from the numbers alone."""
 
 from collections.abc import Iterator, Mapping
-from math import sqrt
+from math import isnan, sqrt
 
 import torch
 from torch import Tensor
@@ -35,13 +35,13 @@ def against_fedavg(method: str, accuracy: float, fedavg: float, count: int) -> s
     >>> against_fedavg("FedFisher", 0.983, 0.981, 360)
     "FedAvg's mean of the same models is level with FedFisher (98.1 and 98.3 %)."
     """
-    lead = f"{100 * abs(accuracy - fedavg):.1f} points above"
-    if not _differ(accuracy, fedavg, count):
-        lead = "level with"
-    elif accuracy > fedavg:
-        return f"{method} is {lead} FedAvg's mean of the same models."
+    lead = _lead(accuracy, fedavg, count)
+    above = f"{100 * abs(lead):.1f} points above"
+    if lead > 0:
+        return f"{method} is {above} FedAvg's mean of the same models."
+    how = above if lead else "level with"
     both = f"{100 * fedavg:.1f} and {100 * accuracy:.1f} %"
-    return f"FedAvg's mean of the same models is {lead} {method} ({both})."
+    return f"FedAvg's mean of the same models is {how} {method} ({both})."
 
 
 def one_shot_sentences(
@@ -65,12 +65,14 @@ def one_shot_sentences(
     """
     ours, count = accuracy["fedfisher"], int(final[1].sum())
 
+    if isnan(ours):  # the outputs have no classes
+        return []
+
     def better(name: str) -> bool:
-        other = accuracy.get(name, 0.0)
-        return other > ours and _differ(ours, other, count)
+        return _lead(accuracy.get(name, 0.0), ours, count) > 0
 
     said = [against_fedavg("FedFisher", ours, accuracy["fedavg"], count)]
-    if ours < accuracy["fedavg"] or not _differ(ours, accuracy["fedavg"], count):
+    if _lead(ours, accuracy["fedavg"], count) <= 0:
         said.append(_TRY)
     if better("fedfisher_merge"):
         said.append(
@@ -114,7 +116,8 @@ def _classes(hits: Tensor) -> set[str]:
     return {str(c) for c in found.nonzero().flatten().tolist()}
 
 
-def _differ(first: float, second: float, count: int) -> bool:
-    """Return whether accuracies differ by more than two standard errors."""
+def _lead(first: float, second: float, count: int) -> float:
+    """Return how far an accuracy is above another; 0 within two standard errors."""
     variance = sum(p * (1 - p) for p in (first, second)) / count
-    return abs(first - second) > 2 * sqrt(variance)
+    lead = first - second
+    return lead if abs(lead) > 2 * sqrt(variance) else 0.0

@@ -45,7 +45,7 @@ def load_test(context: Context) -> Loader:
 
 
 def title(context: Context, loader: Loader, clients: int) -> str:
-    """Say for the report's picture what the test images are, and how many."""
+    """Return the report's title: the data, how they are split, and the test images."""
     config, count = context.run_config, sum(len(labels) for _, labels in loader)
     data = Path(str(config["test-path"])).name
     if not data:

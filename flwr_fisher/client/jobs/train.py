@@ -261,7 +261,7 @@ def dry_run(problem: LocalProblem, request: Request) -> None:
 
 
 def warn_if_unchanged(problem: LocalProblem, start: Params) -> None:
-    """Log it if a training has changed nothing."""
+    """Log a warning if a training has changed no parameter."""
     trained = problem.trainable().items()
     if all(torch.equal(tensor, start[name].to(tensor)) for name, tensor in trained):
         logger.warning(
