@@ -31,7 +31,7 @@ from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import FAGH, FedFish, FedFisherOneShot, Waiting
 from flwr_fisher.strategies.baselines import AFL
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire.options import split_frozen
+from flwr_fisher.wire.options import split_not_sent
 
 MOST = ("categorical",) * 2
 
@@ -248,7 +248,7 @@ def test_that_factors_of_a_product_are_merged_apart_is_told_once(freeze, caplog)
         assert "'lora_A.default.weight' and its lora_B" in told[0].getMessage()
 
 
-def plain_app(make, tells, mods=()):
+def plain_app(make, tells, mods=(), likelihoods=("categorical",)):
     """Return an app with functions of its own; `tells`: identify is given the model."""
     app = ClientApp(mods=[*mods])
 
@@ -264,9 +264,10 @@ def plain_app(make, tells, mods=()):
     @app.train()
     def train(message, context):
         data = TensorDataset(torch.randn(8, 3), torch.zeros(8).long())
-        model, loader = own(context), DataLoader(data)
-        check_fisher(message, context, model, loader)
-        arrays = fisher_arrays(message, context, model, loader)
+        kind = likelihoods[int(context.node_config["partition-id"]) % len(likelihoods)]
+        given = context, own(context), DataLoader(data)
+        check_fisher(message, *given, likelihood=kind)
+        arrays = fisher_arrays(message, *given, likelihood=kind)
         metrics = MetricRecord({"num-examples": 8})
         content = RecordDict({"arrays": arrays, "metrics": metrics})
         return Message(content, reply_to=message)
@@ -356,11 +357,33 @@ def test_what_an_upload_says_is_frozen_outlives_its_server(tmp_path):
     assert counts[1] - counts[0] <= 4  # who they are is asked once more
 
 
+@pytest.mark.parametrize("kind", ["plain", "FisherClient"])
+def test_likelihoods_are_compared_where_nobody_is_asked(kind, caplog):
+    """Clients of another kind were merged without a word."""
+    kinds = ["categorical", Softmax(), "categorical"]
+
+    def make(partition):
+        torch.manual_seed(0)
+        return nn.Linear(3, 2)
+
+    window = Waiting(window=60, enough_replies=3)
+    strategy = FedFisherOneShot(fraction_evaluate=0.0, waiting=window)
+    app = (
+        plain_app(make, True, likelihoods=kinds)
+        if kind == "plain"
+        else app_of(make, [], kinds)
+    )
+    result = strategy.start(LocalGrid(app, 3), arrays(shared_state(make(0))))
+    assert clients_of(result) == [0, 2]
+    assert "partition-1" in caplog.text
+    assert "its likelihood differs from that of most" in caplog.text
+
+
 def test_a_digest_is_any_few_bytes():
     few, many = (np.frombuffer(b"1" * n, np.uint8) for n in (32, 5000))
-    for sent, digest in ((few, "31" * 32), (np.zeros(2), "00" * 16)):
+    for sent, digest in ((few, "1" * 32), (np.zeros(2), "\0" * 16)):
         record = ArrayRecord({"w": Array(few), "frozen/digest": Array(sent)})
-        arrays, read = split_frozen(record)
+        arrays, read = split_not_sent(record)
         assert (list(arrays), read) == (["w"], digest)
     with pytest.raises(WireError, match="frozen/digest"):
-        split_frozen(ArrayRecord({"frozen/digest": Array(many)}))
+        split_not_sent(ArrayRecord({"frozen/digest": Array(many)}))

@@ -16,10 +16,10 @@ from flwr_fisher.client.messages import (
     ClientApp,
     Mod,
     asks_for_parameters,
-    digest_of_frozen,
     errors_as_replies,
     identify,
     name_of,
+    not_sent,
 )
 from flwr_fisher.client.outbox import Outbox, TrainingCheckpoint
 from flwr_fisher.client.problem import LocalProblem
@@ -34,7 +34,7 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import log_once, watching
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES
-from flwr_fisher.wire.options import ANY_JOB, LIKELIHOOD, with_frozen
+from flwr_fisher.wire.options import ANY_JOB, LIKELIHOOD, with_not_sent
 
 
 class FisherClient:
@@ -165,15 +165,15 @@ class FisherClient:
         problem.load(request.params)
         if request.from_library:
             problem.check_dtypes(request.params)
-        frozen, tells = "", request.options.get("tell-frozen")
+        told, tells = "", request.options.get("tell-frozen")
         if tells or "run" in request.options:
-            frozen = digest_of_frozen(problem.model, request.params)
+            told = not_sent(problem, request.params)
         with watching(name_of(context), unit=None):
             if (run := request.options.get("run")) is None:
                 reply = _reply(problem, request, jobs)
             else:
                 disk = problem.disk("uploads", request.client, str(run))
-                settings = {**problem.settings(), "frozen": frozen}
+                settings = {**problem.settings(), "frozen": told}
                 outbox = Outbox.of(disk, request, settings)
                 until = message.metadata.created_at + message.metadata.ttl
                 with outbox.locked(until - time.time()):
@@ -184,8 +184,8 @@ class FisherClient:
                     if kept is None:
                         outbox.keep(reply)
         arrays = reply.arrays
-        if arrays is not None and frozen and tells:
-            arrays = with_frozen(arrays, frozen)
+        if arrays is not None and tells:
+            arrays = with_not_sent(arrays, told)
         return _message(message, MetricRecord({**reply.metrics}), arrays)
 
     def evaluate(self, message: Message, context: Context) -> Message:
@@ -275,8 +275,7 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
         record = answer.content.config_records["config"]
         record[ANY_JOB] = True
         if problem is not None:
-            own = problem.likelihood
-            record[LIKELIHOOD] = [own if isinstance(own, str) else type(own).__name__]
+            record[LIKELIHOOD] = [problem.likelihood_name]
         return answer
 
     return app

@@ -23,6 +23,7 @@ from torch import nn
 
 from flwr_fisher import __version__
 from flwr_fisher.client.jobs.train import requested_training
+from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import config_of, partition_of
 from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.files import digest_of
@@ -167,15 +168,18 @@ def asks_for_parameters(message: Message) -> bool:
     return bool(config_of(message)[0].get("query") == "trained")
 
 
-def digest_of_frozen(model: nn.Module, sent: Collection[str]) -> str:
-    """Return a digest of the frozen parameters that the server does not send.
+def not_sent(problem: LocalProblem, sent: Collection[str]) -> str:
+    """Return what clients must have in common, and no upload shows.
 
-    It is "" if there are none, or if no digest can be computed.
+    It is a digest of the frozen parameters that the server does not send, a blank, and
+    the likelihood's name. The digest is "" if there are no such parameters, or if it
+    cannot be computed.
     """
-    frozen = {k: v for k, v in _frozen(model).items() if k not in sent}
+    frozen = {k: v for k, v in _frozen(problem.model).items() if k not in sent}
+    digest = ""
     with suppress(Exception):  # as above
-        return digest_of(list(frozen), frozen) if frozen else ""
-    return ""
+        digest = digest_of(list(frozen), frozen)[:_DIGITS] if frozen else ""
+    return f"{digest} {problem.likelihood_name}"
 
 
 def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:

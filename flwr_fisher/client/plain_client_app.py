@@ -11,7 +11,7 @@ from flwr_fisher.client.jobs.train import (
     requested_training,
     warn_if_unchanged,
 )
-from flwr_fisher.client.messages import digest_of_frozen
+from flwr_fisher.client.messages import not_sent
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import ClientLimits, Request
 from flwr_fisher.client.training import Loader
@@ -21,7 +21,7 @@ from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import seeded
-from flwr_fisher.wire.options import with_frozen
+from flwr_fisher.wire.options import with_not_sent
 
 
 def fisher_arrays(
@@ -99,8 +99,9 @@ def fisher_arrays(
         _, curvature = job.train(problem, request)
     warn_if_unchanged(problem, request.params)
     arrays = job.packed(problem, request, curvature, count)
-    frozen = digest_of_frozen(model, request.params) if job.structure else ""
-    return with_frozen(arrays, frozen) if frozen else arrays
+    if not job.structure:
+        return arrays
+    return with_not_sent(arrays, not_sent(problem, request.params))
 
 
 def check_fisher(

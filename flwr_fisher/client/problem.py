@@ -200,6 +200,12 @@ class LocalProblem:
         return {"functions": settings_of([*functions, *numbers, trained, layers])}
 
     @property
+    def likelihood_name(self) -> str:
+        """What the server calls the likelihood."""
+        own = self.likelihood
+        return own if isinstance(own, str) else type(own).__name__
+
+    @property
     def counted(self) -> CountedLoader:
         """The training loader, with the number of examples that were read."""
         if type(self.trainloader) is not CountedLoader:

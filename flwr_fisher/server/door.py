@@ -38,7 +38,7 @@ from flwr_fisher.wire.options import (
     LONGEST_NAME,
     MOST_METRICS,
     MOST_NUMBERS,
-    split_frozen,
+    split_not_sent,
 )
 
 Key = TypeVar("Key", bound=Hashable)
@@ -49,6 +49,11 @@ _REASON, _LONG_REASON, _LINES = 500, 800, 20
 _SLIGHT = 0.5  # a smaller cut is not logged
 _HEAVIEST = 1e15  # examples: above it, a weight is not plausible
 TRAIN = "aggregate_train"  # the beginning of a log line
+_DIFFERENCES = (  # of what no array of an upload shows
+    "its frozen parameters, which the server does not send, differ from those of {}: "
+    + FREEZE_THE_SAME,
+    "its likelihood differs from that of {}: give all clients the same",
+)
 
 
 # --- bounds
@@ -290,7 +295,7 @@ class Door(Generic[P]):
         self._sizes: dict[str, Sizes] = {}
         # By each claim, a name or a number: the clients that made it.
         self._claims: defaultdict[str | int, set[str]] = defaultdict(set)
-        self._frozen_digests: dict[str, str] = {}  # of what is frozen and not sent
+        self._not_sent: dict[str, tuple[str, ...]] = {}  # see client/messages.py
 
     # --- one reply
 
@@ -328,7 +333,7 @@ class Door(Generic[P]):
         # 1. Who is it? Only now are two clients with one partition seen together.
         self._check_claim(identity)
         # 2. Bounds and format: the reader decides both before it decodes anything.
-        record, frozen_digest = split_frozen(arrays)
+        record, not_sent = split_not_sent(arrays)
         payload = self.exchange.read(record, self.like)
         # 3. Is it an answer to what was sent?
         measured = self._measure(payload) if self._measure else {}
@@ -345,8 +350,7 @@ class Door(Generic[P]):
         self._clients[upload.client], self._sizes[upload.client] = identity, sizes
         for claim in (name, number):
             self._claims[claim].add(name)
-        if frozen_digest:
-            self._frozen_digests[upload.client] = frozen_digest
+        self._not_sent[upload.client] = not_sent.partition(" ")[::2]
         self.left_out.missing.pop(upload.client, None)
         if not self.exchange.quiet:
             count = len(self.admitted) + len(self.left_out.rejected)
@@ -464,7 +468,7 @@ class Door(Generic[P]):
         raise RoundError(f"only {few}, but {wanted}:{reasons}")
 
     def _withdraw_mismatched(self) -> None:
-        """Reject the uploads with another layout, or frozen part, than most have."""
+        """Reject the uploads with another layout, or what is not sent, than most."""
         # What most have sent decides, not the first that came: it may be the odd one.
         layouts = [upload.payload.layout() for upload in self.admitted]
         common = Counter(layouts).most_common(1)[0][0] if layouts else ()
@@ -474,14 +478,13 @@ class Door(Generic[P]):
                 names = sorted(set(layout) ^ set(common))
                 what = names or "the same in another order"
                 self.withdraw(upload, WireError(f"{reason}: {what}", field=field))
-        uploads = {u.client: u for u in self.admitted}
-        known = self._frozen_digests.items()
-        digests = {client: digest for client, digest in known if client in uploads}
         # They were not asked before their training, so it shows only now.
-        for client, (_, whom) in unlike_most(digests).items():
-            reason = "its frozen parameters, which the server does not send, differ "
-            reason += f"from those of {whom}: {FREEZE_THE_SAME}"
-            self.withdraw(uploads[client], WireError(reason, field="frozen"))
+        for number, reason in enumerate(_DIFFERENCES):
+            uploads = {u.client: u for u in self.admitted}
+            said = {c: t for c in uploads if (t := self._not_sent[c][number])}
+            for client, (_, whom) in unlike_most(said).items():
+                error = WireError(reason.format(whom), field="frozen")
+                self.withdraw(uploads[client], error)
 
     def metrics(
         self, aggregate: Aggregate, uploads: Sequence[Upload[P]]

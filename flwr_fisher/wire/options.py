@@ -184,9 +184,10 @@ LIKELIHOOD = "likelihood"  # and by which it says what its labels are
 _LARGEST_ID = 2**63
 _MOST_PARTITIONS = 2**32
 _MOST_FROZEN = 2**23  # characters, of all names and digests
-# The key of a digest of all parameters that are frozen and not sent, beside an upload.
+# The key of what all clients must have in common, beside an upload: a digest of all
+# parameters that are frozen and not sent, and the likelihood's name.
 # A secure sum sends it unmasked, because of the key's ending.
-_FROZEN, _DIGITS, _BYTES = "frozen/digest", 32, 1000
+_NOT_SENT, _BYTES = "frozen/digest", 1000
 _LORA_A = re.compile(r"\blora_(embedding_)?A\b")  # PEFT's first factors
 
 
@@ -264,31 +265,31 @@ def frozen_name(described: str) -> str:
     return described.rpartition(" ")[0]
 
 
-# the digest of frozen parameters, beside an upload
+# what no array of an upload shows, beside it
 
 
-def with_frozen(record: ArrayRecord, digest: str) -> ArrayRecord:
-    """Return an upload's arrays, with a digest of the frozen parameters not sent."""
-    frozen = tensors_to_arrays({_FROZEN: bytes_of(digest[:_DIGITS])})
-    return ArrayRecord({**record, **frozen})
+def with_not_sent(record: ArrayRecord, text: str) -> ArrayRecord:
+    """Return an upload's arrays, with a text of what they do not show."""
+    beside = tensors_to_arrays({_NOT_SENT: bytes_of(text[: _BYTES // 4])})
+    return ArrayRecord({**record, **beside})
 
 
-def split_frozen(record: ArrayRecord) -> tuple[ArrayRecord, str]:
-    """Return an upload's arrays, and the digest beside them or ``""``.
+def split_not_sent(record: ArrayRecord) -> tuple[ArrayRecord, str]:
+    """Return an upload's arrays, and the text beside them or ``""``.
 
-    Any bytes are a digest: who sends others than most clients is left out.
+    Any bytes are a text: who sends another than most clients is left out.
 
     Raises
     ------
     WireError
         If they are too many.
     """
-    if _FROZEN not in record:
+    if _NOT_SENT not in record:
         return record, ""
-    only = ArrayRecord({_FROZEN: record[_FROZEN]})
-    tensor = arrays_to_tensors(only, limit=_BYTES)[_FROZEN]
-    digest = tensor.numpy().tobytes().hex()
-    return ArrayRecord({k: v for k, v in record.items() if k != _FROZEN}), digest
+    only = ArrayRecord({_NOT_SENT: record[_NOT_SENT]})
+    tensor = arrays_to_tensors(only, limit=_BYTES)[_NOT_SENT]
+    text = tensor.numpy().tobytes().decode(errors="replace")
+    return ArrayRecord({k: v for k, v in record.items() if k != _NOT_SENT}), text
 
 
 # the trained parameters

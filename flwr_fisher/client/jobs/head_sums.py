@@ -55,7 +55,7 @@ def _head_of(problem: LocalProblem, named: str) -> str:
     if not isinstance(problem.likelihood, str):
         raise ClientError(
             "a head in closed form needs a likelihood by name, not "
-            f"{type(problem.likelihood).__name__}"
+            f"{problem.likelihood_name}"
         )
     check_can_be_read_again(problem.counted.loader, "the head's sums are taken of it")
     if named:
