@@ -354,9 +354,11 @@ class Door(Generic[P]):
         self.left_out.missing.pop(upload.client, None)
         if not self.exchange.quiet:
             count = len(self.admitted) + len(self.left_out.rejected)
-            text = "%s: %s of %s replies (%s, %g examples)"
+            # In an optional exchange a client need not have read all its data.
+            of = "" if self.exchange.optional else f", {weight:g} examples"
             stage, expected = self.left_out.stage, max(self.expected, count)
-            logger.info(text, stage, count, expected, upload.client, weight)
+            text = "%s: %s of %s replies (%s%s)"
+            logger.info(text, stage, count, expected, upload.client, of)
 
     def _check_claim(self, identity: Identity) -> None:
         """Check that no partition counts twice; a registered node keeps its own.
