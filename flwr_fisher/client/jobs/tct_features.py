@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -227,12 +228,15 @@ class ClientFeatures:
             )
         return {_FEATURES: out, _LABELS: labels}
 
-    def _disk(self, kind: str, *statistics: Tensor) -> ClientDisk:
-        """Return the entry of all that determines the features."""
+    @cached_property
+    def _key(self) -> str:
+        """A digest of all that determines the raw features."""
         model = self.problem.model
         named = dict(model.named_parameters()) | dict(model.named_buffers())
-        facts = [kind, self.run, self.partition, self.tangent.digest]
-        tensors = [*named.values(), *statistics]
-        numbered = {str(i): value for i, value in enumerate(tensors)}
-        key = digest_of([*facts, list(named)], numbered)[:32]
+        return digest_of([self.run, self.tangent.digest, list(named)], named)
+
+    def _disk(self, kind: str, *statistics: Tensor) -> ClientDisk:
+        """Return the entry of these features."""
+        numbered = {str(i): value for i, value in enumerate(statistics)}
+        key = digest_of([kind, self.partition, self._key], numbered)[:32]
         return self.problem.disk("features", self.partition, key)
