@@ -528,6 +528,13 @@ def test_a_loss_that_is_no_mean_over_labels_is_refused(loss_fn, function):
             function(MODEL, batches, loss_fn=loss_fn)
 
 
+def test_a_batch_of_one_class_and_missing_labels_shows_no_weights():
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]))
+    first = Y.where(Y == 1, -100)
+    with pytest.raises(StructureError, match="mean over"):
+        gradient(MODEL, [(X, first), (X, Y)], loss_fn=loss_fn)
+
+
 def test_batches_of_unlike_lengths_have_the_fisher_of_each_example():
     class Text(nn.Module):
         def __init__(self):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.data import batches_of
+from flwr_fisher.curvature.data import IGNORED, batches_of
 from flwr_fisher.curvature.losses import Loss, check_is_mean, checked_loss, loss_of
 from flwr_fisher.curvature.models import (
     check_outputs,
@@ -127,7 +127,8 @@ def mean_derivatives(
             if not is_mean and isinstance(given := batch.labels, Tensor):
                 if len(outputs) == len(batch):
                     check_is_mean(loss_fn, outputs.detach(), given)
-                is_mean = len(torch.unique(given)) > 1  # one class has one weight
+                # One class has one weight, and -100 is no class.
+                is_mean = len(torch.unique(given[given != IGNORED])) > 1
             loss = checked_loss(loss_of(loss_fn, outputs, batch.labels))
             means = derivatives(loss)
             sums = sums or [Sums(parameters) for _ in means]
