@@ -6,7 +6,7 @@ from flwr.app import ArrayRecord
 from nets import MIXES, Mixes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_data, tiny_model
 
 from flwr_fisher.client import FisherClient, LocalSGD, check_client
@@ -192,6 +192,15 @@ def test_what_would_fail_after_training_fails_before(case, error, text):
         asked(client_of(**case, train_fn=untrained))
     with pytest.raises(error, match=text):
         check_client(client_of(**case))
+
+
+@pytest.mark.parametrize("missing", [3, 5])
+def test_examples_without_a_label_are_not_tried(missing):
+    """They have no Fisher; here three of the first batch, or all and one more."""
+    x, y = tiny_data(2).tensors
+    labels = y.clone()
+    labels[:missing] = -100
+    asked(client_of(loader=DataLoader(TensorDataset(x, labels), batch_size=4)))
 
 
 def test_probabilities_are_told(caplog):
