@@ -432,10 +432,12 @@ def test_a_loss_of_other_settings_hands_over_nothing(tmp_path):
 
 
 def test_another_layer_or_a_frozen_one_makes_another_upload(tmp_path):
-    tanh, frozen = client(tmp_path), client(tmp_path)
+    tanh, slow, frozen, same = every = [client(tmp_path) for _ in range(4)]
     tanh.problem.model[2] = nn.Tanh()
+    slow.problem.model[1].momentum = 0.01  # a layer of other settings
     frozen.problem.model[0].requires_grad_(False)
-    assert len({digest_of(one) for one in (client(tmp_path), tanh, frozen)}) == 3
+    assert len({digest_of(one) for one in every}) == 4
+    assert digest_of(same) == digest_of(client(tmp_path))
 
 
 @pytest.mark.parametrize("tells", [{}, {"tell-frozen": True}], ids=["", "window"])

@@ -193,10 +193,10 @@ class LocalProblem:
 
     def settings(self) -> dict[str, Any]:
         """Return what a reply depends on besides the request and the data."""
-        layers = {n: type(m).__qualname__ for n, m in self.model.named_modules()}
         functions = self.train_fn, self.loss_fn, self.likelihood, self.batch_fn
         numbers = self.limits.max_examples, self.num_examples
         trained = trainable_names(self.model)
+        layers = repr(self.model)  # with their settings, such as a dropout's rate
         return {"functions": settings_of([*functions, *numbers, trained, layers])}
 
     @property
