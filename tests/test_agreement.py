@@ -28,7 +28,14 @@ from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
-from flwr_fisher.strategies import FAGH, FedFish, FedFisherOneShot, Waiting
+from flwr_fisher.strategies import (
+    FAGH,
+    FedAvg,
+    FedFish,
+    FedFisherOneShot,
+    Refinement,
+    Waiting,
+)
 from flwr_fisher.strategies.baselines import AFL
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire.options import split_not_sent
@@ -185,6 +192,17 @@ def test_who_has_another_frozen_base_is_named_before_it_trains(make, caplog):
     strategy = make(fraction_evaluate=0.0, min_train_nodes=3)
     with pytest.raises(RoundError, match=OTHER_BASE):
         strategy.start(LocalGrid(app, 3), start)
+
+
+@pytest.mark.parametrize("make", [FedFisherOneShot, FedAvg])
+def test_who_has_another_frozen_base_has_no_part_in_the_head(make):
+    """A head asks clients that did not train, too: all features were summed up."""
+    app = app_of(lambda partition: on_a_base(int(partition == 0)), [])
+    head = Refinement(head=True)
+    strategy = make(fraction_train=0.5, fraction_evaluate=0.0, refine=head)
+    result = strategy.start(LocalGrid(app, 6), arrays(shared_state(on_a_base(0))))
+    uploads = result.exchange_uploads["head"]
+    assert [upload.number for upload in uploads] == [1, 2, 3, 4, 5]
 
 
 def test_frozen_parameters_that_the_server_sends_may_have_been_others():

@@ -175,7 +175,7 @@ def head_exchange(
         {"job": "head-sums", "head": head or ""},
         HeadUpload.read,
         partial(_set_head, ridge),
-        require_same_parameters=not more.get("optional", False),
+        require_same_parameters=True,
         additive=Summation(weighted=False, bits=64),
         **more,
     )
