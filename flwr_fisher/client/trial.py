@@ -141,9 +141,8 @@ def _try_fisher(
         inputs = examples.inputs.to(place_of(problem.model) or problem.device)
         total = inputs(problem.model).sum()
         slopes = torch.autograd.grad(total, [*trained.values()], allow_unused=True)
-    unused = [
-        name for name, slope in zip(trained, slopes, strict=True) if slope is None
-    ]
+    pairs = zip(trained, slopes, strict=True)
+    unused = [name for name, slope in pairs if slope is None]
     if len(unused) == len(trained):
         raise StructureError(
             "in eval mode the model's outputs depend on no trained parameter: compute "

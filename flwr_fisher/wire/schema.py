@@ -30,7 +30,6 @@ from flwr_fisher.wire.arrays import (
 
 PARAMETERS = "parameters"
 _SMALL = 0.01
-_ROUNDING = 1e-12  # of a count that `reweighted` has multiplied
 # The statistics of batch norms have their own scales, unlike the weights'.
 _MOST_BATCHES = 1_000_000  # on which a client trains in a round
 _MEAN, _VARIANCE, _COUNT = NORM_STATISTICS
@@ -240,7 +239,8 @@ class Payload(ABC):  # noqa: B024
     def check_weight(self, weight: float) -> None:
         """Raise :class:`WireError` if it counts more examples than the metrics do."""
         for _, part, value in self._tensors():
-            if part.counts and float(value) > weight * (1 + _ROUNDING):
+            # A count that `reweighted` has multiplied is rounded.
+            if part.counts and float(value) > weight * (1 + 1e-12):
                 reason = f"{float(value):g} examples, but the metrics say {weight:g}"
                 raise WireError(reason, field=part.key)
 
