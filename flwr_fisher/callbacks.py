@@ -199,6 +199,10 @@ class _Watched:
 class BestModel:
     """Saves the model after each round that is the best so far.
 
+    If a run goes on after its last round, the refined model of that round is taken
+    back, with its scores. A later round may then replace it in the file: copy the file
+    before, if you want to keep it.
+
     Parameters
     ----------
     path : str | Path

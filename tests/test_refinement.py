@@ -801,12 +801,13 @@ def test_whatever_fails_on_the_server_the_merge_stays(
     assert "in out_of_memory" in caplog.text  # its traceback
 
 
-def test_a_run_that_goes_on_is_the_run_of_all_its_rounds(tmp_path):
+def test_a_run_that_goes_on_is_the_run_of_all_its_rounds(tmp_path, caplog):
     whole = run(**REFINED, num_rounds=2)
     run(**REFINED, num_rounds=1, checkpoint_dir=tmp_path)
     resumed = run(**REFINED, num_rounds=2, checkpoint_dir=tmp_path, resume=True)
     assert same_bits(resumed.arrays, whole.arrays)
     assert same_bits(resumed.unrefined, whole.unrefined)
+    assert "Round 1's refined model is taken back" in caplog.text
 
 
 def test_the_last_round_alone_is_refined():

@@ -195,9 +195,9 @@ class LocalProblem:
         """Return what a reply depends on besides the request and the data."""
         functions = self.train_fn, self.loss_fn, self.likelihood, self.batch_fn
         numbers = self.limits.max_examples, self.num_examples
-        trained = trainable_names(self.model)
-        layers = repr(self.model)  # with their settings, such as a dropout's rate
-        return {"functions": settings_of([*functions, *numbers, trained, layers])}
+        # A model's text has its layers' settings, such as a dropout's rate.
+        of_model = trainable_names(self.model), repr(self.model)
+        return {"functions": settings_of([*functions, *numbers, *of_model])}
 
     @property
     def likelihood_name(self) -> str:

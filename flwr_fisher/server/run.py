@@ -209,6 +209,7 @@ class Run:
         one that is no longer there.
         """
         if unrefined := self.state.group(_UNREFINED):
+            logger.warning("Round %s's refined model is taken back", self.server_round)
             self.state = ServerState(dict(unrefined), self.state.without(_UNREFINED))
             for name in ("evaluate", "server"):
                 getattr(self._result, HISTORIES[name]).pop(self.server_round, None)
