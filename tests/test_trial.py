@@ -200,7 +200,9 @@ def test_examples_without_a_label_are_not_tried(missing):
     x, y = tiny_data(2).tensors
     labels = y.clone()
     labels[:missing] = -100
-    asked(client_of(loader=DataLoader(TensorDataset(x, labels), batch_size=4)))
+    client = client_of(loader=DataLoader(TensorDataset(x, labels), batch_size=4))
+    check_client(client)
+    asked(client)
 
 
 def test_probabilities_are_told(caplog):

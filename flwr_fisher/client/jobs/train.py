@@ -237,7 +237,7 @@ class TrainingJob:
 
 
 def dry_run(problem: LocalProblem, request: Request) -> None:
-    """Do what a training job does after its training, on one batch of the loader.
+    """Do what a training job does after its training, on the first labelled batch.
 
     The log then has what an upload is made of, and its size.
 
@@ -247,12 +247,12 @@ def dry_run(problem: LocalProblem, request: Request) -> None:
         What the job would raise after its training, as far as one batch shows it.
     """
     job = requested_training(request.options).of(problem, request)
-    batch = next(iter(problem.trainloader), None)
-    if batch is None:
-        raise DataError("the trainloader has no batches")
     device_of(problem.model)
     if job.structure is None:
         return
+    batch = next((b for b in problem.trainloader if problem.read(b).num_labels), None)
+    if batch is None:
+        raise DataError("the trainloader has no batches, or none with a label")
     try_upload(problem, request, job.structure, job.fisher_options, batch)
     alone = replace(problem, trainloader=[batch])
     count = alone.count_examples(request.client)
