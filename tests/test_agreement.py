@@ -1,6 +1,7 @@
 """Clients that train other parameters than the rest are named before they train."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -127,6 +128,7 @@ class Softmax(type(likelihood_of("categorical"))):
         (FedFisherOneShot, "bernoulli"),
         (FedFisherOneShot, Softmax()),
         (FAGH, "gaussian"),
+        (partial(FedAvg, refine=Refinement()), "bernoulli"),
     ],
 )
 def test_who_has_another_kind_of_labels_is_named_before_it_trains(make, odd, caplog):

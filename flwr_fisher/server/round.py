@@ -346,7 +346,9 @@ class ExchangeRun(Generic[P]):
 
     def _without_mismatched(self, nodes: list[int]) -> list[int]:
         """Reject the nodes with parameters that cannot be merged; return the rest."""
-        if not self.exchange.require_same_parameters or not nodes:
+        # Who takes part in a refinement is compared before the training.
+        refined = self.strategy.refine is not None
+        if not nodes or not (self.exchange.require_same_parameters or refined):
             return nodes
         # Those asked before count, too, and after a restart those that have replied: a
         # newcomer is compared with all.
