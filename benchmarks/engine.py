@@ -177,11 +177,13 @@ def theirs(model: nn.Module, batches: Batches, kind: str) -> Any:
     return operator
 
 
-def refusal(model: nn.Module, batches: Batches) -> str | None:
-    """Return why curvlinops cannot take a network; None if it can."""
+def refusal(
+    take: Callable[[nn.Module, Batches], object], model: nn.Module, batches: Batches
+) -> str | None:
+    """Return why a peer cannot take a network; None if it can."""
     try:
-        # A copy: where curvlinops fails, its hooks stay on the model.
-        theirs(copy.deepcopy(model), batches[:1], "mc")
+        # A copy: where a peer fails, its hooks stay on the model.
+        take(copy.deepcopy(model), batches[:1])
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return str(error).splitlines()[0]
     return None
@@ -223,7 +225,8 @@ def measure(
     """Return what everything takes, in passes, with errors and peaks."""
     model.to(device)
     batches = [(x.to(device), y.to(device)) for x, y in batches]
-    reason = refusal(model, batches) if peer else None
+    take = partial(theirs, kind=KINDS["sampled"])
+    reason = refusal(take, model, batches) if peer else None
     peer = peer and reason is None
     work: dict[str, Callable[[Batches], object]] = {"pass": partial(training, model)}
     for name, (structure, options) in OURS.items():
@@ -267,6 +270,15 @@ def tables(found: dict[str, Any]) -> list[list[str]]:
     return [*shown, lines]
 
 
+def refusals(found: dict[str, Any]) -> list[str]:
+    """Return a line for each network that curvlinops does not take."""
+    return [
+        f"{PEER} does not take {name}: {case['refused']}"
+        for name, case in found.items()
+        if case["refused"]
+    ]
+
+
 def _cell(values: dict[str, float], name: str, shown: str) -> str:
     return format(values[name], shown) if name in values else ""
 
@@ -292,12 +304,7 @@ def main() -> None:
         f"Measured on {where}; medians of {runs} runs over {BATCHES} batches, of "
         f"ResNet-18 and EfficientNet {BATCHES // 2}."
     )
-    refused = [
-        f"{PEER} does not take {name}: {case['refused']}"
-        for name, case in found.items()
-        if case["refused"]
-    ]
-    shown = [*tables(found), *refused]
+    shown = [*tables(found), *refusals(found)]
     lines = blocks(opening("A K-FAC in gradient passes", __doc__), note, *shown)
     write_page("engine", lines, found)
 
