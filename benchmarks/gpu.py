@@ -26,6 +26,7 @@ they arrive; a *pass* is that of the same network at batch 32.
 """
 
 import argparse
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -153,8 +154,8 @@ def where(device: torch.device, runs: int) -> str:
     if device.type != "cpu":
         card = torch.get_device_module(device).get_device_name()
     day = datetime.now(UTC).date()
-    text = f"Measured on {card}, torch {torch.__version__}, flwr-fisher {__version__}, "
-    text += f"on {day}; medians of {runs} runs."
+    text = f"Measured on {card}, {os.cpu_count()} cores, torch {torch.__version__}, "
+    text += f"flwr-fisher {__version__}, on {day}; medians of {runs} runs."
     absent = [name for name in clients.EVERY if name not in clients.PEERS]
     return f"{text} Not installed: {', '.join(absent)}." if absent else text
 
@@ -199,6 +200,7 @@ def main() -> None:
         todo, found = jobs(part, device, options.runs), dict[str, Numbers]()
         for name, job in todo.items():
             if time.monotonic() > ends:
+                print(f"{part}: no time is left for {name} and more", flush=True)
                 break
             found[name] = job()
             left = [each for each in todo if each not in found]

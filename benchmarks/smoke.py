@@ -60,7 +60,7 @@ SCRIPTS = {  # the longest first
     "engine": WITHOUT_DATA,
     "fedfish": PLAIN,
     "fedfish_toy": PLAIN,
-    "gpu": WITHOUT_DATA,
+    "gpu": Script(data=False, arguments=("--device", "pretended"), programs=("c++",)),
     "hostile_runs": PLAIN,
     "inversion": PLAIN,
     "lora": PLAIN,
