@@ -67,10 +67,7 @@ BUDGETS = sized(BUDGETS, {name: BUDGETS[name] for name in (ALL, "1000 examples")
 
 
 def with_budget(
-    uploads: list[LocalPosterior],
-    setting: Setting,
-    task: Task,
-    budget: FisherOptions,
+    uploads: list[LocalPosterior], setting: Setting, task: Task, budget: FisherOptions
 ) -> list[LocalPosterior]:
     """Return the clients' trained models, each with its Fisher within a budget."""
     model, clients = task.make_model(), []

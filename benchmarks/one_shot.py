@@ -30,14 +30,7 @@ from harness.splits import on_splits
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from harness.uploads import Setting
-from studies.one_shot.merges import (
-    OURS,
-    ROUNDS,
-    RUNS,
-    once,
-    pretrained,
-    rounds,
-)
+from studies.one_shot.merges import OURS, ROUNDS, RUNS, once, pretrained, rounds
 
 SEEDS = sized((0, 1, 2), (0, 1))
 CLIENTS = sized((10, 20, 30), (10,))

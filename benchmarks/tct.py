@@ -49,10 +49,7 @@ from studies.tct.runs import (
 
 PAGE = Page(
     name="tct",
-    opening=blocks(
-        "# TCT",
-        (__doc__ or "").strip(),
-    ),
+    opening=blocks("# TCT", (__doc__ or "").strip()),
     sections={
         "features": speed.features_section,
         "closed-form": speed.closed_form_section,

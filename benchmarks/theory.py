@@ -209,10 +209,7 @@ def main() -> None:
     if not numbers:
         widths = run([(m, STEPS, s) for m in WIDTHS for s in range(SEEDS_OF_WIDTHS)])
         local = run([(WIDTH, k, s) for k in LOCAL for s in range(SEEDS_OF_STEPS)])
-        numbers = {
-            "width": by_key(WIDTHS, widths),
-            "local steps": by_key(LOCAL, local),
-        }
+        numbers = {"width": by_key(WIDTHS, widths), "local steps": by_key(LOCAL, local)}
     page = blocks(
         opening("FedFisher's error against width and local steps", __doc__),
         "![errors](theory.png)",

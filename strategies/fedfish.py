@@ -9,14 +9,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from flwr_fisher.errors import ConfigurationError, check_range, plain
-from flwr_fisher.params import (
-    Params,
-    double,
-    norm,
-    select,
-    subtract,
-    weighted_mean,
-)
+from flwr_fisher.params import Params, double, norm, select, subtract, weighted_mean
 from flwr_fisher.rounds import (
     FishOptions,
     fedfish_average,

@@ -13,11 +13,7 @@ from flwr_fisher.curvature import FisherOptions
 from flwr_fisher.devices import CPU, default_device, usable_device
 from flwr_fisher.errors import ConfigurationError, check_known, check_number, plain
 from flwr_fisher.log_lines import logger
-from flwr_fisher.merge import (
-    DiagonalSums,
-    MergeOptions,
-    fedfisher_from_sums,
-)
+from flwr_fisher.merge import DiagonalSums, MergeOptions, fedfisher_from_sums
 from flwr_fisher.merge.fedfisher import merge_posteriors
 from flwr_fisher.merge.options import Score, check_score
 from flwr_fisher.params import Params

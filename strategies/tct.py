@@ -7,11 +7,7 @@ from typing import Any, ClassVar
 
 from flwr.app import ConfigRecord
 
-from flwr_fisher.errors import (
-    CheckpointError,
-    ConfigurationError,
-    check_whole,
-)
+from flwr_fisher.errors import CheckpointError, ConfigurationError, check_whole
 from flwr_fisher.randomness import derive_seed
 from flwr_fisher.server.exchange import (
     Exchange,

@@ -6,13 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -302,10 +296,7 @@ OTHER_FROZEN = re.compile(
 PLAIN = {
     "kfac": lambda: FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=3),
     "sums": lambda: FedFisherOneShot(
-        structure="diagonal",
-        aggregate="sums",
-        fraction_evaluate=0.0,
-        min_train_nodes=3,
+        structure="diagonal", aggregate="sums", fraction_evaluate=0.0, min_train_nodes=3
     ),
     "fedfish": lambda: FedFish(fraction_evaluate=0.0, min_train_nodes=3),
     "secure": lambda: FedFish(

@@ -6,12 +6,7 @@ from nets import VECTORS, CalledTwice
 from oracles import seeded
 from torch import nn
 
-from flwr_fisher.curvature import (
-    LIKELIHOODS,
-    STRUCTURES,
-    FisherOptions,
-    fisher,
-)
+from flwr_fisher.curvature import LIKELIHOODS, STRUCTURES, FisherOptions, fisher
 from flwr_fisher.curvature.estimate.options import EXPECTATIONS
 from flwr_fisher.errors import (
     ConfigurationError,

@@ -227,10 +227,7 @@ LAYERS = {
     "one dimension": (nn.Conv1d(2, 4, 3, stride=2, padding=1), (2, 2, 13)),
     "groups": (nn.Conv2d(4, 6, (3, 2), groups=2, bias=False), (2, 4, 7, 8)),
     "dilated": (nn.Conv2d(2, 4, 3, dilation=2, stride=(2, 1)), (2, 2, 12, 9)),
-    "same": (
-        nn.Conv2d(2, 4, 3, padding="same", padding_mode="circular"),
-        (2, 2, 9, 6),
-    ),
+    "same": (nn.Conv2d(2, 4, 3, padding="same", padding_mode="circular"), (2, 2, 9, 6)),
     "three dimensions": (nn.Conv3d(1, 2, 2), (2, 1, 4, 5, 4)),
 }
 

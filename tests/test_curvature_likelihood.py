@@ -15,20 +15,10 @@ from torch.func import functional_call, jacrev
 from virtual import ask, metrics_of
 
 from flwr_fisher.client import FisherClient, LocalSGD
-from flwr_fisher.curvature import (
-    LIKELIHOODS,
-    FisherOptions,
-    Likelihood,
-    fisher,
-)
+from flwr_fisher.curvature import LIKELIHOODS, FisherOptions, Likelihood, fisher
 from flwr_fisher.curvature.estimate.options import EXPECTATIONS
 from flwr_fisher.curvature.estimate.pieces import Pieces, SoftmaxVectors, backward_plan
-from flwr_fisher.errors import (
-    ClientError,
-    DataError,
-    StructureError,
-    UnknownNameError,
-)
+from flwr_fisher.errors import ClientError, DataError, StructureError, UnknownNameError
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import FisherUpload
 

@@ -73,10 +73,7 @@ def test_every_form_of_a_batch_is_the_same_inputs_and_labels(form):
 @pytest.mark.parametrize(
     ("make", "culprit"),
     [
-        (
-            lambda x, y: {"a": x, "b": x, "label": y},
-            "'b'.*none of these is an arg",
-        ),
+        (lambda x, y: {"a": x, "b": x, "label": y}, "'b'.*none of these is an arg"),
         (lambda x, y: {"left": x, "label": y, "labels": y}, "two entries of labels"),
         (lambda x, y: {"label": y}, "no tensor of inputs"),
         (lambda x, y: (["a"] * len(x), y), "no tensor"),

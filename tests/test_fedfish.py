@@ -30,25 +30,12 @@ from virtual import (
 )
 from virtual import start as run
 
-from flwr_fisher.client import (
-    FisherClient,
-    LocalSGD,
-    make_client_app,
-)
-from flwr_fisher.errors import (
-    CheckpointError,
-    ConfigurationError,
-    RoundError,
-)
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.strategies import FedFish
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import (
-    PREFIX,
-    Additive,
-    FisherUpload,
-    arrays_to_tensors,
-)
+from flwr_fisher.wire import PREFIX, Additive, FisherUpload, arrays_to_tensors
 
 Tensors = dict[str, Tensor]
 MOMENTUM = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
@@ -354,10 +341,7 @@ def test_a_fisher_that_is_far_too_large_decides_nothing():
 
 # Stopped, and resumed
 
-OPTIMIZERS = {
-    "momentum": {"server_optimizer": MOMENTUM},
-    "adam": ADAM,
-}
+OPTIMIZERS = {"momentum": {"server_optimizer": MOMENTUM}, "adam": ADAM}
 CLIENTS, ROUNDS = 4, 3
 
 

@@ -13,9 +13,7 @@ from flwr.clientapp.mod import (
     fixedclipping_mod,
     message_size_mod,
 )
-from flwr.serverapp.strategy import (
-    FedAvg,
-)
+from flwr.serverapp.strategy import FedAvg
 from tasks import load_task
 from torch import nn
 from virtual import (

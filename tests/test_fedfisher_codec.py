@@ -1,23 +1,12 @@
 """FedFisher with packed uploads: asked for, obeyed, checked, and refused in time."""
 
 import pytest
-from virtual import (
-    Watched,
-    ask,
-    fedfisher_with,
-    start,
-    tiny_arrays,
-    tiny_client,
-)
+from virtual import Watched, ask, fedfisher_with, start, tiny_arrays, tiny_client
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import (
-    Codec,
-    FisherUpload,
-    arrays_to_tensors,
-)
+from flwr_fisher.wire import Codec, FisherUpload, arrays_to_tensors
 
 LIKE = arrays_to_tensors(tiny_arrays())
 FINE = Codec(budget=6.0)

@@ -5,20 +5,10 @@ import copy
 import numpy as np
 import pytest
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flowers
 from torch import nn
-from torch.utils.data import (
-    DataLoader,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     ask,
     metrics_of,
@@ -43,13 +33,7 @@ from flwr_fisher.errors import (
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums
-from flwr_fisher.strategies import (
-    FAGH,
-    TCT,
-    FedAvg,
-    FedFish,
-    FedFisherOneShot,
-)
+from flwr_fisher.strategies import FAGH, TCT, FedAvg, FedFish, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import tensors_to_arrays
 from flwr_fisher.wire.codec import from_container

@@ -13,9 +13,7 @@ from virtual import arrays_to_tensors
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import (
-    FedAvg,
-)
+from flwr_fisher.strategies import FedAvg
 from flwr_fisher.testing import LocalGrid
 
 CLIENTS = 100

@@ -44,12 +44,7 @@ from virtual import (
     tiny_arrays,
 )
 
-from flwr_fisher.errors import (
-    ConfigurationError,
-    ParamsError,
-    RoundError,
-    WireError,
-)
+from flwr_fisher.errors import ConfigurationError, ParamsError, RoundError, WireError
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.door import LeftOut
 from flwr_fisher.server.exchange import Upload
@@ -147,11 +142,7 @@ CASES = {
         times(CURVATURE, 1e6),
         limited(".*curvature of 0.weight x"),
     ),
-    "gradients of 1e30": (
-        "FAGH",
-        constant(ANY, 1e30),
-        left(f"'gradient': is {HUGE}"),
-    ),
+    "gradients of 1e30": ("FAGH", constant(ANY, 1e30), left(f"'gradient': is {HUGE}")),
     "30 000 examples": (
         "TCT",
         says(num_examples=30_000),

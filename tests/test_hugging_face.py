@@ -8,12 +8,7 @@ import torch
 from flwr.app import ArrayRecord
 from virtual import close, start
 
-from flwr_fisher.client import (
-    FisherClient,
-    LocalSGD,
-    cross_entropy,
-    make_client_app,
-)
+from flwr_fisher.client import FisherClient, LocalSGD, cross_entropy, make_client_app
 from flwr_fisher.client.training import score
 from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.errors import FlwrFisherError
@@ -43,10 +38,10 @@ ENDS = {"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
 TEXT = {
     "bert": lambda: T.BertForSequenceClassification(
         T.BertConfig(**SMALL, num_labels=CLASSES)
-    ),
+    )
 }
 CAUSAL = {
-    "gpt2": lambda: T.GPT2LMHeadModel(T.GPT2Config(**OF_GPT, **ENDS, vocab_size=WORDS)),
+    "gpt2": lambda: T.GPT2LMHeadModel(T.GPT2Config(**OF_GPT, **ENDS, vocab_size=WORDS))
 }
 SEQUENCES = {
     "t5": lambda: T.T5ForConditionalGeneration(
@@ -59,7 +54,7 @@ SEQUENCES = {
             vocab_size=WORDS,
             decoder_start_token_id=0,
         )
-    ),
+    )
 }
 IMAGES = {
     "vit": lambda: T.ViTForImageClassification(
@@ -72,7 +67,7 @@ IMAGES = {
             patch_size=4,
             num_labels=CLASSES,
         )
-    ),
+    )
 }
 TARGETS = {
     "bert": ["query", "value"],
@@ -231,8 +226,5 @@ def test_pefts_stripped_keys_are_named():
 
     with pytest.raises(FlwrFisherError, match=r"no such entry: start from shared"):
         start(
-            FedFisherOneShot(),
-            make_client_app(client_fn),
-            clients=2,
-            arrays=stripped,
+            FedFisherOneShot(), make_client_app(client_fn), clients=2, arrays=stripped
         )

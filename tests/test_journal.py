@@ -10,14 +10,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 from safetensors.torch import save
-from virtual import (
-    Watched,
-    drop_array,
-    fedfisher_with,
-    opened,
-    same_bits,
-    tiny_arrays,
-)
+from virtual import Watched, drop_array, fedfisher_with, opened, same_bits, tiny_arrays
 
 from flwr_fisher.errors import CheckpointError
 from flwr_fisher.server import journal

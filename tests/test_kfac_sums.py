@@ -27,14 +27,7 @@ from flwr_fisher.merge.sums_solver import (
     step_of_product,
     to_groups,
 )
-from flwr_fisher.params import (
-    flatten,
-    norm,
-    scale,
-    shares_of,
-    subtract,
-    weighted_mean,
-)
+from flwr_fisher.params import flatten, norm, scale, shares_of, subtract, weighted_mean
 from flwr_fisher.wire.additive import LayerTraces
 
 

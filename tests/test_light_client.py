@@ -57,10 +57,7 @@ def epsilon():
 """
 
 # What needs a package, and the extra that brings it.
-MISSING = {
-    "report": ("matplotlib", "report"),
-    "epsilon": ("opacus", "privacy"),
-}
+MISSING = {"report": ("matplotlib", "report"), "epsilon": ("opacus", "privacy")}
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,5 @@
 import pytest
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg, FedProx
@@ -191,10 +185,7 @@ def local_results(config, clients):
 
 @pytest.mark.parametrize(
     ("strategy", "config"),
-    [
-        (FedAvg(), {}),
-        (FedProx(proximal_mu=0.5), {"proximal-mu": 0.5}),
-    ],
+    [(FedAvg(), {}), (FedProx(proximal_mu=0.5), {"proximal-mu": 0.5})],
     ids=["FedAvg", "FedProx"],
 )
 def test_flowers_own_strategies_run_over_it_with_our_client(strategy, config):

@@ -5,20 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles import (
-    CURVATURES,
-    Dense,
-    posteriors,
-    random_diagonal,
-    relative,
-)
+from oracles import CURVATURES, Dense, posteriors, random_diagonal, relative
 
-from flwr_fisher.curvature import (
-    BlockDiagonal,
-    Diagonal,
-    Kronecker,
-    WeightedSum,
-)
+from flwr_fisher.curvature import BlockDiagonal, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.base import conjugate_gradient
 from flwr_fisher.curvature.operators.factors import LowRankFactor
 from flwr_fisher.errors import ParamsError, StructureError

@@ -32,11 +32,7 @@ from virtual import (
 
 from flwr_fisher.client import FisherClient, LocalSGD, identify, make_client_app
 from flwr_fisher.client.jobs import train as train_job
-from flwr_fisher.errors import (
-    ConfigurationError,
-    DataError,
-    ParamsError,
-)
+from flwr_fisher.errors import ConfigurationError, DataError, ParamsError
 from flwr_fisher.merge import refresh_norms
 from flwr_fisher.merge.batch_norms import moved_norms, norm_shifts, with_shifts
 from flwr_fisher.params import shared_state
@@ -51,10 +47,7 @@ from flwr_fisher.strategies import (
     Policy,
     Waiting,
 )
-from flwr_fisher.wire import (
-    arrays_to_tensors,
-    tensors_to_arrays,
-)
+from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 MEAN, VARIANCE, COUNT = "running_mean", "running_var", "num_batches_tracked"
 STATISTICS = (MEAN, VARIANCE)

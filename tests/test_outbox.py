@@ -11,9 +11,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord
 from torch import nn
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 from virtual import (
     ask,
     metrics_of,

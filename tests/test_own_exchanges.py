@@ -8,14 +8,7 @@ import torch
 import tutorials
 from rivals import regmean_plus_plus
 from torch.utils.data import DataLoader
-from virtual import (
-    Watched,
-    same_bits,
-    tiny_app,
-    tiny_arrays,
-    tiny_data,
-    tiny_model,
-)
+from virtual import Watched, same_bits, tiny_app, tiny_arrays, tiny_data, tiny_model
 
 from flwr_fisher.testing import LocalGrid
 

@@ -7,13 +7,7 @@ their gradients, the server steps against the sign of their sum.
 import pytest
 import torch
 import tutorials
-from virtual import (
-    Watched,
-    change_array,
-    tiny_app,
-    tiny_arrays,
-    tiny_client,
-)
+from virtual import Watched, change_array, tiny_app, tiny_arrays, tiny_client
 
 from flwr_fisher.client import jobs, register_job
 from flwr_fisher.client.jobs import get_job

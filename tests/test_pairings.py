@@ -35,13 +35,7 @@ from flwr_fisher.errors import (
     RoundError,
     StructureError,
 )
-from flwr_fisher.strategies import (
-    FAGH,
-    TCT,
-    FedFish,
-    FedFisherOneShot,
-    Scaffold,
-)
+from flwr_fisher.strategies import FAGH, TCT, FedFish, FedFisherOneShot, Scaffold
 from flwr_fisher.testing import LocalGrid
 
 OURS = quick_app()

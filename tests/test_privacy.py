@@ -11,11 +11,7 @@ from test_secure_sums import merged, secure_app
 from virtual import tiny_arrays
 
 from flwr_fisher.client import identify
-from flwr_fisher.errors import (
-    ClientError,
-    ConfigurationError,
-    RoundError,
-)
+from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.server.privacy import with_noise
 from flwr_fisher.strategies import FedAvg, Privacy

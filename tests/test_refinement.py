@@ -782,10 +782,7 @@ def test_where_nobody_is_left_the_merge_stays(caplog):
 
 @pytest.mark.parametrize(
     ("name", "refine"),
-    [
-        ("lda_head", Refinement()),
-        ("damped_inverse", Refinement(head=False, steps=2)),
-    ],
+    [("lda_head", Refinement()), ("damped_inverse", Refinement(head=False, steps=2))],
 )
 def test_whatever_fails_on_the_server_the_merge_stays(
     name, refine, monkeypatch, caplog

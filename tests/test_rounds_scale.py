@@ -16,10 +16,7 @@ from flwr_fisher.rounds import (
     scaffold_step,
     server_step,
 )
-from flwr_fisher.tangent import (
-    tct_average,
-    tct_control,
-)
+from flwr_fisher.tangent import tct_average, tct_control
 
 END = 3e38  # near float32's
 
@@ -66,18 +63,12 @@ TCT = {"lr": 1e-300, "local_steps": 1}
 NOT_FINITE = [
     (partial(first_fagh, w(0.0), w(END), w(0.0), rho=1e-3), "of FAGH's step: 'w'"),
     (partial(first_fagh, w(-END), w(END), w(0.0), rho=1.0), "model after FAGH's"),
-    (
-        lambda: scaffold_step(w(0.0), w(END), [w(0.0)], [w(END)], [1]),
-        "control .*'w'",
-    ),
+    (lambda: scaffold_step(w(0.0), w(END), [w(0.0)], [w(END)], [1]), "control .*'w'"),
     (
         lambda: scaffold_control(w(0.0), w(0.0), w(1e30), steps=1, lr=1e-20),
         "the client's control variate: 'w'",
     ),
-    (
-        lambda: server_step(w(1.0), w(1e30), {}, ADAM),
-        "state: 'w/exp_avg_sq'",
-    ),
+    (lambda: server_step(w(1.0), w(1e30), {}, ADAM), "state: 'w/exp_avg_sq'"),
     (lambda: server_step(w(-END), w(END), {}, SGD), "server optimizer's step: 'w'"),
     (
         lambda: tct_average(one(1.0), one(1.0), [one(END)], [1], **TCT),

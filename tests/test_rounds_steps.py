@@ -8,10 +8,7 @@ from oracles import randn, relative, rng
 from torch import Tensor
 
 from flwr_fisher.params import subtract, weighted_mean
-from flwr_fisher.rounds import (
-    scaffold_control,
-    scaffold_step,
-)
+from flwr_fisher.rounds import scaffold_control, scaffold_step
 
 D = 5
 

@@ -12,15 +12,7 @@ import virtual
 from flwr.app import ArrayRecord
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
-from virtual import (
-    Watched,
-    ask,
-    close,
-    plane,
-    same_bits,
-    tiny_client,
-    tiny_data,
-)
+from virtual import Watched, ask, close, plane, same_bits, tiny_client, tiny_data
 from virtual import start as run
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app

@@ -15,19 +15,12 @@ from flwr_fisher.client import make_client_app
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.secure.payload import SecureUpload
-from flwr_fisher.strategies import (
-    FedFisherOneShot,
-    MergeOptions,
-)
+from flwr_fisher.strategies import FedFisherOneShot, MergeOptions
 from flwr_fisher.tangent import feature_sums
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, arrays_to_tensors
 from flwr_fisher.wire.additive import LayerTraces
-from flwr_fisher.wire.tct_upload import (
-    EigenvalueCounts,
-    FeatureUpload,
-    about_features,
-)
+from flwr_fisher.wire.tct_upload import EigenvalueCounts, FeatureUpload, about_features
 
 PLAIN = {"aggregate": "sums", "fraction_evaluate": 0.0}
 DIAGONAL = {**PLAIN, "structure": "diagonal"}

@@ -26,12 +26,7 @@ from virtual import (
     tiny_data,
 )
 
-from flwr_fisher.client import (
-    FisherClient,
-    LocalSGD,
-    identify,
-    make_client_app,
-)
+from flwr_fisher.client import FisherClient, LocalSGD, identify, make_client_app
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.errors import (
     CheckpointError,

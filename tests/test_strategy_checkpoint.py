@@ -25,12 +25,7 @@ from virtual import (
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.server.journal import Journal
-from flwr_fisher.strategies import (
-    FAGH,
-    FedFisherOneShot,
-    MergeOptions,
-    Policy,
-)
+from flwr_fisher.strategies import FAGH, FedFisherOneShot, MergeOptions, Policy
 from flwr_fisher.testing import LocalGrid
 
 CLIENTS, ROUNDS = 4, 3

@@ -16,14 +16,7 @@ import pytest
 import torch
 import tutorials
 import virtual
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 from virtual import (
@@ -51,10 +44,7 @@ from virtual import (
 )
 
 from flwr_fisher.client import LocalSGD, make_client_app
-from flwr_fisher.errors import (
-    ConfigurationError,
-    RoundError,
-)
+from flwr_fisher.errors import ConfigurationError, RoundError
 from flwr_fisher.params import trainable_names
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server import cohort, mailbox, round
@@ -207,11 +197,7 @@ STRATEGIES = {
         )
         for probe in ("first", "random", "momentum", "none")
     },
-    "afl": Row(
-        AFL,
-        {},
-        frozenset(OF_MODELS | {GOES_ON, RATIO, HAS_DETAILS}),
-    ),
+    "afl": Row(AFL, {}, frozenset(OF_MODELS | {GOES_ON, RATIO, HAS_DETAILS})),
 }
 
 
@@ -455,11 +441,7 @@ def test_all_bad_replies_at_once_spoil_nothing(row, caplog):
 
 
 def test_too_few_usable_replies_end_the_round_with_every_reason(row):
-    spoiled = {
-        0: fail,
-        1: drop_array("3.bias"),
-        3: set_metric("num-examples", NAN),
-    }
+    spoiled = {0: fail, 1: drop_array("3.bias"), 3: set_metric("num-examples", NAN)}
     app = Watched(tamper=spoiled)
     grid = LocalGrid(app, 4)
     with pytest.raises(RoundError) as caught:
@@ -824,10 +806,7 @@ def test_an_odd_evaluation_costs_a_warning_and_not_the_round(row, caplog):
 
 BAD_EVALUATIONS = {
     "negative weight": ({"num-examples": -192}, "'num-examples': the weight must be"),
-    "a list as loss": (
-        {"loss": [1.0, 2.0]},
-        "it has no finite 'loss'",
-    ),
+    "a list as loss": ({"loss": [1.0, 2.0]}, "it has no finite 'loss'"),
     "NaN": ({"loss": NAN}, "it has no finite 'loss'"),
     "30 000 metrics": (
         {f"m{i}": 1.0 for i in range(30_000)},

@@ -15,12 +15,7 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.merge.posterior import check_posteriors
 from flwr_fisher.params import flatten, shared_state, unflatten
-from flwr_fisher.wire import (
-    LOSSLESS,
-    Codec,
-    FisherUpload,
-    resolve,
-)
+from flwr_fisher.wire import LOSSLESS, Codec, FisherUpload, resolve
 
 
 def net(seed: int = 0) -> nn.Module:

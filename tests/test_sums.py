@@ -34,11 +34,7 @@ from virtual import (
 )
 
 from flwr_fisher.curvature import Diagonal, WeightedSum, fisher
-from flwr_fisher.errors import (
-    ConfigurationError,
-    ParamsError,
-    StructureError,
-)
+from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
 from flwr_fisher.merge import (
     SOLVERS,
     DiagonalSums,

@@ -21,11 +21,7 @@ from oracles import randn, relative, seeded, small_net
 from tasks import make_model
 from torch import nn
 
-from flwr_fisher.errors import (
-    ConfigurationError,
-    StructureError,
-    UnknownNameError,
-)
+from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
 from flwr_fisher.tangent import TangentFeatures
 from flwr_fisher.tangent import feature_engine as tangent_engine
 

@@ -419,10 +419,7 @@ REFUSED = [
         )
     ),
     (lambda: average(participation=2), "participation"),
-    (
-        lambda: tct_control(W0, W0, W0, W0, local_steps=2, lr=0.0),
-        "lr must be > 0",
-    ),
+    (lambda: tct_control(W0, W0, W0, W0, local_steps=2, lr=0.0), "lr must be > 0"),
     (lambda: largest_safe_lr(-1.0), "largest eigenvalue"),
 ]
 

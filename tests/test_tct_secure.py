@@ -12,10 +12,7 @@ from virtual import LIFTED, quick_app, tiny_app, tiny_arrays
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import ConfigurationError, WireError
 from flwr_fisher.secure import SecureSums, SecureSumsMod
-from flwr_fisher.strategies import (
-    TCT,
-    Regression,
-)
+from flwr_fisher.strategies import TCT, Regression
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 from flwr_fisher.wire.tct_upload import EigenvalueCounts, about_features
@@ -85,9 +82,7 @@ def last(result, count):
 ABOUT = about_features("d", "head", 3)
 
 
-@given(
-    st.lists(st.floats(0, 2.0**39), min_size=1, max_size=20),
-)
+@given(st.lists(st.floats(0, 2.0**39), min_size=1, max_size=20))
 def test_summed_bins_tell_eigenvalues_to_an_eighth_of_an_octave(values):
     counts = sum(EigenvalueCounts.of(ABOUT, value).counts for value in values)
     edges = EigenvalueCounts(ABOUT, counts).eigenvalues

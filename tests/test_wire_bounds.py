@@ -22,12 +22,7 @@ from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.errors import WireError
 from flwr_fisher.strategies import FedFish, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import (
-    Additive,
-    Codec,
-    FisherUpload,
-    resolve,
-)
+from flwr_fisher.wire import Additive, Codec, FisherUpload, resolve
 from flwr_fisher.wire.additive import SUMS
 from flwr_fisher.wire.arrays import check_second_moment
 from flwr_fisher.wire.codec import PACKED

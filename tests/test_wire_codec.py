@@ -236,9 +236,7 @@ def layouts(draw):
 
 @SETTINGS
 @given(
-    layout=layouts(),
-    structure=st.sampled_from(STRUCTURES),
-    budget=st.floats(0.5, 4.0),
+    layout=layouts(), structure=st.sampled_from(STRUCTURES), budget=st.floats(0.5, 4.0)
 )
 def test_any_model_fits_or_is_refused(layout, structure, budget):
     params = params_of(layout)

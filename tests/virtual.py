@@ -6,14 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Message,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
 from torch import nn
@@ -22,12 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
 from flwr_fisher.server.journal import Journal
-from flwr_fisher.strategies import (
-    FedFisherOneShot,
-    FisherOptions,
-    MergeOptions,
-    Policy,
-)
+from flwr_fisher.strategies import FedFisherOneShot, FisherOptions, MergeOptions, Policy
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import PREFIX, arrays_to_tensors, named_options
 from flwr_fisher.wire.options import split_config
@@ -62,10 +50,7 @@ def tiny_model(seed=0):
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # the CPU's alone: it is quick
         return nn.Sequential(
-            nn.Linear(FEATURES, 4),
-            nn.BatchNorm1d(4),
-            nn.ReLU(),
-            nn.Linear(4, CLASSES),
+            nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, CLASSES)
         )
 
 

@@ -42,12 +42,7 @@ from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.server.journal import ExchangeJournal, Journal
 from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.round import ExchangeRun
-from flwr_fisher.strategies import (
-    TCT,
-    CurvatureStrategy,
-    FedFish,
-    FedFisherOneShot,
-)
+from flwr_fisher.strategies import TCT, CurvatureStrategy, FedFish, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 
 CLIENTS, ROUNDS, EPOCHS = 2, 2, 2

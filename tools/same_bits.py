@@ -149,11 +149,7 @@ def ready_app(path: Path, method: str) -> dict[str, str]:
 
 
 def federation(
-    make: Callable[..., Any],
-    *,
-    rounds: int = 2,
-    momentum: float = 0.9,
-    **options: Any,
+    make: Callable[..., Any], *, rounds: int = 2, momentum: float = 0.9, **options: Any
 ) -> dict[str, str]:
     """Run a strategy with four tiny clients."""
     from flwr.app import ArrayRecord

@@ -6,10 +6,4 @@ from measures.costs import costs
 from measures.grid import MeasuredGrid
 from measures.personalisation import Personalisation
 
-__all__ = [
-    "ClientServerBarrier",
-    "MeasuredGrid",
-    "Personalisation",
-    "combine",
-    "costs",
-]
+__all__ = ["ClientServerBarrier", "MeasuredGrid", "Personalisation", "combine", "costs"]

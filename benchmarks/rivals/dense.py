@@ -8,12 +8,7 @@ from torch import Tensor, nn
 
 from flwr_fisher.errors import check_whole
 from flwr_fisher.randomness import seeded
-from rivals.images import (
-    Normalised,
-    Pool,
-    augmented,
-    generator_of,
-)
+from rivals.images import Normalised, Pool, augmented, generator_of
 from rivals.losses import disagreement, divergence, statistics_of
 from rivals.synthesis import Synthesis, synthesised
 from rivals.teacher import Best, Ensemble, Score

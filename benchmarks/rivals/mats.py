@@ -87,10 +87,7 @@ def mats(
 
 
 def _layer(
-    parts: Sequence[Curvature],
-    models: Sequence[Params],
-    start: Params,
-    iterations: int,
+    parts: Sequence[Curvature], models: Sequence[Params], start: Params, iterations: int
 ) -> dict[str, Tensor]:
     made = [part.made() for part in parts]
     total = WeightedSum(made, [1.0] * len(made))

@@ -25,12 +25,7 @@ from flwr_fisher.params import Params
 from flwr_fisher.wire import curvature_to_tensors
 from flwr_fisher.wire.arrays import fedavg_bytes
 from flwr_fisher.wire.codec import container_bytes, from_container, to_container
-from flwr_fisher.wire.layout import (
-    Key,
-    block_of,
-    join_blocks,
-    keys_by_block,
-)
+from flwr_fisher.wire.layout import Key, block_of, join_blocks, keys_by_block
 from flwr_fisher.wire.quantise import levels, pack, packed_size, unpack
 
 _HEAD = struct.Struct("<III")  # groups, n, rank

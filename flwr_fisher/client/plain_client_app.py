@@ -6,11 +6,7 @@ from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
 from flwr_fisher.client.fisher_client import FisherClient
-from flwr_fisher.client.jobs.train import (
-    dry_run,
-    requested_training,
-    warn_if_unchanged,
-)
+from flwr_fisher.client.jobs.train import dry_run, requested_training, warn_if_unchanged
 from flwr_fisher.client.messages import not_sent
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import ClientLimits, Request

@@ -9,11 +9,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor
 
-from flwr_fisher.errors import (
-    ClientError,
-    check_range,
-    check_whole,
-)
+from flwr_fisher.errors import ClientError, check_range, check_whole
 from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params, check_same_layout
 from flwr_fisher.randomness import derive_seed

@@ -117,10 +117,7 @@ def gradient_and_hvp(
 
 
 def hvp(
-    model: nn.Module,
-    loader: Iterable[Any],
-    vector: Params | str,
-    **options: Any,
+    model: nn.Module, loader: Iterable[Any], vector: Params | str, **options: Any
 ) -> dict[str, Tensor]:
     """Return the product of the mean loss's Hessian with a vector.
 

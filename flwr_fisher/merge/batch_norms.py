@@ -205,9 +205,7 @@ def refresh_norms(model: nn.Module, loader: Iterable[Any]) -> None:
 
 
 def norm_shifts(
-    model: nn.Module,
-    loader: Iterable[Any],
-    prefixes: Collection[str] | None = None,
+    model: nn.Module, loader: Iterable[Any], prefixes: Collection[str] | None = None
 ) -> dict[str, Tensor]:
     """Return the shifts from batch norms' running statistics to those of their inputs.
 

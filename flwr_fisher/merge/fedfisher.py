@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import (
-    Iterate,
-    conjugate_gradient,
-    divided,
-)
+from flwr_fisher.curvature.operators.base import Iterate, conjugate_gradient, divided
 from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.devices import usable_device

@@ -68,10 +68,7 @@ class MergeOptions(Options):
     )
     iterations: int = option(None, "At most so many; 1 in a regression.", low=1)
     tolerance: float = option(
-        None,
-        "A small enough residual, relative to its start.",
-        low=0,
-        high=1,
+        None, "A small enough residual, relative to its start.", low=0, high=1
     )
     lr: float = option(None, "The step of adam.", low=0)
 

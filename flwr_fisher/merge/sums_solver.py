@@ -89,10 +89,7 @@ def step_of_product(
 
 
 def advanced(
-    traces: Curvature,
-    layers: Sequence[Iterate],
-    product: Params,
-    options: MergeOptions,
+    traces: Curvature, layers: Sequence[Iterate], product: Params, options: MergeOptions
 ) -> list[Iterate]:
     r"""Return the layers' states after one step, with their next directions.
 

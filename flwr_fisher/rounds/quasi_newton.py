@@ -17,16 +17,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Kronecker
-from flwr_fisher.params import (
-    Params,
-    add,
-    dot,
-    double,
-    norm,
-    scale,
-    select,
-    subtract,
-)
+from flwr_fisher.params import Params, add, dot, double, norm, scale, select, subtract
 
 # Chosen on validation examples of six tables, MNIST and CIFAR-10.
 DAMPING = 1e-3  # lambda; eigenvalues of F are curvatures of a mean loss in nats

@@ -12,12 +12,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, ClientDisk
-from flwr_fisher.client.request import (
-    arrays_of,
-    config_of,
-    partition_of,
-    whole_number,
-)
+from flwr_fisher.client.request import arrays_of, config_of, partition_of, whole_number
 from flwr_fisher.errors import ClientError, check_known, check_range
 from flwr_fisher.options import Options, option
 from flwr_fisher.secure import crypto

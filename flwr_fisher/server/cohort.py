@@ -27,12 +27,7 @@ from flwr_fisher.errors import (
 from flwr_fisher.flower_internals import nodes_of
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.server.mailbox import (
-    QUERY_LIFETIME,
-    Mailbox,
-    NodeReply,
-    query,
-)
+from flwr_fisher.server.mailbox import QUERY_LIFETIME, Mailbox, NodeReply, query
 from flwr_fisher.wire import named_options
 from flwr_fisher.wire.options import Answer, adapter_warning, frozen_name
 

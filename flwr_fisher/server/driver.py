@@ -4,13 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from flwr_fisher.callbacks import Callback
@@ -23,13 +17,7 @@ from flwr_fisher.errors import (
     printable,
 )
 from flwr_fisher.log_lines import logger, shown
-from flwr_fisher.server.door import (
-    TRAIN,
-    LeftOut,
-    comparable,
-    read_metrics,
-    weight_of,
-)
+from flwr_fisher.server.door import TRAIN, LeftOut, comparable, read_metrics, weight_of
 from flwr_fisher.server.exchange import Exchange, metrics_from, sessions
 from flwr_fisher.server.mailbox import NodeReply, collect
 from flwr_fisher.server.round import ExchangeRun, Strategy, requests

@@ -15,13 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
 
-from flwr_fisher.errors import (
-    ConfigurationError,
-    WireError,
-    check_known,
-    listed,
-    plain,
-)
+from flwr_fisher.errors import ConfigurationError, WireError, check_known, listed, plain
 from flwr_fisher.params import NORM_STATISTICS, Params, weighted_mean
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import (

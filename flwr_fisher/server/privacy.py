@@ -19,11 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import (
-    check_positive,
-    check_whole,
-    extra,
-)
+from flwr_fisher.errors import check_positive, check_whole, extra
 from flwr_fisher.options import Options, option
 
 _BEYOND = 10.0  # standard deviations at which noise is cut, once in 1e23 draws

@@ -13,21 +13,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_fisher.callbacks import HISTORIES, Callback, call, history_of
-from flwr_fisher.errors import (
-    CheckpointError,
-    ConfigurationError,
-    kept_record,
-    listed,
-)
+from flwr_fisher.errors import CheckpointError, ConfigurationError, kept_record, listed
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import (
-    Exchange,
-    ServerState,
-    Step,
-    Upload,
-    Uploads,
-)
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.journal import Journal, as_kept
 from flwr_fisher.wire import tensors_to_arrays
 

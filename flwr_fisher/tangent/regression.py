@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import check_positive, check_whole
-from flwr_fisher.tangent.spectrum import (
-    Spectrum,
-    check_lr,
-    times,
-    transposed_times,
-)
+from flwr_fisher.tangent.spectrum import Spectrum, check_lr, times, transposed_times
 
 # Where M eta lambda is below it, psi's difference would lose digits, and its series'
 # third term is 1e-9 of the first.

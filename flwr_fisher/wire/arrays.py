@@ -242,9 +242,7 @@ def _read(array: Array) -> Tensor:
 
 
 @lru_cache(maxsize=1024)  # all clients' are the same
-def _header(
-    head: bytes,
-) -> tuple[tuple[int, ...], bool, np.dtype[np.generic], int]:
+def _header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[np.generic], int]:
     """Return shape, whether the order is Fortran's, dtype and offset of the entries.
 
     NumPy's own header reader does the work; it is given no bytes beyond `head`.

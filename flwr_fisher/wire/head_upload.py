@@ -62,11 +62,7 @@ class HeadUpload(Payload):
 
     about: dict[str, Any] = description("head/format")
     gram: Tensor = part(
-        "head/gram",
-        torch.float64,
-        ("t",),
-        limit="curvature",
-        summed=True,
+        "head/gram", torch.float64, ("t",), limit="curvature", summed=True
     )
     cross: Tensor = part(
         "head/cross", torch.float64, ("f", "C"), limit="curvature", summed=True

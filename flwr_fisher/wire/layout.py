@@ -19,12 +19,7 @@ from torch import Tensor
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Diagonal
 from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
-from flwr_fisher.curvature.structures import (
-    STRUCTURES,
-    Form,
-    Structure,
-    structure_of,
-)
+from flwr_fisher.curvature.structures import STRUCTURES, Form, Structure, structure_of
 from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
 from flwr_fisher.params import Params, bias_of
 from flwr_fisher.wire.arrays import (

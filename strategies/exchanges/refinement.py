@@ -70,10 +70,7 @@ _KFAC_OPTIONS = FisherOptions(expectation="empirical", examples=1000)
 _FIRST_RIDGE = 0.1
 # What the closed form's outputs may be multiplied by: LDA's logits are too sure, and a
 # regression on -1 and 1 is not sure enough.
-_SCALES_OF = {
-    "categorical": [0.125, 0.25, 0.5, 1.0],
-    "bernoulli": [1.0, 2.0, 4.0, 8.0],
-}
+_SCALES_OF = {"categorical": [0.125, 0.25, 0.5, 1.0], "bernoulli": [1.0, 2.0, 4.0, 8.0]}
 _BOUNDS = {"categorical": 0.5, "bernoulli": 0.25}  # of an output's Hessian, over zz^T
 
 

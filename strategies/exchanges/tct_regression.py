@@ -11,12 +11,7 @@ from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads, weights_of
 from flwr_fisher.server.membership import Membership, lost_states
-from flwr_fisher.tangent import (
-    check_lr,
-    largest_safe_lr,
-    standardisation,
-    tct_average,
-)
+from flwr_fisher.tangent import check_lr, largest_safe_lr, standardisation, tct_average
 from flwr_fisher.wire.arrays import bytes_of
 from flwr_fisher.wire.tct_upload import (
     KEYS,
@@ -85,11 +80,7 @@ def send(state: ServerState) -> Groups:
 
 
 def standardise_features(
-    state: ServerState,
-    uploads: Uploads[FeatureUpload],
-    *,
-    seed: int,
-    standardise: bool,
+    state: ServerState, uploads: Uploads[FeatureUpload], *, seed: int, standardise: bool
 ) -> Step:
     """Return a step that sets the features' mean and deviation over all clients."""
     about = uploads[0].payload.about

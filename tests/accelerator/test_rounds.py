@@ -139,9 +139,7 @@ def test_tct_is_that_of_the_cpu(monkeypatch, tmp_path):
 def test_a_run_with_callbacks_stops_and_goes_on(tmp_path):
     def run(device, folder):
         folder.mkdir()
-        callbacks = [
-            BestModel(folder / "best.safetensors"),
-        ]
+        callbacks = [BestModel(folder / "best.safetensors")]
         for rounds in (1, 2):
             strategy = FedFish(fraction_evaluate=1.0)
             result = strategy.start(

@@ -140,9 +140,7 @@ BACKDOORS = tuple(name for name in ATTACKS if "backdoor" in name)
 
 
 def within_policy(
-    uploads: Sequence[LocalPosterior],
-    start: dict[str, Tensor],
-    policy: Policy,
+    uploads: Sequence[LocalPosterior], start: dict[str, Tensor], policy: Policy
 ) -> list[LocalPosterior]:
     """Return what a server's policy leaves of uploads.
 

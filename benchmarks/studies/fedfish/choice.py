@@ -10,15 +10,7 @@ from harness.jobs import Numbers, Run
 from harness.size import sized
 
 from studies.fedfish.runs import SHIFT, SKEW, Job
-from studies.fedfish.strategies import (
-    AVG,
-    BALANCED,
-    FISH,
-    LATE,
-    MENDED,
-    PRODUCT,
-    ROOT,
-)
+from studies.fedfish.strategies import AVG, BALANCED, FISH, LATE, MENDED, PRODUCT, ROOT
 
 TOTAL = sized(80, 8)  # local epochs of a run, at every E
 EPOCHS = sized((1, 4, 16), (1, 4))

@@ -26,15 +26,7 @@ from studies.fedfish.choice import (
     Runs,
     outside,
 )
-from studies.fedfish.strategies import (
-    AVG,
-    BALANCED,
-    FISH,
-    LATE,
-    MENDED,
-    PRODUCT,
-    ROOT,
-)
+from studies.fedfish.strategies import AVG, BALANCED, FISH, LATE, MENDED, PRODUCT, ROOT
 
 
 @dataclass(frozen=True)

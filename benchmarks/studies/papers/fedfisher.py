@@ -39,10 +39,7 @@ def width(numbers: Numbers) -> Found:
         f"from m = {first} to {last} the error is multiplied by "
         f"{listed([exp(mean(each)) for each in found], 2)}, after 10³ to 10⁶ steps of "
         "the server",
-        [
-            *(ahead([-value for value in each]) for each in found),
-            falls == len(changes),
-        ],
+        [*(ahead([-value for value in each]) for each in found), falls == len(changes)],
         f"Geometric means of 20 seeds' ratios; it falls in {falls} of {len(changes)} "
         "steps from width to width. The paper does not say how many steps its server "
         "takes; the fewer, the lower the error.",

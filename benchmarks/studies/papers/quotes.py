@@ -58,8 +58,4 @@ def count() -> list[str]:
     return [line for line in page.splitlines() if line.startswith("Of ")]
 
 
-KINDS = {
-    "one-shot": one_shot,
-    "figures": figures,
-    "count": count,
-}
+KINDS = {"one-shot": one_shot, "figures": figures, "count": count}

@@ -17,12 +17,7 @@ from torch import Tensor, nn
 
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.curvature import FisherOptions, fisher
-from flwr_fisher.merge import (
-    LocalPosterior,
-    fedfisher,
-    fisher_merge,
-    refresh_norms,
-)
+from flwr_fisher.merge import LocalPosterior, fedfisher, fisher_merge, refresh_norms
 from flwr_fisher.params import Params, shared_state, weighted_mean
 from flwr_fisher.report import accuracies, ensemble_accuracy
 from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head, head_sums

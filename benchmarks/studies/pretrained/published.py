@@ -24,10 +24,7 @@ from studies.refinement.runs import counting
 
 AFL_ROW = "AFL: the published features"
 TRAINED_ROW = "FedAvg, the same requests"
-ONCE = {
-    TRAINED_ROW: FedAvg,
-    "FedFisher, the default": FedFisherOneShot,
-}
+ONCE = {TRAINED_ROW: FedAvg, "FedFisher, the default": FedFisherOneShot}
 MERGED = "as merged"
 STEPS, STEPS_ROW = 3, "FedFisher, then three steps"
 ROUNDS = "FedAvg, a round for each epoch"

@@ -11,12 +11,7 @@ from rivals.git_rebasin import matched
 from rivals.regmean import regmean
 
 from flwr_fisher.curvature import Kronecker
-from flwr_fisher.merge import (
-    LocalPosterior,
-    fedavg,
-    fedfisher,
-    fisher_merge,
-)
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, fisher_merge
 from flwr_fisher.report import accuracies, ensemble_accuracy
 from studies.rivals.bayes import matched_subspaces, mixtures
 from studies.rivals.exchanges import exchanges, heads

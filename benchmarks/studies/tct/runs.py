@@ -38,10 +38,7 @@ _UNCORRECTED = Regression(control_variates=False)
 ABLATIONS: dict[str, dict[str, Any]] = {
     "TCT, features not standardised": {"regression": Regression(standardise=False)},
     "TCT, stage 2 by FedAvg (no control variates)": {"regression": _UNCORRECTED},
-    "TCT, stage 2 by FedAvg, 10 steps": {
-        "regression": _UNCORRECTED,
-        "local_steps": 10,
-    },
+    "TCT, stage 2 by FedAvg, 10 steps": {"regression": _UNCORRECTED, "local_steps": 10},
     "TCT, stage 2 by gradient descent (one step a round)": {
         "regression": _UNCORRECTED,
         "local_steps": 1,
@@ -149,9 +146,7 @@ def _until_it_diverges(
 
 
 def second_stage(
-    model: nn.Module,
-    rounds: Sequence[Mapping[str, Tensor]],
-    held: Sequence[Batch],
+    model: nn.Module, rounds: Sequence[Mapping[str, Tensor]], held: Sequence[Batch]
 ) -> list[float]:
     """Return every round's accuracy, with the features computed once for all."""
     last, shape = rounds[-1], (len(rounds), -1)
@@ -294,10 +289,7 @@ def _finals(
 
 
 def rates_of_fedavg(
-    extent: Extent,
-    run: Run,
-    splits: Iterable[str],
-    known: Mapping[str, Any] | None,
+    extent: Extent, run: Run, splits: Iterable[str], known: Mapping[str, Any] | None
 ) -> dict[str, float]:
     """Return FedAvg's learning rates; chosen here if no numbers are known."""
     if known:

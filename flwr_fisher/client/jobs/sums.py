@@ -14,12 +14,7 @@ from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.train import TrainingJob, training_job
 from flwr_fisher.client.state import run_disk
 from flwr_fisher.errors import ClientError
-from flwr_fisher.merge import (
-    DiagonalSums,
-    LocalPosterior,
-    balanced,
-    partial_traces,
-)
+from flwr_fisher.merge import DiagonalSums, LocalPosterior, balanced, partial_traces
 from flwr_fisher.params import Params, select, subtract
 from flwr_fisher.wire import (
     NUM_EXAMPLES,

@@ -11,24 +11,14 @@ from typing import Any, TypeVar
 import torch
 from flwr.app import ArrayRecord
 
-from flwr_fisher.client.jobs import (
-    LocalProblem,
-    Reply,
-    Request,
-    get_job,
-    register_job,
-)
+from flwr_fisher.client.jobs import LocalProblem, Reply, Request, get_job, register_job
 from flwr_fisher.client.jobs.norm_statistics import catch_up_norms
 from flwr_fisher.client.training import PRETRAINED, keeping_what_is_known
 from flwr_fisher.client.trial import try_upload, upload_summary
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
 from flwr_fisher.curvature.data import check_can_be_read_again
 from flwr_fisher.curvature.models import device_of, evaluating
-from flwr_fisher.errors import (
-    ClientError,
-    DataError,
-    check_number,
-)
+from flwr_fisher.errors import ClientError, DataError, check_number
 from flwr_fisher.log_lines import log_once, logger, watching
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params

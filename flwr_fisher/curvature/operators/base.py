@@ -357,9 +357,7 @@ class Curvature(ABC):
         return torch.stack(rows)
 
     def to(
-        self,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "Curvature":
         """Return the curvature on a device, or in a dtype of floats.
 

@@ -45,10 +45,7 @@ class Deferred(Curvature):
     """
 
     def __init__(
-        self,
-        like: Curvature,
-        make: Callable[[], Curvature],
-        trace: float | None = None,
+        self, like: Curvature, make: Callable[[], Curvature], trace: float | None = None
     ) -> None:
         self.shapes, self._kind, self._make = dict(like.shapes), like.kind, make
         self._trace, self.groups = trace, like.groups

@@ -8,12 +8,7 @@ from torch import Tensor
 from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator, diagonal_of
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer
 from flwr_fisher.curvature.operators.base import Curvature, Diagonal
-from flwr_fisher.curvature.structures.base import (
-    Form,
-    Parts,
-    Structure,
-    register,
-)
+from flwr_fisher.curvature.structures.base import Form, Parts, Structure, register
 
 
 @register
