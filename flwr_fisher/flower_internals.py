@@ -9,6 +9,7 @@ Flower's versions, from the oldest in ``pyproject.toml``.
 from collections.abc import Iterable
 
 from flwr.app import Message, RecordDict
+from flwr.common.config import get_fused_config
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
 from flwr.common.secure_aggregation.crypto.symmetric_encryption import (
@@ -43,6 +44,7 @@ __all__ = [
     "decrypt",
     "encrypt",
     "generate_shared_key",
+    "get_fused_config",
 ]
 
 

@@ -7,7 +7,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
@@ -28,7 +28,7 @@ from flwr_fisher.server.exchange import Secure, ServerState, check_groups
 from flwr_fisher.server.mailbox import Waiting
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.round import Strategy
-from flwr_fisher.server.run import CurvatureResult, Run, set_of_run
+from flwr_fisher.server.run import CurvatureResult, Run, run_config_of
 from flwr_fisher.wire import NUM_EXAMPLES
 
 _FRACTIONS = ("fraction_train", "fraction_evaluate")
@@ -390,7 +390,7 @@ class CurvatureStrategy(Strategy):
         config: dict[str, Any] = {
             f"train_config.{key}": repr(value) for key, value in train_config.items()
         }
-        config |= {f"run_config.{k}": v for k, v in set_of_run(grid).items()}
+        config |= {f"run_config.{k}": v for k, v in run_config_of(grid).items()}
         groups = self.initial_groups()
         check_groups(groups, f"{type(self).__name__}.initial_groups")
         if not isinstance(initial_arrays, ArrayRecord):
@@ -433,14 +433,24 @@ class CurvatureStrategy(Strategy):
         finally:
             run.journal.release()
         result = run.result()
+        last = run.server_round
+        again = ""
+        if checkpoint_dir is not None and self.secure is None:
+            again = f". start(..., num_rounds={last}, resume=True, reopen=True) asks "
+            again += "them again"
+        metrics = result.train_metrics_clientapp.get(last, MetricRecord())
+        if out := sum(metrics.get(f"num-{how}", 0) for how in ("rejected", "missing")):
+            text = (
+                "%s of the clients asked are not in the last round's model (see 'left "
+            )
+            text += "out' above): what only their data show is not in it%s"
+            logger.warning(text, out, again)
         if self.refine is not None and num_rounds and result.unrefined is None:
-            last = run.server_round
-            text = f"the model is not refined: round {last} was not done as the last "
-            text += "one, or its clients did not reply to it (see above)"
-            if checkpoint_dir is not None and self.secure is None:
-                text += f". start(..., num_rounds={last}, resume=True, reopen=True) "
-                text += "asks them again"
-            logger.warning(text)
+            text = (
+                "the model is not refined: round %s was not done as the last one, or "
+            )
+            text += "its clients did not reply to it (see above)%s"
+            logger.warning(text, last, again)
         logger.info("")
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         return result

@@ -42,6 +42,14 @@ def test_any_optimiser_is_the_loop_one_would_write(config, lr):
     assert same(trained(config, epochs=2, optimizer=own), model.state_dict())
 
 
+def test_a_loss_that_rises_is_told(caplog):
+    """It ended at a loss of 1e10, and the log had no word of it."""
+    for lr, told in ((0.1, False), (1e4, True)):
+        caplog.clear()
+        trained(epochs=3, lr=lr)
+        assert ("lower its learning rate" in caplog.text) == told
+
+
 def test_a_large_batch_in_half_precision_has_a_finite_loss():
     batch = torch.zeros(10**4, 1).half(), torch.zeros(10**4).long()
     model, loss = nn.Linear(1, 2).half(), lambda outputs, labels: 0 * outputs.sum() + 10

@@ -1,6 +1,7 @@
 """A run that was stopped goes on where it was, and ends as if nothing had happened."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -265,6 +266,8 @@ def test_the_last_of_many_exchanges_is_opened_again(clock, tmp_path, lost, caplo
     app = Watched()
     first = run(Loses(app, 4))
     assert first.train_metrics_clientapp[1]["num-missing"] == 1
+    left_out = "1 of the clients asked are not in the last round's model"
+    assert left_out in caplog.text
     again = Watched()
     with caplog.at_level("WARNING", logger="flwr"):
         result = run(LocalGrid(again, 4), resume=True, reopen=True)
@@ -356,6 +359,43 @@ def test_another_run_config_is_told_unless_its_key_may_change(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=text):
             run(changed, resume=True, may_change=["out"])
+
+
+AN_APP = """
+[project]
+name = "own"
+version = "1.0"
+description = ""
+license = "Apache-2.0"
+[tool.flwr.app]
+publisher = "me"
+components = {{ serverapp = "own:app", clientapp = "own:app" }}
+config = {{ epochs = {epochs}, lr = 0.1 }}
+"""
+
+
+def test_another_default_of_the_app_is_told(tmp_path, monkeypatch):
+    """Clients read it, too: trainings of 30 and of 10 epochs were merged."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    installed = tmp_path / "apps" / f"me.own.1.0.{'0' * 8}"
+    installed.mkdir(parents=True)
+
+    class OfApp(LocalGrid):
+        @property
+        def run(self):
+            of_app = {"fab_id": "me/own", "fab_version": "1.0", "fab_hash": "0" * 64}
+            return replace(super().run, **of_app)
+
+    def run(epochs, **options):
+        (installed / "pyproject.toml").write_text(AN_APP.format(epochs=epochs))
+        grid = OfApp(Watched(), CLIENTS, run_config={"lr": 0.2})
+        options |= {"checkpoint_dir": tmp_path, "num_rounds": 1}
+        fedfisher_with().start(grid, tiny_arrays(), **options)
+
+    run(30)
+    run(30, resume=True)
+    with pytest.raises(CheckpointError, match=r"run_config.epochs: 30 -> 10\b"):
+        run(10, resume=True)
 
 
 def test_the_same_train_config_is_gone_on_with(tmp_path):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,13 +21,14 @@ from flwr_fisher.errors import (
     DataError,
     check_positive,
 )
-from flwr_fisher.log_lines import Progress, watching
+from flwr_fisher.log_lines import Progress, logger, watching
 from flwr_fisher.merge.batch_norms import norms_by_prefix
 from flwr_fisher.options import Options, option
 from flwr_fisher.params import NORM_STATISTICS, all_finite, trainable
 
 PRETRAINED = "pretrained"  # in a request's options, and in a loop's config
 Loader = Iterable[Any]  # batches
+_DIVERGED = 10.0  # times its first batch's loss, a training has not learnt
 TrainFn = Callable[
     [nn.Module, Any, torch.device, Mapping[str, Any]], Mapping[str, float]
 ]
@@ -166,6 +167,7 @@ class LocalSGD(Options):
         if batch_fn := getattr(loader, "batch_fn", None):
             loader = MappedLoader(loader, batch_fn)
         model.train()
+        began: Tensor | None = None
         for epoch in range(first, self.epochs + 1):
             total, count = torch.zeros((), dtype=torch.float32, device=device), 0
             for batch in batches_of(loader, model, device, labelled=True, report=False):
@@ -177,6 +179,7 @@ class LocalSGD(Options):
                     loss = checked_loss(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
                 step += 1
+                began = loss.detach() if began is None else began
                 if on_gradients is not None:
                     on_gradients(epoch, step)
                 if mu:  # the gradient of FedProx's proximal term (Li et al. 2020)
@@ -205,6 +208,9 @@ class LocalSGD(Options):
             checkpoint.save({**parts, **numbers})
             if self.on_epoch is not None:
                 self.on_epoch(epoch, mean)
+        if began is not None and mean > _DIVERGED * float(began):
+            text = "The training's loss rose from %.3g to %.3g: lower its learning rate"
+            logger.warning(text, began, mean)
         return {"train_loss": mean}
 
     def settings(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from math import isnan, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from flwr_fisher.errors import listed
 
 _FOUND = 0.1  # of a class's examples: a model that never saw the class finds fewer
+_ONE_CLASS = 0.6  # a training loss of one class, of smoothed labels, too, is lower
 _TRY = (
     "You can try LocalSGD(label_smoothing=0.1) on the clients, "
     "refine=Refinement(steps=3) on the server, or more rounds: see "
@@ -48,7 +50,7 @@ def one_shot_sentences(
     accuracy: Mapping[str, float],
     final: Tensor,
     clients: Mapping[str, Tensor],
-    left_out: int,
+    losses: Mapping[str, Any],
 ) -> list[str]:
     """Return what the log of a run of one round should say of its accuracies.
 
@@ -60,19 +62,26 @@ def one_shot_sentences(
         :func:`~flwr_fisher.report.accuracy.class_hits` of the final model.
     clients : Mapping[str, Tensor]
         The same of each client's model, by its name; empty for a merge of sums.
-    left_out : int
-        How many clients were asked, but are not in the merge.
+    losses : Mapping[str, Any]
+        The loss at the end of each client's training, where it is known.
     """
     ours, count = accuracy["fedfisher"], int(final[1].sum())
-
     if isnan(ours):  # the outputs have no classes
         return []
+    merge, fedavg = accuracy.get("fedfisher_merge", ours), accuracy["fedavg"]
 
     def better(name: str) -> bool:
         return _lead(accuracy.get(name, 0.0), ours, count) > 0
 
-    said = [against_fedavg("FedFisher", ours, accuracy["fedavg"], count)]
-    if _lead(ours, accuracy["fedavg"], count) <= 0:
+    refined = "fedfisher_merge" in accuracy
+    ours_alone = "FedFisher's merge" if refined else "FedFisher"
+    said = [against_fedavg(ours_alone, merge, fedavg, count)]
+    if (gain := _lead(ours, merge, count)) > 0:
+        said.append(
+            f"What follows the merge adds {100 * gain:.1f} points. FedAvg's mean can "
+            "gain by it, too: FedAvg(refine=Refinement())."
+        )
+    if _lead(ours, fedavg, count) <= 0:
         said.append(_TRY)
     if better("fedfisher_merge"):
         said.append(
@@ -85,13 +94,14 @@ def one_shot_sentences(
             "The clients know more together (see the ensemble) than the merged model: "
             "refine=Refinement(steps=3), or a further round, can bring in more of it."
         )
-    said += _on_classes(final, clients)
-    if left_out:
-        said.append(
-            f"{left_out} of the clients asked are not in the merge ('left out' in the "
-            "log): what only their data show is not in the model."
-        )
-    return said
+    failed = [name for name, hits in clients.items() if _failed(hits, losses[name])]
+    said += [
+        f"{name}'s training failed: its model gives every test example the same class, "
+        f"though its loss is still {losses[name]:.2g}. Lower the learning rate."
+        for name in failed
+    ]
+    trained = {name: hits for name, hits in clients.items() if name not in failed}
+    return [*said, *_on_classes(final, trained)]
 
 
 def _on_classes(final: Tensor, clients: Mapping[str, Tensor]) -> Iterator[str]:
@@ -108,6 +118,13 @@ def _on_classes(final: Tensor, clients: Mapping[str, Tensor]) -> Iterator[str]:
             f"Classes that the final model hardly finds: {listed(missed)}. Perhaps no "
             "client that took part has enough of their examples."
         )
+
+
+def _failed(hits: Tensor, loss: Any) -> bool:
+    """Return whether a model has one answer, though its client has more classes."""
+    found = hits[0] > 0
+    one_answer = found.sum() == 1 and bool((hits[0] == hits[1])[found])
+    return one_answer and isinstance(loss, float) and loss > _ONE_CLASS
 
 
 def _classes(hits: Tensor) -> set[str]:

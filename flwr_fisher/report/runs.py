@@ -37,10 +37,10 @@ from flwr_fisher.wire import (
 _TITLES = {
     "fedavg": "FedAvg",
     "best_client": "best client",
-    "fedfisher": "FedFisher",
-    "fedfisher_merge": "FedFisher, the merge",
-    "fedfisher_averaged": "FedFisher, averaged norms",
     "ensemble": "ensemble (reference)",
+    "fedfisher_averaged": "FedFisher, averaged norms",
+    "fedfisher_merge": "FedFisher, the merge",
+    "fedfisher": "FedFisher",
 }
 
 
@@ -120,7 +120,7 @@ def report_one_shot(
         saved all the same.
     """
     # The clients may have measured its norms after the merge.
-    final, merged = arrays_to_tensors(result.arrays), result.details
+    final, merged = arrays_to_tensors(result.arrays), getattr(result, "details", None)
     path = _save_model(path, final)  # it is safe, whatever a score raises
     if not isinstance(merged, MergeResult):
         raise ConfigurationError(
@@ -169,11 +169,8 @@ def report_one_shot(
         text = "\t%s: %g examples, %.1f %% of the curvature, test accuracy %.1f %%"
         shares = 100 * row["share"], 100 * row["accuracy"]
         logger.info(text, row["client"], row["examples"], *shares)
-    last: Any = [{}, *result.train_metrics_clientapp.values()][-1]
-    left_out = last.get("num-rejected", 0) + last.get("num-missing", 0)
-    for sentence in one_shot_sentences(
-        accuracy, hits["fedfisher"], of_clients, left_out
-    ):
+    losses = {u.client: u.metrics.get("train_loss") for u in uploads}
+    for sentence in one_shot_sentences(accuracy, hits["fedfisher"], of_clients, losses):
         logger.info(sentence)
     metrics = {"accuracy": accuracy, "clients": clients, "seconds": seconds}
     _write_metrics(path, result, final, {**metrics, "config": dict(config or {})})
@@ -296,8 +293,8 @@ def _write_metrics(
     text = json.dumps(metrics, indent=2, default=float)
     (path / "metrics.json").write_text(text + "\n")
     logger.info("Results are in %s:", path)
-    logger.info("\tmetrics.json: these numbers, by method, client and round")
-    text = "\tmodel.safetensors: the model; safetensors.torch.load_model(model, path)"
-    logger.info("%s loads it", text)
+    logger.info("\tmetrics.json: these numbers, and the run's metrics and config")
+    text = "\tmodel.safetensors: the model's parameters; safetensors.torch.load_model("
+    logger.info("%smodel, path) loads them into a network of its kind", text)
     for picture in sorted(path.glob("*.png")):
         logger.info("\t%s: the accuracies as a picture", picture.name)

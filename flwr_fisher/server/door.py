@@ -446,7 +446,8 @@ class Door(Generic[P]):
             if min(factors.values()) > _SLIGHT:
                 continue  # the round's metrics have it
             parts = ", ".join(f"{name} x {part:.2g}" for name, part in factors.items())
-            logger.warning("%s: limited %s: %s", self.left_out.stage, client, parts)
+            text = "%s: limited %s: %s (it sent more than most)"
+            logger.warning(text, self.left_out.stage, client, parts)
         return uploads
 
     def check_enough(self, needed: int, awaited: int = 0) -> None:

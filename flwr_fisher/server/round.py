@@ -331,16 +331,19 @@ class ExchangeRun(Generic[P]):
         """Return the nodes of the clients that the exchange names."""
         cohort, timeout = self.cohort, self.strategy.timeout
         numbers = set(self._numbers or ())
-        reason = "it is no longer connected"
+        missing = self.door.left_out.mark_missing
         if self.exchange.optional:  # nobody is waited for, and it is no training
-            ready = cohort.present(self.grid, timeout)
-            nodes = sorted(cohort.do_any_job.intersection(ready), key=cohort.order)
-            reason += ", or its ClientApp can only train"
+            here = cohort.present(self.grid, timeout)
+            nodes = sorted(cohort.do_any_job.intersection(here), key=cohort.order)
         else:
             nodes = cohort.ready(self.grid, 0, min(self.needed, len(numbers)), timeout)
+            here = nodes
         nodes = [n for n in nodes if cohort.identity(n).number in numbers]
-        gone = numbers - {cohort.identity(node).number for node in nodes}
-        self.door.left_out.mark_missing(cohort.named(gone), reason)
+        asked = {cohort.identity(node).number for node in nodes}
+        present = {cohort.identity(node).number for node in here}
+        missing(cohort.named(numbers - present), "it is no longer connected")
+        reason = "its ClientApp can only train (use a FisherClient)"
+        missing(cohort.named(numbers & present - asked), reason)
         logger.info("%s: asking %s nodes", self.exchange.log_name, len(nodes))
         return nodes
 

@@ -14,6 +14,8 @@ from flwr.serverapp.strategy import Result
 
 from flwr_fisher.callbacks import HISTORIES, Callback, call, history_of
 from flwr_fisher.errors import CheckpointError, ConfigurationError, kept_record, listed
+from flwr_fisher.flower_internals import Run as FlowerRun
+from flwr_fisher.flower_internals import get_fused_config
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
@@ -270,10 +272,12 @@ class Run:
         return self._result
 
 
-def set_of_run(grid: Grid) -> dict[str, bool | int | float | str]:
-    """Return what ``flwr run --run-config`` has set, in place of the app's defaults."""
-    run = getattr(grid, "run", None)  # a grid of the user's may have none
-    return dict(getattr(run, "override_config", {}))
+def run_config_of(grid: Grid) -> dict[str, bool | int | float | str]:
+    """Return the run config: the app's, with what ``flwr run --run-config`` has set."""
+    run = getattr(grid, "run", None)
+    if not isinstance(run, FlowerRun):  # a grid of the user's may have none
+        return {}
+    return {**get_fused_config(run), **run.override_config}
 
 
 def _check_options(
