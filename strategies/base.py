@@ -7,7 +7,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
@@ -438,7 +438,7 @@ class CurvatureStrategy(Strategy):
         if checkpoint_dir is not None and self.secure is None:
             again = f". start(..., num_rounds={last}, resume=True, reopen=True) asks "
             again += "them again"
-        metrics = result.train_metrics_clientapp.get(last, MetricRecord())
+        metrics: Any = result.train_metrics_clientapp.get(last, {})
         if out := sum(metrics.get(f"num-{how}", 0) for how in ("rejected", "missing")):
             text = (
                 "%s of the clients asked are not in the last round's model (see 'left "

@@ -123,7 +123,7 @@ def _on_classes(final: Tensor, clients: Mapping[str, Tensor]) -> Iterator[str]:
 def _failed(hits: Tensor, loss: Any) -> bool:
     """Return whether a model has one answer, though its client has more classes."""
     found = hits[0] > 0
-    one_answer = found.sum() == 1 and bool((hits[0] == hits[1])[found])
+    one_answer = int(found.sum()) == 1 and bool((hits[0] == hits[1])[found])
     return one_answer and isinstance(loss, float) and loss > _ONE_CLASS
 
 

@@ -85,6 +85,8 @@ class Strategy(FedAvg):
         Replaces uploads by secure sums.
     num_rounds : int
         The run's.
+    refine : object
+        What follows the last round, or None.
     """
 
     seed: int
@@ -94,6 +96,7 @@ class Strategy(FedAvg):
     timeout: float
     secure: Secure | None
     num_rounds: int
+    refine: Any
 
     @abstractmethod
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
