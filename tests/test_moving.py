@@ -153,7 +153,7 @@ class Tied(nn.Module):
 
 def test_what_is_frozen_or_tied_takes_seven_lines(my_app, monkeypatch, caplog):
     monkeypatch.setattr(my_app, "Net", Tied)
-    client, server, changed, _ = blocks("fedavg", "diff")
+    client, server, changed, *_ = blocks("fedavg", "diff")
     texts = {"client_app.py": sides(client)[0], "server_app.py": sides(server)[0]}
     for name, old, new in hunks(changed):
         assert texts[name].count(old) == 1, old
