@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from flwr_fisher.strategies import (
     FedAvg,
     FedFish,
     FedFisherOneShot,
+    Refinement,
     Upload,
 )
 from flwr_fisher.testing import LocalGrid
@@ -365,8 +367,11 @@ def test_the_log_names_classes_that_depend_on_one_client():
     assert "Classes" not in told
 
 
-def test_fedavg_of_the_last_rounds_models_stands_beside_any_method(tmp_path, caplog):
-    data, result = rounds_with(FedFish)
+@pytest.mark.parametrize("refine", [None, Refinement(head=True)])
+def test_fedavg_of_the_last_rounds_models_stands_beside_any_method(
+    refine, tmp_path, caplog
+):
+    data, result = rounds_with(partial(FedFish, refine=refine))
     with caplog.at_level("INFO", logger="flwr"):
         got = report_rounds(tmp_path, tiny_model(), data, result, method="FedFish")
     models = [upload.payload.params for upload in result.uploads]
@@ -374,6 +379,7 @@ def test_fedavg_of_the_last_rounds_models_stands_beside_any_method(tmp_path, cap
     want = accuracies(tiny_model(), {"mean": mean}, data)["mean"]
     assert got["fedavg"] == want
     assert "FedAvg's mean of the same models" in caplog.text
+    assert ("FedFish, before it is refined," in caplog.text) == bool(refine)
 
 
 def test_outputs_without_classes_are_reported_without_a_word_on_accuracy(

@@ -244,8 +244,12 @@ def report_rounds(
         mean = weighted_mean(models, [upload.num_examples for upload in uploads])
         hits = class_hits(model, [mean], [1.0], loader)
         accuracy["fedavg"] = fedavg = accuracy_of(hits)
-        count = int(hits[1].sum())
-        compared = against_fedavg(method, last["accuracy"], fedavg, count)
+        count, ours = int(hits[1].sum()), last["accuracy"]
+        if isinstance(result, CurvatureResult) and result.unrefined is not None:
+            before = arrays_to_tensors(result.unrefined)  # nor is FedAvg's mean refined
+            ours = accuracy_of(class_hits(model, [before], [1.0], loader))
+            method = f"{method}, before it is refined,"
+        compared = against_fedavg(method, ours, fedavg, count)
         logger.info("In the last round: %s", compared)
     metrics = {"accuracy": accuracy, "rounds": rounds, "seconds": seconds}
     _write_metrics(path, result, params, {**metrics, "config": dict(config or {})})
