@@ -94,7 +94,7 @@ def files(where):
 
 
 @pytest.mark.parametrize("asked", [1, CLIENTS, 11])
-def test_killed_while_uploads_arrive(tmp_path, uninterrupted, asked):
+def test_killed_while_uploads_arrive(tmp_path, uninterrupted, asked, caplog):
     """Or right after a round."""
     app = killing_app(asked)
     with pytest.raises(KeyboardInterrupt):
@@ -105,7 +105,11 @@ def test_killed_while_uploads_arrive(tmp_path, uninterrupted, asked):
     kept = {path.stem for path in folder.glob("*.safetensors")}
     assert kept == {f"partition-{p}" for n, p in accepted if n == server_round}
     again = Watched()
-    result = start(again, tmp_path, resume=True)
+    with caplog.at_level("INFO", logger="flwr"):
+        result = start(again, tmp_path, resume=True)
+    missing = [f"partition-{p}" for n, p in ALL if n == server_round]
+    missing = ", ".join(name for name in missing if name not in kept)
+    assert f"train: asking {missing}" in caplog.messages
     assert_same_result(result, uninterrupted)
     assert sorted(again.trained + accepted) == ALL
     names = [[upload.client for upload in r.uploads] for r in (result, uninterrupted)]

@@ -432,12 +432,12 @@ def _locked(folder: Path) -> FileLock:
         logger.warning("%s: waiting %.0f s for it to end", taken, PATIENCE)
         try:
             lock.acquire(timeout=PATIENCE)
-        except Timeout as error:
+        except Timeout:
             raise CheckpointError(
                 f"{taken}. If it is an earlier start of this run, wait for its end, or "
                 "stop it by `flwr list` and `flwr stop` (Ctrl-C of `flwr run` stops "
                 "only the log). If it is another run, pass another checkpoint_dir"
-            ) from error
+            ) from None
     return lock
 
 

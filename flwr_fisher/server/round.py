@@ -252,6 +252,8 @@ class ExchangeRun(Generic[P]):
             optional = self.exchange.optional and self.strategy.secure is None
             if self._numbers is None or optional:
                 enough = waiting.enough(len(record.clients))
+        if not begins and (others := self._unasked()):
+            logger.info("%s: asking %s", self.exchange.log_name, listed(others))
         if not begins and self.exchange.optional:
             # While it is open, nobody is asked who connects later; so ask those who are
             # here, and have not replied before the restart.
