@@ -12,3 +12,4 @@ openssl req "${key[@]}" -subj "/CN=$host" -keyout link.key -out link.csr
 openssl x509 -req -in link.csr -days 365 -CA ca.pem -CAkey ca.key -out link.pem \
 	-extfile <(echo "subjectAltName=DNS:$host,DNS:localhost,IP:127.0.0.1")
 rm link.csr
+chmod 644 ca.pem # public, so that a node under any account can read it

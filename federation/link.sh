@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The SuperLink: TLS, nodes known by their keys, its state in a file. In the folder with
-# the certificates.
+# the certificates. It listens on this machine alone, since whoever reaches its port can
+# register nodes and submit runs. Nodes elsewhere come through nodes.conf.
 #   link.sh PORT
 set -euo pipefail
 exec flower-superlink --host 127.0.0.1 --port "$1" \
