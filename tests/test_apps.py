@@ -79,6 +79,17 @@ def test_fedfisher_is_ahead_of_fedavg(aggregate, tmp_path):
 
 
 @pytest.mark.usefixtures("empty_pictures")
+def test_a_finished_run_is_opened_again_by_its_run_config(tmp_path):
+    options = {"checkpoint_dir": str(tmp_path / "run"), **QUICK}
+    first, _ = run("fedfisher", tmp_path, 2, **options)
+    with pytest.raises(ConfigurationError, match="resume it with reopen=True"):
+        run("fedfisher", tmp_path, 2, **options)
+    opened, _ = run("fedfisher", tmp_path, 2, reopen=True, **options)
+    assert opened["accuracy"] == first["accuracy"]
+    assert opened["clients"] == first["clients"]
+
+
+@pytest.mark.usefixtures("empty_pictures")
 def test_all_of_fedfish_can_be_chosen(tmp_path):
     metrics, _ = run(
         "fedfish",

@@ -62,7 +62,8 @@ def main(grid: Grid, context: Context) -> None:
         ),
         checkpoint_dir=str(config["checkpoint-dir"]) or None,
         resume=bool(config["checkpoint-dir"]),
-        may_change=("num-rounds", "output-dir", "test-path"),
+        reopen=bool(config["reopen"]),
+        may_change=("num-rounds", "output-dir", "reopen", "test-path"),
     )
     report_rounds(
         path,

@@ -40,7 +40,8 @@ def main(grid: Grid, context: Context) -> None:
         num_rounds=int(config["num-rounds"]),
         checkpoint_dir=str(config["checkpoint-dir"]) or None,
         resume=bool(config["checkpoint-dir"]),
-        may_change=("num-rounds", "output-dir", "test-path"),
+        reopen=bool(config["reopen"]),
+        may_change=("num-rounds", "output-dir", "reopen", "test-path"),
         evaluate_fn=evaluate_on_test(
             model, loader, every=int(config["evaluate-every"])
         ),

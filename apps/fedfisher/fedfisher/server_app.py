@@ -50,7 +50,8 @@ def main(grid: Grid, context: Context) -> None:
         num_rounds=int(config["num-rounds"]),
         checkpoint_dir=str(config["checkpoint-dir"]) or None,
         resume=bool(config["checkpoint-dir"]),
-        may_change=("num-rounds", "output-dir", "test-path"),
+        reopen=bool(config["reopen"]),
+        may_change=("num-rounds", "output-dir", "reopen", "test-path"),
     )
     seconds = time.monotonic() - began
     loader = load_test(context)
