@@ -189,7 +189,7 @@ def test_checkpoints_on_disk_become_one_file(checkpoints, dtype):
         norm.reset_running_stats()
         norm.momentum = None  # the mean over batches, of which there is one
     by_hand(torch.cat([loader.dataset.tensors[0] for loader in files.values()]))
-    names, (first, second, mean) = {}, blocks(DOCS / "without-flower.md")
+    names, (first, _, second, mean) = {}, blocks(DOCS / "without-flower.md")
     exec(first, names)
     merged = load_file("merged.safetensors")
     for name, value in by_hand.state_dict().items():
@@ -204,6 +204,23 @@ def test_checkpoints_on_disk_become_one_file(checkpoints, dtype):
     a, b, mean = (load_file(f"{name}.safetensors") for name in ("a", "b", "mean"))
     half = (a["0.weight"].float() + b["0.weight"].float()) / 2
     assert torch.equal(mean["0.weight"], half.to(dtype))
+
+
+def test_the_last_layer_of_a_merge_on_disk_is_solved_for(checkpoints, monkeypatch):
+    task = sys.modules["my_task"]
+    monkeypatch.setattr(task, "Net", Net)
+    monkeypatch.setattr(task, "loader_b", load_data(1)[1])
+    torch.manual_seed(0)
+    for name in ("a", "b"):
+        save_file(Net().state_dict(), f"{name}.safetensors")
+    names = {}
+    for block in blocks(DOCS / "without-flower.md")[:2]:
+        exec(block, names)
+    model, correct = Net(), {}
+    for name in ("merged", "with-head"):
+        model.load_state_dict(load_file(f"{name}.safetensors"))
+        correct[name] = accuracy(model)
+    assert correct["with-head"] > correct["merged"] + 0.2
 
 
 @pytest.mark.parametrize(
