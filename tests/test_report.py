@@ -355,13 +355,15 @@ def test_a_failed_training_is_no_source_of_a_class():
         told = said(hits(40, 40, 40), clients, losses)
         assert ("a's training failed" in told) == failed
         assert ("one client's model finds: 0 (a)" in told) != failed
+        assert not (failed and "client's model is better" in told)
 
 
 def test_the_log_names_classes_that_depend_on_one_client():
     clients = {"a": hits(50, 50, 0), "b": hits(0, 50, 2), "c": hits(0, 20, 9)}
-    told = said(hits(40, 40, 0), clients)
+    told = said(hits(40, 0, 0), clients)
     assert "only one client's model finds: 0 (a), 2 (c)." in told
-    assert "final model hardly finds: 2." in told
+    assert "client's model finds, but not the final: 1, 2." in told
+    assert "final model hardly finds: 2." in said(hits(40, 40, 0), {"a": clients["a"]})
     # One class has no test examples; of one client alone nothing is said.
     told = said(hits(40, 40, 0, of=(50, 50, 0)), {"a": hits(50, 50, 0)})
     assert "Classes" not in told

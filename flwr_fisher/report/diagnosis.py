@@ -69,17 +69,26 @@ def one_shot_sentences(
     if isnan(ours):  # the outputs have no classes
         return []
     merge, fedavg = accuracy.get("fedfisher_merge", ours), accuracy["fedavg"]
+    refined = "fedfisher_merge" in accuracy
+    ours_alone = "FedFisher's merge" if refined else "FedFisher"
+    said = [against_fedavg(ours_alone, merge, fedavg, count)]
+    failed = [name for name, hits in clients.items() if _failed(hits, losses[name])]
+    said += [
+        f"{name}'s training failed: its model gives every test example the same class, "
+        f"though its loss is still {losses[name]:.2g}. Lower the learning rate."
+        for name in failed
+    ]
+    if failed:  # or else all other advice is about them
+        return said
 
     def better(name: str) -> bool:
         return _lead(accuracy.get(name, 0.0), ours, count) > 0
 
-    refined = "fedfisher_merge" in accuracy
-    ours_alone = "FedFisher's merge" if refined else "FedFisher"
-    said = [against_fedavg(ours_alone, merge, fedavg, count)]
     if (gain := _lead(ours, merge, count)) > 0:
         said.append(
-            f"What follows the merge adds {100 * gain:.1f} points. FedAvg's mean can "
-            "gain by it, too: FedAvg(refine=Refinement())."
+            f"What follows the merge adds {100 * gain:.1f} points. FedAvg's mean is "
+            "without it in this table, and gains by it, too: to compare, run "
+            "flwr_fisher.strategies.FedAvg(refine=Refinement())."
         )
     if _lead(ours, fedavg, count) <= 0:
         said.append(_TRY)
@@ -94,14 +103,7 @@ def one_shot_sentences(
             "The clients know more together (see the ensemble) than the merged model: "
             "refine=Refinement(steps=3), or a further round, can bring in more of it."
         )
-    failed = [name for name, hits in clients.items() if _failed(hits, losses[name])]
-    said += [
-        f"{name}'s training failed: its model gives every test example the same class, "
-        f"though its loss is still {losses[name]:.2g}. Lower the learning rate."
-        for name in failed
-    ]
-    trained = {name: hits for name, hits in clients.items() if name not in failed}
-    return [*said, *_on_classes(final, trained)]
+    return [*said, *_on_classes(final, clients)]
 
 
 def _on_classes(final: Tensor, clients: Mapping[str, Tensor]) -> Iterator[str]:
@@ -113,9 +115,12 @@ def _on_classes(final: Tensor, clients: Mapping[str, Tensor]) -> Iterator[str]:
     alone = [f"{c} ({who[0]})" for c, who in finders.items() if len(who) == 1]
     if alone and len(clients) > 1:
         yield f"Classes that only one client's model finds: {listed(alone)}."
-    if missed := _classes(torch.stack([final[1], final[1]])) - _classes(final):
+    missed = _classes(torch.stack([final[1], final[1]])) - _classes(final)
+    if lost := missed & finders.keys():
+        yield f"Classes that a client's model finds, but not the final: {listed(lost)}."
+    if unknown := missed - finders.keys():
         yield (
-            f"Classes that the final model hardly finds: {listed(missed)}. Perhaps no "
+            f"Classes that the final model hardly finds: {listed(unknown)}. Perhaps no "
             "client that took part has enough of their examples."
         )
 

@@ -169,7 +169,11 @@ def report_one_shot(
         text = "\t%s: %g examples, %.1f %% of the curvature, test accuracy %.1f %%"
         shares = 100 * row["share"], 100 * row["accuracy"]
         logger.info(text, row["client"], row["examples"], *shares)
-    losses = {u.client: u.metrics.get("train_loss") for u in uploads}
+    names = "train_loss", "loss"  # what LocalSGD, and what Flower's examples call it
+    losses = {
+        u.client: next((u.metrics[n] for n in names if n in u.metrics), None)
+        for u in uploads
+    }
     for sentence in one_shot_sentences(accuracy, hits["fedfisher"], of_clients, losses):
         logger.info(sentence)
     metrics = {"accuracy": accuracy, "clients": clients, "seconds": seconds}
