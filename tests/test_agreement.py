@@ -335,7 +335,7 @@ def test_where_no_two_freeze_the_same_nobody_takes_part():
         assert all(f"partition-{k}" in str(caught.value) for k in range(3))
 
 
-@pytest.mark.parametrize("kind", ["plain", "FisherClient"])
+@pytest.mark.parametrize("kind", ["plain", "FisherClient", "FedAvg"])
 def test_clients_that_come_in_a_window_are_compared_by_their_uploads(kind, caplog):
     """Nobody is asked what it freezes before it trains."""
 
@@ -344,7 +344,9 @@ def test_clients_that_come_in_a_window_are_compared_by_their_uploads(kind, caplo
 
     app = plain_app(make, tells=True) if kind == "plain" else app_of(make, [])
     window = Waiting(window=60, enough_replies=3)
-    strategy = FedFisherOneShot(fraction_evaluate=0.0, waiting=window)
+    method = FedAvg if kind == "FedAvg" else FedFisherOneShot
+    refine = Refinement(head=True)  # FedAvg compares who takes part in it
+    strategy = method(fraction_evaluate=0.0, waiting=window, refine=refine)
     start = arrays(shared_state(on_a_base(0)))
     assert len(strategy.start(LocalGrid(app, 3), start).uploads) == 2
     assert "partition-1" in OTHER_FROZEN.search(caplog.text)[0]
@@ -366,6 +368,40 @@ def test_what_an_upload_says_is_frozen_outlives_its_server(tmp_path):
             strategy.start(grid, start, checkpoint_dir=tmp_path, resume=bool(counts))
         counts.append(len(seen))
     assert counts[1] - counts[0] <= 4  # who they are is asked once more
+
+
+@pytest.mark.parametrize("change", ["frozen", "likelihood"])
+def test_uploads_on_disk_are_compared_with_those_that_come_later(
+    change, tmp_path, caplog
+):
+    """Clients that are asked in the second life only were not compared with them."""
+    other = change == "likelihood"
+    start, trained = arrays(shared_state(on_a_base(0))), []
+    lives = (
+        app_of(lambda partition: on_a_base(0), trained),
+        app_of(
+            lambda partition: on_a_base(int(not other)),
+            [],
+            [Softmax() if other else "categorical"],
+        ),
+    )
+
+    class Dies(LocalGrid):
+        def pull_messages(self, ids):
+            if len(trained) == 3:
+                raise KeyboardInterrupt
+            return super().pull_messages(ids)
+
+    def go_on(grid, **options):
+        strategy = FedFisherOneShot(fraction_evaluate=0.0)
+        return strategy.start(grid, start, checkpoint_dir=tmp_path, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(Dies(lives[0], 4))
+    result = go_on(LocalGrid(lives[1], 4), resume=True)
+    assert clients_of(result) == sorted(trained)
+    what = "likelihood differs" if other else "frozen parameters, which"
+    assert f"its {what}" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["plain", "FisherClient"])

@@ -190,8 +190,13 @@ class ExchangeRun(Generic[P]):
             self._window = None
         self._told = {name: repr(value) for name, value in config.items()}
         options = {"job": "train", **exchange.options}
-        if self._window is not None and exchange.require_same_parameters:
-            # Only the last upload shows what most clients train and freeze.
+        # In a window only the last upload shows what most clients train and freeze; and
+        # after a restart, those whose uploads are on disk are not asked for it again.
+        tells = self._window is not None or (journal.on_disk and not strategy.secure)
+        # Who takes part in a refinement is compared, too.
+        refined = strategy.refine is not None
+        self._compares = exchange.require_same_parameters or refined
+        if tells and self._compares:
             options["tell-frozen"] = True
         self.config = ConfigRecord({**config, **named_options(options)})
         # Only trainings need have the strategy's own weight among their metrics.
@@ -354,9 +359,7 @@ class ExchangeRun(Generic[P]):
 
     def _without_mismatched(self, nodes: list[int]) -> list[int]:
         """Reject the nodes with parameters that cannot be merged; return the rest."""
-        # Who takes part in a refinement is compared before the training.
-        refined = self.strategy.refine is not None
-        if not nodes or not (self.exchange.require_same_parameters or refined):
+        if not nodes or not self._compares:
             return nodes
         # Those asked before count, too, and after a restart those that have replied: a
         # newcomer is compared with all.
