@@ -821,6 +821,17 @@ def test_noise_of_privacy_is_not_undone():
         FedAvg(privacy=own, secure=SecureSums(), refine=Refinement())
 
 
+def test_a_head_asks_clients_that_have_neither_a_name_nor_a_partition():
+    """With fraction_train below 1 it asked only those that have one."""
+    grid = LocalGrid(tiny_client().as_client_app(), 4)
+    for node, partition in grid.nodes.items():
+        if partition:
+            del grid._contexts[node].node_config["partition-id"]
+    strategy = FedFisherOneShot(fraction_train=0.5, fraction_evaluate=0.0)
+    result = strategy.start(grid, tiny_arrays())
+    assert len(result.exchange_uploads["head"]) == 4
+
+
 def test_a_clients_weight_counts_in_its_head():
     """A training's own weight, and not the examples that a pass reads."""
 

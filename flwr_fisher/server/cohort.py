@@ -285,6 +285,7 @@ class Cohort:
             )
             self.warn_once(f"{text}: {reason}", key=f"partition-id: {reason}")
         self.answered.add(node)
+        self._known.setdefault(node, Identity(node))
         if answer.any_job:
             self.do_any_job.add(node)
         if answer.partition is not None:
