@@ -115,8 +115,8 @@ def output_layer(model: nn.Module, loader: Iterable[Any]) -> str:
         if _rows(own, own, outputs) is not None:
             check_called_once(name, sum(each == name for each, _ in calls))
             find_head(model, name)  # which refuses a shared weight
-            if not linear_layer(model, name).weight.requires_grad:
-                raise StructureError(f"the last layer '{name}' is frozen")
+            if not all(p.requires_grad for p in linear_layer(model, name).parameters()):
+                raise StructureError(f"the last layer '{name}' is frozen, or its bias")
             return name
     raise StructureError(
         "the model's outputs are not those of an nn.Linear, so its head has no closed "
