@@ -43,7 +43,14 @@ from flwr_fisher.rounds.quasi_newton import (
     two_loops,
 )
 from flwr_fisher.secure import SecureSums, SecureSumsMod
-from flwr_fisher.strategies import AFL, FedAvg, FedFisherOneShot, Privacy, Refinement
+from flwr_fisher.strategies import (
+    AFL,
+    FedAvg,
+    FedFisherOneShot,
+    Policy,
+    Privacy,
+    Refinement,
+)
 from flwr_fisher.strategies.exchanges import refinement
 from flwr_fisher.tangent import (
     HeadSums,
@@ -831,6 +838,45 @@ def test_a_head_asks_clients_that_have_neither_a_name_nor_a_partition():
     strategy = FedFisherOneShot(fraction_train=0.5, fraction_evaluate=0.0)
     result = strategy.start(grid, tiny_arrays())
     assert len(result.exchange_uploads["head"]) == 4
+
+
+def stretched(policy, *, refine):
+    """Return metrics of clients of which two see features on a larger scale.
+
+    And the true loss of the result.
+    """
+
+    def data(partition):
+        x = randn(partition, 60, 3).float()
+        y = (x[:, 0] + randn(9 + partition, 60) > 0).long()
+        return x * (10 if partition > 2 else 1), y
+
+    def client_fn(context):
+        own = data(int(context.node_config["partition-id"]))
+        keep = lambda *_: {}  # noqa: E731
+        return FisherClient(nn.Linear(3, 2), [own], train_fn=keep, device="cpu")
+
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, 0.3)
+    result = run(
+        FedAvg,
+        make_client_app(client_fn),
+        clients=5,
+        arrays=ArrayRecord(model.state_dict()),
+        policy=policy,
+        refine=refine,
+    )
+    model.load_state_dict(arrays_to_tensors(result.arrays))
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(x), y) for x, y in map(data, range(5))]
+    return result.train_metrics_clientapp[1], float(sum(losses)) / 5
+
+
+def test_a_step_is_within_the_bound_of_sums_that_the_policy_has_cut():
+    """The bound of what was left let the step raise the loss of all data."""
+    policy = Policy(max_curvature=1)
+    metrics, after = stretched(policy, refine=Refinement(head=True))
+    assert after < metrics["head-loss"]
 
 
 def test_a_clients_weight_counts_in_its_head():

@@ -310,7 +310,10 @@ def _candidates(
     }
     if bound := _BOUNDS.get(likelihood):
         bound /= sums.cross.shape[1] if likelihood == "bernoulli" else 1
-        facts["majorizer"] = majorizer(sums, bias=bias, bound=bound, ridge=ridge)
+        # Where the policy has cut sums, the bound is that of more than what is left.
+        left = min(upload.limited.get("head/gram", 1.0) for upload in uploads)
+        inverse = majorizer(sums, bias=bias, bound=bound, ridge=ridge)
+        facts["majorizer"] = left * inverse
         facts["clients"] = torch.tensor(_clients(uploads))
     return solution, facts
 
