@@ -879,6 +879,13 @@ def test_a_step_is_within_the_bound_of_sums_that_the_policy_has_cut():
     assert after < metrics["head-loss"]
 
 
+def test_the_last_steps_loss_is_limited_as_those_before():
+    """Only it was cut by `max_distance`, so the last step seemed to be a good one."""
+    policy = Policy(max_distance=1)
+    metrics, after = stretched(policy, refine=Refinement(head=False, steps=1))
+    assert metrics["loss-after-steps"] == pytest.approx(after, rel=1e-4)
+
+
 def test_a_clients_weight_counts_in_its_head():
     """A training's own weight, and not the examples that a pass reads."""
 

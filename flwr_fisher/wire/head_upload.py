@@ -212,7 +212,7 @@ class LossUpload(Payload):
         ``[k]``, each model's mean loss, float64.
     """
 
-    losses: Tensor = part("losses", torch.float64, ("k",), limit="step")
+    losses: Tensor = part("losses", torch.float64, ("k",), limit="curvature")
 
     @classmethod
     def lengths(cls, like: Params) -> dict[str, int]:
