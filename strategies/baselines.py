@@ -1,6 +1,7 @@
 """The methods with which the four algorithms are compared: FedAvg, SCAFFOLD, AFL."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from flwr_fisher.errors import ConfigurationError, check_range
@@ -118,7 +119,9 @@ def _add(state: ServerState, uploads: Uploads[Additive]) -> Step:
     """Return a step by the mean of the clients' steps; integers do not change."""
     (summed,) = uploads
     step = summed.payload.part("params")
-    return Step(ServerState({k: v + step[k] for k, v in state.params.items()}))
+    params = {k: v + step[k] for k, v in state.params.items()}
+    model = replace(summed, payload=Additive({"params": params}))  # as without privacy
+    return Step(ServerState(params), summed=model)
 
 
 class Scaffold(CurvatureStrategy):

@@ -127,6 +127,16 @@ def test_steps_are_clipped_and_count_once(tmp_path):
     assert float((moved - expected).abs().max()) < 1e-6
 
 
+def test_the_upload_of_a_round_is_a_model_as_without_privacy(tmp_path):
+    """A report compared the method with the mean step, taken for a model."""
+    privacy = Privacy(noise_multiplier=QUIET, clipping_norm=0.3)
+    grid = LocalGrid(stepping_app(tmp_path, 1.0), 4)
+    result = private(privacy).start(grid, tiny_arrays())
+    (upload,) = result.uploads
+    mean, model = upload.payload.part("params"), result.arrays.to_torch_state_dict()
+    assert all(torch.equal(mean[name], value) for name, value in model.items())
+
+
 # What is refused, and what is told
 
 

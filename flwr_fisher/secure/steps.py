@@ -282,7 +282,7 @@ def open_values(
     own = replace(state, groups=state.without(GROUP))  # the strategy's
     step = exchange.take(own, [summed])
     counted = {**step.metrics, "num-summed": len(members)}
-    step = replace(step, metrics=counted, summed=summed)
+    step = replace(step, metrics=counted, summed=step.summed or summed)
     # The next exchange uses the same keys and shares. After the last, nothing is kept.
     if last:
         return step
