@@ -350,8 +350,8 @@ def test_the_head_is_the_layer_that_computes_the_outputs():
     [
         (lambda m: nn.Sequential(m, nn.Softplus()), "not those of an nn.Linear"),
         (lambda m: nn.Sequential(m, nn.Hardtanh(-9, -8, inplace=True)), "not those"),
-        (lambda m: m.requires_grad_(False), "'0' is frozen"),
-        (lambda m: m[0].bias.requires_grad_(False) is None or m, "or its bias"),
+        (lambda m: m.requires_grad_(False), "'0' has frozen"),
+        (lambda m: m[0].bias.requires_grad_(False) is None or m, "'0' has frozen"),
         (lambda m: nn.Sequential(m[0], m[0]), "called 2 times"),
     ],
 )

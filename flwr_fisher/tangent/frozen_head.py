@@ -116,7 +116,7 @@ def output_layer(model: nn.Module, loader: Iterable[Any]) -> str:
             check_called_once(name, sum(each == name for each, _ in calls))
             find_head(model, name)  # which refuses a shared weight
             if not all(p.requires_grad for p in linear_layer(model, name).parameters()):
-                raise StructureError(f"the last layer '{name}' is frozen, or its bias")
+                raise StructureError(f"the last layer '{name}' has frozen parameters")
             return name
     raise StructureError(
         "the model's outputs are not those of an nn.Linear, so its head has no closed "
