@@ -774,6 +774,24 @@ def test_a_step_that_is_too_long_is_taken_back_when_a_client_leaves(
     assert after <= 1.05 * before  # of the clients that are left
 
 
+def test_the_loss_after_steps_is_that_of_the_model_that_is_kept(tmp_path):
+    """It was 0 where a client had left the secure sum."""
+
+    def leaves(message, context, stage):
+        if stage == "keys" and context.node_config["partition-id"] == 2:
+            asked.append(stage)
+            assert len(asked) < 3, "gone"  # the training, a gradient; no last loss
+
+    asked, steps = [], Refinement(head=False, steps=1)
+    app = secure_app(tmp_path, leaves)
+    own = {"policy": None, "secure": SecureSums(), "refine": steps}
+    result = run(FedAvg, app, clients=4, **own)
+    metrics = result.train_metrics_clientapp[1]
+    assert len(asked) == 3
+    assert metrics["loss-after-steps"] == pytest.approx(metrics["loss-before-steps"])
+    assert same_bits(result.arrays, result.unrefined)
+
+
 def test_where_nobody_is_left_the_merge_stays(caplog):
     def later(content):
         return fail(content) if next(counts) > 3 else None

@@ -511,13 +511,17 @@ def _losses(uploads: Uploads[Any], losses: Sequence[Tensor]) -> dict[str, Tensor
 def _over_both(known: Params, own: Params) -> tuple[float, float]:
     """Return two means of losses over the clients that have sent both.
 
-    If there is none, the second counts as infinite.
+    If there is none, the first is over those that have sent it, and the second counts
+    as infinite.
     """
     was, now = torch.isin(known[_OF], own[_OF]), torch.isin(own[_OF], known[_OF])
+    if not now.any():
+        every = known["losses"] @ known["weights"] / known["weights"].sum()
+        return float(every), math.inf
     weights = own["weights"][now] / own["weights"][now].sum()
     order, again = known[_OF][was].argsort(), own[_OF][now].argsort()
     before = float(known["losses"][was][order] @ weights[again])
-    return before, float(own["losses"][now] @ weights) if now.any() else math.inf
+    return before, float(own["losses"][now] @ weights)
 
 
 def _descent(state: ServerState, own: Params) -> tuple[Descent, float, Params]:
