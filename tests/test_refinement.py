@@ -3,6 +3,7 @@
 import copy
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -268,12 +269,20 @@ def test_the_bound_is_right_where_clients_label_unlike_shares():
         assert pooled_losses(solved)[0] < before + 1e-5  # float32
 
 
-def test_a_head_takes_no_step_if_a_client_has_left_since_the_sums(caplog):
-    """The bound would be that of more data than the slopes are of."""
-    app = Watched(
-        tamper={1: lambda content: fail(content) if next(asked) > 2 else None}
-    )
-    asked = iter(range(1, 1000))
+@pytest.mark.parametrize("others", [{}, {0: 2}])
+def test_a_head_takes_no_step_if_a_client_has_left_since_the_sums(others, caplog):
+    """The bound would be that of other data than the slopes are of.
+
+    Also if another client is back, so that there are as many.
+    """
+
+    def leaves(request, content):
+        if next(asked[request]) == request:
+            fail(content)
+
+    failing = {1: 3, **others}  # which request: a training, sums, losses
+    asked = {request: iter(range(1, 1000)) for request in failing.values()}
+    app = Watched(tamper={k: partial(leaves, n) for k, n in failing.items()})
     with caplog.at_level(logging.INFO, "flwr"):
         run(app=app, refine=Refinement(), norm_statistics="average")
     assert "with the last layer in closed form\n" in caplog.text

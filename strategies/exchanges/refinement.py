@@ -314,7 +314,7 @@ def _candidates(
         left = min(upload.limited.get("head/gram", 1.0) for upload in uploads)
         inverse = majorizer(sums, bias=bias, bound=bound, ridge=ridge)
         facts["majorizer"] = left * inverse
-        facts["clients"] = torch.tensor(_clients(uploads))
+        facts["clients"] = _clients(uploads)
     return solution, facts
 
 
@@ -349,7 +349,7 @@ def _best_head(
     own = double(params, names)
     head = {name: factor * solved[name] if best else own[name] for name in names}
     # The bound is that of the clients that sent the sums.
-    steps = "majorizer" in facts and int(facts["clients"]) == _clients(uploads)
+    steps = "majorizer" in facts and torch.equal(facts["clients"], _clients(uploads))
     if steps:
         every = [{"": upload.payload.slopes[best].double()} for upload in uploads]
         step = weighted_mean(every, weights_of(uploads))[""] @ facts["majorizer"]
@@ -384,8 +384,10 @@ def _choose_start(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
     return Step(replace(kept, params=copies), {**metrics, "start-taken": 1})
 
 
-def _clients(uploads: Uploads[Any]) -> int:
-    return sum(len(upload.members) or 1 for upload in uploads)
+def _clients(uploads: Uploads[Any]) -> Tensor:
+    """Return what the uploads' clients are known by. A sum is known by its members."""
+    names = [hash((upload.number, *upload.members)) for upload in uploads]
+    return torch.tensor(names, dtype=torch.int64)
 
 
 def _mean_losses(uploads: Uploads[Any]) -> list[float]:
@@ -499,10 +501,9 @@ def _into(state: ServerState, descent: Descent, losses: Params) -> ServerState:
 
 
 def _losses(uploads: Uploads[Any], losses: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the clients' losses and weights. A sum is known by its members."""
-    names = [hash((u.number, *u.members)) for u in uploads]
+    """Return the clients' losses and weights."""
     return {
-        _OF: torch.tensor(names, dtype=torch.int64),
+        _OF: _clients(uploads),
         "losses": torch.tensor([*map(float, losses)], dtype=torch.float64),
         "weights": torch.tensor(weights_of(uploads), dtype=torch.float64),
     }
