@@ -440,16 +440,14 @@ class CurvatureStrategy(Strategy):
             again += "them again"
         metrics: Any = result.train_metrics_clientapp.get(last, {})
         if out := sum(metrics.get(f"num-{how}", 0) for how in ("rejected", "missing")):
-            text = (
-                "%s of the clients asked are not in the last round's model (see 'left "
-            )
-            text += "out' above): what only their data show is not in it%s"
+            text = "%s of the clients asked are not in the last round's model, for the "
+            text += "reasons above: what only their data show is not in it%s"
             logger.warning(text, out, again)
         if self.refine is not None and num_rounds and result.unrefined is None:
             text = (
-                "the model is not refined: round %s was not done as the last one, or "
+                "the model is not refined: round %s was not done as the last, or its "
             )
-            text += "its clients did not reply to it (see above)%s"
+            text += "clients did not reply to what follows (the reasons are above)%s"
             logger.warning(text, last, again)
         logger.info("")
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
