@@ -444,10 +444,8 @@ class CurvatureStrategy(Strategy):
             text += "reasons above: what only their data show is not in it%s"
             logger.warning(text, out, again)
         if self.refine is not None and num_rounds and result.unrefined is None:
-            text = (
-                "the model is not refined: round %s was not done as the last, or its "
-            )
-            text += "clients did not reply to what follows (the reasons are above)%s"
+            text = "the model is not refined: round %s was not done as the last one"
+            text += ", or no client replied to what follows (the reasons are above)%s"
             logger.warning(text, last, again)
         logger.info("")
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
