@@ -301,7 +301,7 @@ def _write_metrics(
     text = json.dumps(metrics, indent=2, default=float)
     (path / "metrics.json").write_text(text + "\n")
     logger.info("Results are in %s:", path)
-    logger.info("\tmetrics.json: these numbers, and the run's metrics and config")
+    logger.info("\tmetrics.json: these numbers, by method, and by client or round")
     text = "\tmodel.safetensors: the model's parameters; safetensors.torch.load_model("
     logger.info("%smodel, path) loads them into a network of its kind", text)
     for picture in sorted(path.glob("*.png")):
