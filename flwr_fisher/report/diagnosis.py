@@ -68,18 +68,18 @@ def one_shot_sentences(
     ours, count = accuracy["fedfisher"], int(final[1].sum())
     if isnan(ours):  # the outputs have no classes
         return []
+    failed = [name for name, hits in clients.items() if _failed(hits, losses[name])]
+    if failed:  # or else all else is about them
+        return [
+            f"{name}'s training failed: its model gives every test example the same "
+            f"class, though its loss is still {losses[name]:.2g}. Lower the learning "
+            "rate; until then the other numbers say little."
+            for name in failed
+        ]
     merge, fedavg = accuracy.get("fedfisher_merge", ours), accuracy["fedavg"]
     refined = "fedfisher_merge" in accuracy
     ours_alone = "FedFisher's merge" if refined else "FedFisher"
     said = [against_fedavg(ours_alone, merge, fedavg, count)]
-    failed = [name for name, hits in clients.items() if _failed(hits, losses[name])]
-    said += [
-        f"{name}'s training failed: its model gives every test example the same class, "
-        f"though its loss is still {losses[name]:.2g}. Lower the learning rate."
-        for name in failed
-    ]
-    if failed:  # or else all other advice is about them
-        return said
 
     def better(name: str) -> bool:
         return _lead(accuracy.get(name, 0.0), ours, count) > 0
