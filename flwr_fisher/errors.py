@@ -97,7 +97,7 @@ class CheckpointError(FlwrFisherError, RuntimeError):
 
 
 class RoundError(FlwrFisherError, RuntimeError):
-    """A round ended without a result: too few clients, or usable replies."""
+    """A round ended without a result: too few clients, or too few usable replies."""
 
 
 _FIELD, _REASON = 120, 600  # characters of a WireError's texts

@@ -169,11 +169,12 @@ def asks_for_parameters(message: Message) -> bool:
 
 
 def not_sent(problem: LocalProblem, sent: Collection[str]) -> str:
-    """Return what clients must have in common, and no upload shows.
+    """Return a text by which the server finds clients that are unlike the others.
 
-    It is a digest of the frozen parameters that the server does not send, a blank, and
-    the likelihood's name. The digest is "" if there are no such parameters, or if it
-    cannot be computed.
+    It tells what no array of an upload shows, and all clients must have in common: a
+    digest of the frozen parameters that the server does not send, a blank, and the
+    likelihood's name. The digest is "" if there are no such parameters, or if it cannot
+    be computed.
     """
     frozen = {k: v for k, v in _frozen(problem.model).items() if k not in sent}
     digest = ""

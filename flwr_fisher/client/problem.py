@@ -201,7 +201,7 @@ class LocalProblem:
 
     @property
     def likelihood_name(self) -> str:
-        """What the server calls the likelihood."""
+        """The likelihood's name; of a user's own, the name of its class."""
         own = self.likelihood
         return own if isinstance(own, str) else type(own).__name__
 

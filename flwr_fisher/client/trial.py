@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -100,7 +101,8 @@ def try_upload(
             "The model returns probabilities, but the Fisher is that of logits: leave "
             "out the softmax, unless your loss is F.cross_entropy"
         )
-    rows = [i for i in range(len(read)) if read[i : i + 1].num_labels][:_FEW]
+    labelled = (i for i in range(len(read)) if read[i : i + 1].num_labels)
+    rows = [*islice(labelled, _FEW)]
     # There is no float64 where a loop has moved the model to such a device.
     if rows and has_float64(inputs.tensors[0].device):
         _try_fisher(problem, structure, options, read[torch.tensor(rows)])

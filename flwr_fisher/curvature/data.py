@@ -241,7 +241,7 @@ def is_whole(labels: Tensor) -> bool:
 
 
 def is_correct(outputs: Tensor, labels: Any) -> Tensor | None:
-    """Return which labels are the most likely class; -100 is no label.
+    """Return for each label whether the model finds it the most likely class.
 
     None if the outputs have no classes: one logit has none.
     """

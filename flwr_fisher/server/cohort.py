@@ -317,7 +317,7 @@ class Cohort:
         timeout: float,
         all_connected: bool = False,
     ) -> list[int]:
-        """Return the round's nodes.
+        """Choose the nodes that a round asks.
 
         They are a function of seed, round and connected nodes, in the clients' order.
 

@@ -79,9 +79,9 @@ class Waiting(Options):
             )
 
     def enough(self, asked: int | None) -> float:
-        """Return how many usable replies end a request to a number of clients.
+        """Return how many usable replies are enough, if `asked` clients are asked.
 
-        The number is None in a collection window, which takes all that come.
+        `asked` is None in a collection window, which takes all that come.
         """
         limit = inf if self.enough_replies is None else self.enough_replies
         if asked is None:

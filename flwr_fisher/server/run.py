@@ -273,7 +273,7 @@ class Run:
 
 
 def run_config_of(grid: Grid) -> dict[str, bool | int | float | str]:
-    """Return the run config: the app's, with what ``flwr run --run-config`` has set."""
+    """Return a run's config: the app's defaults, and what ``--run-config`` changes."""
     run = getattr(grid, "run", None)
     if not isinstance(run, FlowerRun):  # a grid of the user's may have none
         return {}

@@ -265,17 +265,17 @@ def frozen_name(described: str) -> str:
     return described.rpartition(" ")[0]
 
 
-# what no array of an upload shows, beside it
+# a client's text beside its upload (`not_sent` in client/messages.py)
 
 
 def with_not_sent(record: ArrayRecord, text: str) -> ArrayRecord:
-    """Return an upload's arrays, with a text of what they do not show."""
+    """Return an upload's arrays, and beside them a client's text (see above)."""
     beside = tensors_to_arrays({_NOT_SENT: bytes_of(text[: _BYTES // 4])})
     return ArrayRecord({**record, **beside})
 
 
 def split_not_sent(record: ArrayRecord) -> tuple[ArrayRecord, str]:
-    """Return an upload's arrays, and the text beside them or ``""``.
+    """Return an upload's arrays without the client's text, and this text or ``""``.
 
     Any bytes are a text: who sends another than most clients is left out.
 

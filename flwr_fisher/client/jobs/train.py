@@ -227,7 +227,7 @@ class TrainingJob:
 
 
 def dry_run(problem: LocalProblem, request: Request) -> None:
-    """Do what a training job does after its training, on the first labelled batch.
+    """Take a Fisher of the first batch with a label, as a job does after its training.
 
     The log then has what an upload is made of, and its size.
 
