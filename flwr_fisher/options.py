@@ -17,7 +17,7 @@ from typing import Any, Self, dataclass_transform, get_args, get_type_hints
 
 from flwr_fisher.errors import (
     ConfigurationError,
-    check_known,
+    UnknownNameError,
     check_number,
     check_range,
     check_whole,
@@ -214,8 +214,9 @@ def _check(declared: "Field[Any]", value: Any, kinds: tuple[Any, ...]) -> None:
     if bool in kinds and isinstance(value, bool):
         return
     if str in kinds and (isinstance(value, str) or not {int, float} & set(kinds)):
-        if facts.get("choices"):
-            check_known(name, value, facts["choices"])
+        if (choices := facts.get("choices")) and value not in choices:
+            switches = ("True", "False") if bool in kinds else ()
+            raise UnknownNameError(name, value, [*choices, *switches])
         elif not isinstance(value, str):
             raise ConfigurationError(f"{name} must be a text, got {value!r:.80}")
         return

@@ -23,6 +23,7 @@ class Example(Options):
     rate: float = option(0.1, "How fast.", above=0)
     share: float = option(1.0, "How much.", low=0, high=1)
     count: int | str | None = option("auto", "How many.", low=1, choices=("auto",))
+    head: bool | str = option(True, "What head.", choices=("auto",))
     quiet: bool = option(False, "Whether it is quiet.")
 
 
@@ -38,6 +39,7 @@ class Example(Options):
         ("count", 0, "count must be >= 1"),
         ("count", 1.5, "count must be an integer"),
         ("count", "all", "unknown count 'all'; known: auto"),
+        ("head", "all", "unknown head 'all'; known: auto, True, False"),
         ("quiet", 1, "quiet must be True or False, got 1"),
     ],
 )
@@ -70,7 +72,13 @@ def test_numbers_of_numpy_become_pythons():
 def test_what_is_sent_is_read_back():
     made = Example("b", count=None, share=0.25)
     sent = made.to_options()
-    assert sent == {"kind": "b", "rate": 0.1, "share": 0.25, "quiet": False}
+    assert sent == {
+        "kind": "b",
+        "rate": 0.1,
+        "share": 0.25,
+        "head": True,
+        "quiet": False,
+    }
     assert Example.from_options({**sent, "job": "train"}) == made
 
 

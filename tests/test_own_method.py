@@ -12,7 +12,7 @@ from virtual import Watched, change_array, tiny_app, tiny_arrays, tiny_client
 from flwr_fisher.client import jobs, register_job
 from flwr_fisher.client.jobs import get_job
 from flwr_fisher.curvature import gradient
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import ConfigurationError, UnknownNameError
 from flwr_fisher.params import trainable_names
 from flwr_fisher.strategies import Exchange, ServerState, Step
 from flwr_fisher.testing import LocalGrid
@@ -135,3 +135,8 @@ def test_a_job_that_is_read_again_takes_its_place(monkeypatch):
     register_job("twice")(named("twice_job", "my_jobs.py", "my_jobs"))
     again = register_job("twice")(named("twice_job", "cell-2", "my_jobs"))
     assert get_job("twice") is again
+
+
+def test_an_unknown_job_may_be_one_whose_module_is_not_imported():
+    with pytest.raises(UnknownNameError, match="import its module in the client app"):
+        get_job("once")

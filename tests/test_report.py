@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 from flwr.serverapp.strategy import Result
@@ -17,7 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from virtual import start, tiny_app, tiny_data, tiny_model
 
 from flwr_fisher.curvature import Diagonal
-from flwr_fisher.errors import ConfigurationError, DataError, ParamsError
+from flwr_fisher.errors import (
+    ConfigurationError,
+    DataError,
+    ParamsError,
+    StructureError,
+)
 from flwr_fisher.merge import MergeResult, fedfisher
 from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.report import (
@@ -131,8 +137,10 @@ def uploads():
         model = seeded(linear, i)
         nn.functional.cross_entropy(model(x[i::3]), y[i::3]).backward()
         params = {k: p.detach() - p.grad for k, p in model.named_parameters()}
-        F = Diagonal({k: torch.full_like(p, 1.0 + i) for k, p in params.items()})
-        payload = FisherUpload(params, F)
+        curvature = Diagonal(
+            {k: torch.full_like(p, 1.0 + i) for k, p in params.items()}
+        )
+        payload = FisherUpload(params, curvature)
         made.append(Upload(i, f"node-{i}", count, payload, MetricRecord({}), 1))
     return made
 
@@ -390,8 +398,8 @@ def test_outputs_without_classes_are_reported_without_a_word_on_accuracy(
     model, (x, _) = nn.Linear(6, 1), TEST[0]
     loader = DataLoader(TensorDataset(x, randn(7, len(x), 1)), 30)
     params = {k: v.clone() for k, v in shared_state(model).items()}
-    F = Diagonal({k: torch.ones_like(v) for k, v in params.items()})
-    payload = FisherUpload(params, F)
+    ones = Diagonal({k: torch.ones_like(v) for k, v in params.items()})
+    payload = FisherUpload(params, ones)
     replies = [Upload(i, f"c{i}", 5, payload, MetricRecord({}), 1, i) for i in range(3)]
     merged = fedfisher([u.payload.posterior(5) for u in replies], balance=0.0)
     result = CurvatureResult(
@@ -399,6 +407,14 @@ def test_outputs_without_classes_are_reported_without_a_word_on_accuracy(
     )
     with caplog.at_level("INFO", logger="flwr"):
         got = report_one_shot(tmp_path, model, loader, result)
-    assert all(map(math.isnan, got.values()))
+        assert all(map(math.isnan, got.values()))
+        rounds = {"method": "FedFisher", "loss_fn": F.mse_loss}
+        got = report_rounds(tmp_path, model, loader, result, **rounds)
+    assert math.isnan(got["fedfisher"])
     assert "Accuracy on 90 test examples" in caplog.text
+    last = json.loads((tmp_path / "metrics.json").read_text())["rounds"]["0"]["server"]
+    y = torch.cat([labels for _, labels in loader])
+    assert last["loss"] == pytest.approx(F.mse_loss(model(x), y).item())
     assert "FedAvg's mean" not in caplog.text
+    with pytest.raises(StructureError, match="pass another loss_fn"):
+        report_rounds(tmp_path, model, loader, result, method="FedFisher")

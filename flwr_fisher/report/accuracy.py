@@ -17,6 +17,7 @@ from flwr_fisher.curvature.data import (
     check_classes,
     is_correct,
 )
+from flwr_fisher.curvature.losses import Loss
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import default_device
 from flwr_fisher.errors import DataError, check_whole
@@ -122,7 +123,9 @@ def _copy_with(model: nn.Module, params: Params) -> nn.Module:
     return member
 
 
-def evaluate_on_test(model: nn.Module, loader: Loader, *, every: int = 1) -> EvaluateFn:
+def evaluate_on_test(
+    model: nn.Module, loader: Loader, *, every: int = 1, loss_fn: Loss = cross_entropy
+) -> EvaluateFn:
     """Return an ``evaluate_fn`` that evaluates the server's model on the test set.
 
     Its metrics are ``accuracy`` and ``loss``. A TCT model in its second stage has no
@@ -137,6 +140,8 @@ def evaluate_on_test(model: nn.Module, loader: Loader, *, every: int = 1) -> Eva
         The test set, as for :func:`accuracies`.
     every : int, default 1
         Evaluate the initial model, and after each `every`-th round.
+    loss_fn : Callable[[Tensor, Tensor], Tensor], default cross_entropy
+        The mean loss of a batch, from outputs and labels.
 
     Raises
     ------
@@ -151,12 +156,14 @@ def evaluate_on_test(model: nn.Module, loader: Loader, *, every: int = 1) -> Eva
         params = arrays_to_tensors(arrays)
         if TCTModel.is_in(params) and not params["tct/weight"].any():
             return None
-        return MetricRecord(dict(test_scores(model, loader, params)))
+        return MetricRecord(dict(test_scores(model, loader, params, loss_fn)))
 
     return evaluate_fn
 
 
-def test_scores(model: nn.Module, loader: Loader, params: Params) -> dict[str, float]:
+def test_scores(
+    model: nn.Module, loader: Loader, params: Params, loss_fn: Loss
+) -> dict[str, float]:
     """Return the accuracy and, except of a TCT model, the loss of parameters."""
     device = default_device()
     is_tct = TCTModel.is_in(params)
@@ -164,5 +171,5 @@ def test_scores(model: nn.Module, loader: Loader, params: Params) -> dict[str, f
         model = TCTModel.from_tensors(copy.deepcopy(model), params)
     else:
         model = _copy_with(model, params)
-    loss, accuracy, _ = score(model.to(device), loader, device, cross_entropy)
+    loss, accuracy, _ = score(model.to(device), loader, device, loss_fn)
     return {"accuracy": accuracy} if is_tct else {"accuracy": accuracy, "loss": loss}

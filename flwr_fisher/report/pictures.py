@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,11 +100,11 @@ def plot_rounds(
 
 
 def points_of(history: History, name: str) -> list[tuple[int, float]]:
-    """Return a metric's values with their rounds, if they are numbers."""
+    """Return a metric's values with their rounds, if they are numbers, and not NaN."""
     return [
-        (number, record[name])
+        (number, value)
         for number, record in sorted(history.items())
-        if isinstance(record.get(name), int | float)
+        if isinstance(value := record.get(name), int | float) and not isnan(value)
     ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from flwr.serverapp.strategy import Result
 from torch import nn
 
 from flwr_fisher.callbacks import HISTORIES
+from flwr_fisher.client import cross_entropy
 from flwr_fisher.client.training import Loader
+from flwr_fisher.curvature.losses import Loss
 from flwr_fisher.devices import default_device
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.files import save_tensors
@@ -192,6 +195,7 @@ def report_rounds(
     seconds: float | None = None,
     marks: Mapping[int, str] | None = None,
     title: str = "",
+    loss_fn: Loss = cross_entropy,
 ) -> dict[str, float]:
     """Write the metrics of a run with several rounds; log a summary.
 
@@ -216,6 +220,8 @@ def report_rounds(
         if they were evaluated: ``{20: "stage1"}``, for example.
     title : str, optional
         As for :func:`report_one_shot`.
+    loss_fn : Callable[[Tensor, Tensor], Tensor], default cross_entropy
+        As for :func:`evaluate_on_test`.
 
     Returns
     -------
@@ -228,7 +234,7 @@ def report_rounds(
     rounds = rounds_of(result)
     last = rounds.setdefault(max(rounds, default=0), {}).setdefault("server", {})
     if "accuracy" not in last:
-        last |= test_scores(model, loader, params)
+        last |= test_scores(model, loader, params, loss_fn)
     history = {number: sources.get("server", {}) for number, sources in rounds.items()}
     accuracy = {method.lower(): last["accuracy"]}
     for number, text in (marks or {}).items():
@@ -244,7 +250,7 @@ def report_rounds(
         logger.info(text, method, key, start, first, end, final)
     uploads = result.uploads if isinstance(result, CurvatureResult) else []
     models = [each for u in uploads if (each := _model(u.payload)) is not None]
-    if models and method.lower() != "fedavg":
+    if models and method.lower() != "fedavg" and not isnan(last["accuracy"]):
         mean = weighted_mean(models, [upload.num_examples for upload in uploads])
         hits = class_hits(model, [mean], [1.0], loader)
         accuracy["fedavg"] = fedavg = accuracy_of(hits)

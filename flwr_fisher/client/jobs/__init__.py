@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
-from flwr_fisher.errors import ConfigurationError, check_known
+from flwr_fisher.errors import ConfigurationError, UnknownNameError, check_known
 
 __all__ = ["Job", "LocalProblem", "Reply", "Request", "get_job", "register_job"]
 
@@ -87,8 +87,12 @@ def get_job(name: str, kind: str = "train") -> Job:
         )
     if name not in _JOBS[kind]:
         _read(name, kind)
-    check_known("job", name, sorted(_JOBS[kind]))
+    if name not in _JOBS[kind]:
+        raise UnknownNameError("job", name, sorted(_JOBS[kind]), _OWN)
     return _JOBS[kind][name]
+
+
+_OWN = "If it is a job of your own: import its module in the client app, too"
 
 
 def _read(name: str, kind: str) -> None:
