@@ -215,6 +215,7 @@ def test_the_log_has_the_reports_numbers(tmp_path, caplog):
         report_one_shot(where, tiny_model(), loader, result)
         report_one_shot(where, tiny_model(), loader, result)  # written again
     metrics = json.loads((where / "metrics.json").read_text())
+    assert metrics["rounds"]["1"]["train"]["num-replies"] == 3
     for row in metrics["clients"]:
         share, accuracy = 100 * row["share"], 100 * row["accuracy"]
         text = f"{row['client']}: {row['examples']} examples, {share:.1f} % of the "
