@@ -179,8 +179,8 @@ def report_one_shot(
     }
     for sentence in one_shot_sentences(accuracy, hits["fedfisher"], of_clients, losses):
         logger.info(sentence)
-    metrics = {"accuracy": accuracy, "clients": clients, "rounds": rounds_of(result)}
-    metrics["seconds"] = seconds
+    run = {"rounds": rounds_of(result), "seconds": seconds}
+    metrics = {"accuracy": accuracy, "clients": clients, **run}
     _write_metrics(path, result, final, {**metrics, "config": dict(config or {})})
     return accuracy
 

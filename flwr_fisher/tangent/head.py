@@ -127,14 +127,10 @@ def check_last(network: nn.Module, head: str, inputs: Inputs, *, named: bool) ->
 
 def _fresh_head(old: nn.Linear, seed: int) -> nn.Linear:
     """Return a new linear layer with torch's usual distribution, drawn from `seed`."""
-    new: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
-        nn.Linear,
-        old.in_features,
-        1,
-        bias=old.bias is not None,
-        device=old.weight.device,
-        dtype=old.weight.dtype,
-    )
+    with torch.random.fork_rng(devices=[]):  # its weights are drawn below
+        f32 = {"device": "cpu", "dtype": torch.float32}
+        new = nn.Linear(old.in_features, 1, bias=old.bias is not None, **f32)
+    new.to(old.weight)
     bound = old.in_features**-0.5 if old.in_features else 0.0
     stream = random_stream(seed, "tangent", "head")
     with torch.no_grad():
