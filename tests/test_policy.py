@@ -106,6 +106,23 @@ def test_a_first_round_in_which_nothing_moves_limits_no_later_one():
     assert Policy().references(moving, known) == {"parameters": 1.0}
 
 
+def test_what_most_clients_lack_is_not_cut_to_nothing():
+    """The gradient of a feature that two of five clients have, for example."""
+    lengths = [0.0, 0.0, 0.0, 4.0, 5.0]
+    sizes = [Sizes({"hvp": length}, {}) for length in lengths]
+    references = Policy().references(sizes, {})
+    assert remembered(references, {}) == {}
+    assert Policy().distances(lengths, references.get("hvp")) == lengths
+    assert Policy(max_curvature=2).curvatures(lengths) == lengths
+    # Three show what is usual, and a strict policy takes zeros at their word.
+    assert Policy(max_distance=2).distances([0, 0, 0, 0, 1, 1, 9]) == [0] * 4 + [
+        1,
+        1,
+        2,
+    ]
+    assert not any(Policy.strict().distances(lengths, 0.0))
+
+
 @pytest.mark.parametrize("ids", [10**6, -1])
 def test_one_client_changes_no_index(ids):
     """Out of range in the mean, it ended every client's training."""

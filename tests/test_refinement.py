@@ -213,6 +213,22 @@ def test_losses_are_those_of_the_model_and_of_each_scale():
     torch.testing.assert_close(losses, torch.stack(wanted).double(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, F.mse_loss])
+def test_a_head_that_is_spoilt_costs_the_others_no_digits(loss_fn):
+    """A secure sum rounds all losses to the same step."""
+    z, y = randn(0, N, WIDTH), torch.arange(N) % CLASSES
+    layer, solved = nn.Linear(WIDTH, CLASSES), [randn(1, CLASSES, WIDTH)]
+    layer.weight.data.mul_(1e15)
+    classes = loss_fn is F.cross_entropy
+    labels = y if classes else randn(2, N, CLASSES)
+    solved.append(torch.zeros(CLASSES))
+    asked = layer, [(z, labels)], "", solved, [1.0], loss_fn
+    losses, _ = head_losses(*asked, classes=classes)
+    wanted = [100 * loss_fn(torch.zeros(N, CLASSES), labels)]
+    wanted.append(loss_fn(F.linear(z, *solved), labels))
+    torch.testing.assert_close(losses.float(), torch.stack(wanted))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoids"])
 def test_a_step_from_any_head_lowers_its_loss(kind, bias):
@@ -617,6 +633,36 @@ def test_a_model_without_such_a_head_stays_and_the_log_says_why(
     assert same_bits(*(result.arrays for result in results))
     assert "head: it stays as it was, since the model's outputs" in caplog.text
     assert "left out" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["tempered", "cosine", "softcap"])
+def test_a_last_layer_that_is_not_linear_stays(kind, caplog):
+    class Head(nn.Linear):
+        def forward(self, x):
+            if kind == "tempered":
+                return super().forward(x) / 16
+            if kind == "cosine":
+                return 16 * F.linear(F.normalize(x), F.normalize(self.weight))
+            return super().forward(x)
+
+    def make():
+        head = Head(8, 3, bias=kind != "cosine")
+        if kind == "softcap":
+            head.register_forward_hook(lambda m, args, out: 2 * torch.tanh(out / 2))
+        return nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 8), head)
+
+    def client_fn(context):
+        own = tiny_data(context.node_config["partition-id"])
+        return FisherClient(make(), DataLoader(own, 4), device="cpu")
+
+    app, arrays = make_client_app(client_fn), ArrayRecord(make().state_dict())
+    with caplog.at_level(logging.INFO, "flwr"):
+        result = run(app=app, arrays=arrays, refine=Refinement())
+    assert same_bits(result.arrays, result.unrefined)
+    assert "since the outputs of the last layer '3' are not its weight" in caplog.text
+    batch = tiny_data(0).tensors
+    with pytest.raises(StructureError, match="a method of its class, or a hook"):
+        head_sums(make(), [batch], "3")
 
 
 def test_a_small_heads_large_sums_are_sent_if_they_are_asked_for(caplog):

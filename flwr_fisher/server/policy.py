@@ -216,9 +216,10 @@ class Policy(Options):
             return {}
         lengths = {}
         for name in sizes[0].step_norms:
-            median = statistics.median(size.step_norms[name] for size in sizes)
+            every = [size.step_norms[name] for size in sizes]
             most = self.max_distance * before.get(_FIRST + name, inf)
-            lengths[name] = min(median, most)
+            if (length := min(_usual(self.max_distance, every), most)) < inf:
+                lengths[name] = length
         if kept in lengths:
             lengths[kept] = max(lengths[kept], _LATE * _FADES * before.get(kept, 0.0))
         return lengths
@@ -253,11 +254,21 @@ def _at_most(
     multiple: float, values: Sequence[float], reference: float | None = None
 ) -> list[float]:
     """Return values clipped at a multiple of the reference, by default the median."""
-    if len(values) < _FEWEST or multiple == inf:
+    if multiple == inf:
         return list(values)
-    median = statistics.median(values)
+    median = _usual(multiple, values)
     most = max(median, multiple * (median if reference is None else reference))
     return [min(value, most) for value in values]
+
+
+def _usual(multiple: float, values: Sequence[float]) -> float:
+    """Return the median, or infinity if too few values show what is usual.
+
+    Where a limit is above the median, zeros show nothing: of a feature that few
+    clients have, most send 0.
+    """
+    some = [value for value in values if value or multiple <= 1]
+    return statistics.median(some) if len(some) >= _FEWEST else inf
 
 
 def remembered(

@@ -23,6 +23,7 @@ from flwr_fisher.curvature.data import IGNORED, Batch, batches_of
 from flwr_fisher.curvature.losses import Loss, loss_of
 from flwr_fisher.curvature.models import check_rows, evaluating, place_of
 from flwr_fisher.errors import DataError, StructureError, check_range
+from flwr_fisher.params import widened
 from flwr_fisher.tangent.head import check_called_once, find_head, linear_layer
 
 # Ridges that `chosen_ridge` compares, in multiples of the mean eigenvalue. Half decades
@@ -31,6 +32,8 @@ _RIDGES = [10 ** (k / 2) for k in range(-12, 5)]
 _UNSEEN = 0.5  # examples of a class that has none, for its prior probability
 _ROUNDING = torch.finfo(torch.float64).eps
 _RELAXED = 1.9  # times the step to a bound's minimum
+_WORST = 100.0  # times the loss of zeros: what is worse is never taken
+_LINEAR = 5e-3  # relative: larger than rounding, also TF32's
 _FOLD = 1e-8  # the ridge of the feature that stands for a bias, as a share
 
 
@@ -160,6 +163,7 @@ def head_rows(
             ((z, own),) = calls
             if not number:
                 check_rows(model, batch.inputs, outputs)
+                _check_is_linear(head, layer, z, own)
             chosen = _rows(z, own, outputs)
             z = (z if chosen is None else chosen).flatten(0, -2)
             labels = batch.tensor_labels()
@@ -197,7 +201,7 @@ def head_sums(
     DataError
         If there are no examples, or labels do not fit the layer.
     StructureError
-        If the layer is not called once.
+        If the layer is not called once, or its outputs are not linear in its inputs.
 
     Examples
     --------
@@ -242,6 +246,8 @@ def head_losses(
     """Return the losses of a model with its own head and with others, and slopes.
 
     Losses are sums over rows for each example: the mean loss, if an example is a row.
+    They end at 100 times the loss of a head whose outputs are all zero, so that the
+    others keep their digits where all are rounded together.
 
     Parameters
     ----------
@@ -265,7 +271,7 @@ def head_losses(
     layer, count = linear_layer(model, head), 0
     shape = 1 + len(scales), layer.out_features, layer.in_features + len(solved) - 1
     slopes = layer.weight.new_zeros(shape, dtype=torch.float64)
-    losses = slopes.new_zeros(len(slopes))
+    losses, quiet = slopes.new_zeros(len(slopes)), 0.0
     for z, y, batch in head_rows(model, loader, head, classes=classes):
         count += len(batch)
         if not len(z):
@@ -274,6 +280,9 @@ def head_losses(
         x = F.pad(z, (0, len(solved) - 1), value=1.0)
         own = [p.to(z) for p in (layer.weight, layer.bias) if p is not None]
         other = F.linear(z, *(part.to(here, z.dtype) for part in solved))
+        quiet += len(z) * float(
+            loss_of(loss_fn, z.new_zeros(len(z), layer.out_features), y)
+        )
         # One candidate at a time: outputs may be as many as a vocabulary has words.
         for i, scale in enumerate([0.0, *scales]):
             outputs = scale * other if i else F.linear(z, *own)
@@ -284,7 +293,21 @@ def head_losses(
             slopes[i] += len(z) * (slope.mT @ x).double()
     if not count:
         raise DataError("the loader has no examples")
-    return losses.cpu() / count, slopes.cpu() / count
+    return losses.cpu().clamp(max=_WORST * quiet) / count, slopes.cpu() / count
+
+
+def _check_is_linear(name: str, layer: nn.Linear, z: Tensor, own: Tensor) -> None:
+    """Raise unless a layer's outputs are its weight times its inputs, plus its bias.
+
+    A subclass may scale them or normalise its weight, and a hook may change them.
+    """
+    linear = widened(F.linear(z.to(layer.weight.dtype), layer.weight, layer.bias))
+    most = max(_LINEAR, 4 * torch.finfo(own.dtype).eps)
+    if (widened(own) - linear).norm() > most * linear.norm():
+        raise StructureError(
+            f"the outputs of the last layer '{name}' are not its weight times its "
+            "inputs plus its bias: a method of its class, or a hook, changes them"
+        )
 
 
 def _rows(z: Tensor, own: Tensor, outputs: Tensor) -> Tensor | None:

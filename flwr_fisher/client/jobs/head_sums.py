@@ -39,13 +39,13 @@ def head_sums_job(problem: LocalProblem, request: Request) -> Reply:
                 f"the sums of the last layer '{head}' have {numbers} numbers, more "
                 f"than the model's {most}"
             )
+        signs = (lambda y: 2 * y - 1) if problem.likelihood == "bernoulli" else None
+        data = problem.model, problem.train_batches, head
+        sums = head_sums(*data, classes=problem.has_classes, targets=signs)
     except (StructureError, ClientError) as error:
         if most is None:
             raise
         return Reply({}, NoHead.of(str(error)).to_arrays())
-    signs = (lambda y: 2 * y - 1) if problem.likelihood == "bernoulli" else None
-    data = problem.model, problem.train_batches, head
-    sums = head_sums(*data, classes=problem.has_classes, targets=signs)
     upload = HeadUpload.of(*head_names(problem, head), str(problem.likelihood), sums)
     return Reply({}, upload.counting(problem.num_examples).to_arrays())
 
