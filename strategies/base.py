@@ -18,6 +18,7 @@ from flwr_fisher.errors import (
     check_known,
     check_range,
     check_whole,
+    listed,
     plain,
 )
 from flwr_fisher.log_lines import logger
@@ -440,9 +441,10 @@ class CurvatureStrategy(Strategy):
             again += "them again"
         metrics: Any = result.train_metrics_clientapp.get(last, {})
         if out := sum(metrics.get(f"num-{how}", 0) for how in ("rejected", "missing")):
-            text = "%s of the clients asked are not in the last round's model, for the "
-            text += "reasons above: what only their data show is not in it%s"
-            logger.warning(text, out, again)
+            text = "%s of the clients asked are not in the last round's model%s, for "
+            text += "the reasons above: what only their data show is not in it%s"
+            who = f" ({listed(result.left_out)})" if result.left_out else ""
+            logger.warning(text, out, who, again)
         if self.refine is not None and num_rounds and result.unrefined is None:
             text = "the model is not refined: round %s was not done as the last one"
             text += ", or no client replied to what follows (the reasons are above)%s"

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import start, tiny_app, tiny_data, tiny_model
 
+from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.errors import (
     ConfigurationError,
@@ -231,7 +232,7 @@ def test_a_result_without_a_merge_is_refused(tmp_path):
     of_flower = Result(arrays=arrays)  # of one of its own strategies
     fedavg = start(FedAvg(fraction_evaluate=0.0))
     for result in (fedavg, CurvatureResult(), of_flower):
-        with pytest.raises(ConfigurationError, match=r"reopen=True.* report_rounds"):
+        with pytest.raises(ConfigurationError, match=r"call report_rounds; .*reopen"):
             report_one_shot(tmp_path, linear(), TEST, result)
 
 
@@ -362,9 +363,51 @@ def test_a_failed_training_is_no_source_of_a_class():
     clients = {"a": one, "b": both, "c": hits(0, 50, 40)}
     for losses, failed in (({"a": 1.7}, True), ({"a": 0.01}, False), ({}, False)):
         told = said(hits(40, 40, 40), clients, losses)
-        assert ("a's training failed" in told) == failed
+        assert ("a's model gives every test example the same class" in told) == failed
         assert ("one client's model finds: 0 (a)" in told) != failed
-        assert not (failed and "client's model is better" in told)
+        assert "above FedAvg's mean" in told
+    # Of most clients, nothing else is said.
+    clients["b"] = one
+    assert "above" not in said(hits(40, 40, 40), clients, {"a": 1.7, "b": 0.9})
+
+
+def test_a_client_of_one_class_has_not_failed(tmp_path, caplog):
+    """Its loop returns the mean over epochs, which is high."""
+    data = tiny_data(0)
+    only = TensorDataset(data.tensors[0], torch.zeros_like(data.tensors[1]))
+
+    def client_fn(context):
+        own = only if context.node_config["partition-id"] == 0 else data
+
+        def loop(model, loader, device, config):
+            with torch.no_grad():
+                model[-1].bias.copy_(torch.tensor([9.0, 0.0, 0.0]))
+            return {"train_loss": 1.4}
+
+        return FisherClient(tiny_model(), DataLoader(own, 4), train_fn=loop)
+
+    app, arrays = make_client_app(client_fn), ArrayRecord(shared_state(tiny_model()))
+    strategy = FedFisherOneShot(fraction_evaluate=0.0, refine=Refinement(head=True))
+    result = strategy.start(LocalGrid(app, 3), arrays)
+    loader = DataLoader(TensorDataset(*tiny_data(9, n=50).tensors), batch_size=25)
+    with caplog.at_level("INFO", logger="flwr"):
+        report_one_shot(tmp_path, tiny_model(), loader, result, method="Mine")
+    assert "partition-0's model gives" not in caplog.text
+    assert "partition-1's model gives every test example the same" in caplog.text
+    assert "Mine, the merge" in caplog.text
+
+
+def test_the_log_says_what_to_try_if_the_merge_alone_is_level():
+    told = said(hits(50, 50, 50), fedfisher_merge=0.8, fedavg=0.8)
+    assert "alike Fishers" in told
+    assert "You can try" not in told
+
+
+def test_clients_that_number_classes_otherwise_are_suspected():
+    accuracy = {"fedfisher": 0.3, "fedavg": 0.1}
+    for evaluated, suspected in ((0.85, True), (0.4, False), (math.nan, False)):
+        told = one_shot_sentences(accuracy, hits(45, 0, 0), {}, {}, evaluated)
+        assert ("the same number on all clients" in " ".join(told)) == suspected
 
 
 def test_the_log_names_classes_that_depend_on_one_client():

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from flwr_fisher.strategies import CurvatureResult
 from flwr_fisher.wire import (
     Additive,
     FisherUpload,
+    HeadUpload,
     arrays_bytes,
     arrays_to_tensors,
     tensors_to_arrays,
@@ -80,6 +81,7 @@ def report_one_shot(
     loader: Loader,
     result: CurvatureResult,
     *,
+    method: str = "FedFisher",
     config: Mapping[str, Any] | None = None,
     seconds: float | None = None,
     title: str = "",
@@ -103,7 +105,9 @@ def report_one_shot(
     loader : Iterable
         The test set, as for :func:`accuracies`.
     result : CurvatureResult
-        The result of ``FedFisherOneShot``, with the last round's uploads.
+        The result of ``FedFisherOneShot`` or a subclass, with the last round's uploads.
+    method : str, default "FedFisher"
+        The name of such a subclass, for the log and the picture.
     config, seconds : optional
         The run's config and its duration, for ``metrics.json``.
     title : str, optional
@@ -128,9 +132,9 @@ def report_one_shot(
     if not isinstance(merged, MergeResult):
         raise ConfigurationError(
             f"the model is in {path}, but report_one_shot needs the last round's merge "
-            "of FedFisherOneShot, and that round was skipped, or finished before this "
-            "run was resumed: resume it with reopen=True; for other strategies, call "
-            "report_rounds"
+            "of FedFisherOneShot: for another strategy, such as FedAvg, call "
+            "report_rounds; if the round was skipped, or finished before this run was "
+            "resumed, resume it with reopen=True"
         )
     final, model = {**merged.params, **final}, model.to(default_device())
     models, merge = {"fedfisher": final}, final
@@ -162,8 +166,9 @@ def report_one_shot(
     if uploads:
         accuracy["ensemble"] = ensemble_accuracy(model, members, weights, loader)
         accuracy["best_client"] = max(row["accuracy"] for row in clients)
-    titled = {t: accuracy[name] for name, t in _TITLES.items() if name in accuracy}
-    best = _TITLES["fedfisher"]
+    titles = {name: t.replace("FedFisher", method) for name, t in _TITLES.items()}
+    titled = {t: accuracy[name] for name, t in titles.items() if name in accuracy}
+    best = titles["fedfisher"]
     plot_accuracies(path / "accuracy.png", titled, best, title=title)
     logger.info("Accuracy on %d test examples:", hits["fedfisher"][1].sum())
     for title, value in titled.items():
@@ -173,13 +178,18 @@ def report_one_shot(
         shares = 100 * row["share"], 100 * row["accuracy"]
         logger.info(text, row["client"], row["examples"], *shares)
     names = "train_loss", "loss"  # what LocalSGD, and what Flower's examples call it
+    heads = result.exchange_uploads.get("head", [])
+    single = {u.client for u in heads if _has_one_class(u.payload)}
     losses = {
         u.client: next((u.metrics[n] for n in names if n in u.metrics), None)
         for u in uploads
-    }
-    for sentence in one_shot_sentences(accuracy, hits["fedfisher"], of_clients, losses):
+    } | dict.fromkeys(single)
+    rounds = rounds_of(result)
+    last = rounds[max(rounds)].get("evaluate", {}) if rounds else {}
+    told = accuracy, hits["fedfisher"], of_clients, losses, last.get("accuracy", nan)
+    for sentence in one_shot_sentences(*told, method):
         logger.info(sentence)
-    run = {"rounds": rounds_of(result), "seconds": seconds}
+    run = {"rounds": rounds, "seconds": seconds}
     metrics = {"accuracy": accuracy, "clients": clients, **run}
     _write_metrics(path, result, final, {**metrics, "config": dict(config or {})})
     return accuracy
@@ -281,6 +291,13 @@ def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
     return dict(sorted(rounds.items()))
 
 
+def _has_one_class(payload: object) -> bool:
+    """Return whether the sums for a head are of examples of one class."""
+    if not isinstance(payload, HeadUpload):
+        return False
+    return int((payload.sums.cross[-1] > 0).sum()) == 1
+
+
 def _model(payload: object) -> Params | None:
     """Return the model that a client uploaded, or None if it is in another form."""
     if isinstance(payload, FisherUpload):
@@ -299,6 +316,8 @@ def _write_metrics(
     path: Path, result: Result, params: Params, metrics: dict[str, Any]
 ) -> None:
     """Write ``metrics.json``; log the size of an upload, and what is in the folder."""
+    if isinstance(result, CurvatureResult):
+        metrics["left_out"] = result.left_out
     if isinstance(result, CurvatureResult) and result.uploads:
         sizes = result.upload_bytes, arrays_bytes(tensors_to_arrays(params))
         keys = "upload_per_client", "fedavg_per_client"

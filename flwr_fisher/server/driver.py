@@ -213,7 +213,9 @@ class Driver:
             under_way.gather(partial(self._take_late, server_round))
             step, uploads, metrics = under_way.step()
             under_way.close(uploads)
-            run.take_step(server_round, exchange, step, uploads, metrics)
+            left_out = under_way.door.left_out
+            others = {**left_out.missing, **left_out.rejected}
+            run.take_step(server_round, exchange, step, uploads, metrics, others)
         except BaseException as error:  # also of the user's own functions, and Ctrl+C
             if not exchange.optional:
                 run.keep_uploads(under_way.door.admitted)

@@ -226,7 +226,8 @@ class Step:
     summed : Upload, optional
         The one upload that replaces all clients' uploads, if only their sum is known.
     quiet : bool, default False
-        Whether the step is not logged, because it only prepares a later step.
+        Whether its metrics are not logged, because it only prepares a later step, or
+        logs what it does.
     """
 
     state: ServerState

@@ -45,6 +45,8 @@ class CurvatureResult(Result):
     upload_bytes : float
         The mean number of bytes that a client uploaded in the last round, in all
         exchanges.
+    left_out : dict[str, str]
+        The clients that were asked in the last round, and are not in its model: why.
     """
 
     uploads: list[Upload[Any]] = field(default_factory=list)
@@ -52,6 +54,7 @@ class CurvatureResult(Result):
     details: Any = None
     unrefined: ArrayRecord | None = None
     upload_bytes: float = 0.0
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 class Run:
@@ -159,6 +162,7 @@ class Run:
         step: Step,
         uploads: Uploads[Any],
         metrics: MetricRecord,
+        left_out: Mapping[str, str],
     ) -> None:
         """Set the state to a step's outcome, and add the exchange's metrics."""
         before = self.state
@@ -174,6 +178,7 @@ class Run:
         known = dict(result.train_metrics_clientapp.get(server_round, {}))
         if not known:  # it is the round's first exchange
             result.upload_bytes, result.exchange_uploads = 0.0, {}
+            result.left_out = {}
         sizes = [upload.num_bytes for upload in uploads]
         result.upload_bytes += sum(sizes) / max(len(sizes), 1)
         if exchange.name:
@@ -183,13 +188,16 @@ class Run:
             added = {name: n for name, n in added.items() if name not in known}
         else:
             result.uploads, result.details = used, step.details
+            result.left_out |= left_out
             for name in {"num-rejected", "num-missing"} & (known.keys() | added.keys()):
                 counts = [record.get(name, 0) for record in (known, added)]
                 added[name] = sum(n for n in counts if isinstance(n, int))
         self._add_metrics(server_round, added)
-        if not step.quiet and not exchange.optional:
-            clients = [upload.client for upload in uploads]
-            text = shown(result.train_metrics_clientapp[server_round], clients)
+        told = result.train_metrics_clientapp[server_round]
+        if exchange.optional:
+            told = MetricRecord(dict(step.metrics))
+        if told and not step.quiet:
+            text = shown(told, [upload.client for upload in uploads])
             logger.info("\t└──> Aggregated MetricRecord: %s", text)
 
     def begin_round(self) -> None:
@@ -200,7 +208,8 @@ class Run:
         one that is no longer there.
         """
         if unrefined := self.state.group(_UNREFINED):
-            logger.warning("Round %s's refined model is taken back", self.server_round)
+            text = "Round %s's refined model is taken back: the next round begins from "
+            logger.warning(text + "the model before that", self.server_round)
             self.state = ServerState(dict(unrefined), self.state.without(_UNREFINED))
             for name in ("evaluate", "server"):
                 getattr(self._result, HISTORIES[name]).pop(self.server_round, None)

@@ -102,4 +102,4 @@ def _step(state: ServerState, uploads: Uploads[Additive]) -> Step:
     )
     params = with_shifts(state.params, shifts)
     metrics = {"num-norms-refreshed": len(norms_of(shifts))}
-    return Step(ServerState(params, state.groups), metrics)
+    return Step(ServerState(params, state.groups), metrics, quiet=True)

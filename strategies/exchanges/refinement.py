@@ -325,7 +325,7 @@ def _choose_head(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
     kept = state.without(_SOLVED, _SCALES)
     if state.group(_START):  # which the next exchange compares
         kept = {**kept, _CHOSEN: own}
-    return Step(ServerState(params, kept), metrics)
+    return Step(ServerState(params, kept), metrics, quiet=True)
 
 
 def _choose_first(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
@@ -376,12 +376,13 @@ def _choose_start(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
     if chosen := state.group(_CHOSEN):
         last, start = _over_both(chosen, own)
     if last < start:
-        return Step(kept, {"start-loss": start, "start-taken": 0})
+        return Step(kept, {"start-loss": start, "start-taken": 0}, quiet=True)
     text = "the training has spoilt what the network knew (its loss is %.3g, and %.3g "
     text += "as it was published), so that one is taken. Try a lower learning rate"
     logger.warning(text, last, start)
     copies = {name: value.clone() for name, value in params.items()}
-    return Step(replace(kept, params=copies), {**metrics, "start-taken": 1})
+    metrics["start-taken"] = 1
+    return Step(replace(kept, params=copies), metrics, quiet=True)
 
 
 def _clients(uploads: Uploads[Any]) -> Tensor:
@@ -442,7 +443,8 @@ def _begin_descent(state: ServerState, uploads: Uploads[GradientUpload]) -> Step
     state = replace(state, groups={**state.groups, _KFAC: kfac})
     descent = Descent.begin(gradient, loss, _inverse(state))
     own = _losses(uploads, [upload.payload.loss for upload in uploads])
-    return Step(_into(state, descent, own), {"loss-before-steps": loss})
+    metrics = {"loss-before-steps": loss}
+    return Step(_into(state, descent, own), metrics, quiet=True)
 
 
 def _go_on(state: ServerState, uploads: Uploads[GradientUpload]) -> Step:
@@ -463,7 +465,8 @@ def _end_descent(state: ServerState, uploads: Uploads[LossUpload]) -> Step:
     taken = descent.is_better(loss)
     params = _taken(state, descent, loss, taken).params
     metrics = {"loss-after-steps": loss if taken else descent.loss}
-    return Step(ServerState(params, state.without(_DESCENT, _KFAC)), metrics)
+    state = ServerState(params, state.without(_DESCENT, _KFAC))
+    return Step(state, metrics, quiet=True)
 
 
 def _taken(
