@@ -192,7 +192,11 @@ class _Watched:
             )
         if not known:
             logger.warning("no round has '%s' yet: is it measured?", self.name)
-        values = {n: -inf if isnan(v) else self._sign * v for n, v in known.items()}
+        # To nine digits: sums over clients in another order differ by rounding.
+        values = {
+            n: -inf if isnan(v) else self._sign * float(f"{v:.9g}")
+            for n, v in known.items()
+        }
         return max(values.keys() - {0}, key=lambda n: (values[n], -n), default=0)
 
 
@@ -237,6 +241,7 @@ class BestModel:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"round": str(server_round), "metric": self._watched.name}
         save_tensors(self.path, arrays_to_tensors(arrays), metadata)
+        logger.info("The best model so far is round %s's: %s", server_round, self.path)
 
 
 class EarlyStopping:

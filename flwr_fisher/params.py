@@ -29,10 +29,12 @@ def check_same_layout(reference: Params, other: Params, what: str = "params") ->
     what : str
         The name of `other` in the message.
     """
-    if missing := reference.keys() - other.keys():
-        raise ParamsError(f"{what} lacks the keys {sorted(missing)}")
-    if extra := other.keys() - reference.keys():
-        raise ParamsError(f"{what} has the unexpected keys {sorted(extra)}")
+    faults = {
+        "lacks the keys": reference.keys() - other.keys(),
+        "has the unexpected keys": other.keys() - reference.keys(),
+    }
+    if told := [f"{text} {sorted(keys)}" for text, keys in faults.items() if keys]:
+        raise ParamsError(f"{what} {' and '.join(told)}")
     for key, value in reference.items():
         if value.shape != other[key].shape:
             raise ParamsError(

@@ -66,7 +66,8 @@ def test_differing_layouts_are_named(function):
     left, right = pair()
     function(left, right)
     for wrong, culprit in (
-        ({"w": right["w"]}, r"lacks the keys \['b', 's'\]"),
+        ({"w": right["w"]}, r"lacks the keys \['b', 's'\]$"),
+        ({f"m.{k}": v for k, v in right.items()}, r"lacks .* and has .*'m.b', 'm.s'"),
         (right | {"extra": randn(0, 1)}, r"unexpected keys \['extra'\]"),
         (right | {"w": randn(0, 3, 2)}, r"'w' has shape \(3, 2\), expected \(2, 3\)"),
     ):

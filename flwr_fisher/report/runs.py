@@ -256,9 +256,9 @@ def report_rounds(
     runs, picture = {method: history}, path / "rounds.png"
     plot_rounds(picture, runs, list(curves), marks=marks, title=title)
     for key, points in curves.items():
-        text = "%s: test %s %.3f (round %d), %.3f (round %d)"
-        (first, start), (final, end) = points[0], points[-1]
-        logger.info(text, method, key, start, first, end, final)
+        ends = dict([points[0], points[-1]]).items()
+        told = ", ".join(f"{value:.3f} (round {number})" for number, value in ends)
+        logger.info("%s: test %s %s", method, key, told)
     uploads = result.uploads if isinstance(result, CurvatureResult) else []
     models = [each for u in uploads if (each := _model(u.payload)) is not None]
     if models and method.lower() != "fedavg" and not isnan(last["accuracy"]):

@@ -616,7 +616,8 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[in
 
 
 def _waiting_line(count: int, needed: int) -> str:
-    return f"Waiting for nodes to connect: {count} of {needed} required nodes"
+    text = f"Waiting for nodes to connect: {count} of {needed} required nodes"
+    return f"{text} (num-supernodes in flwr run's --federation-config starts more)"
 
 
 def most_nodes(grid: Grid, known: int) -> int:
