@@ -16,6 +16,8 @@ done
 # Several nodes on one machine would each take all of its cores. A node that has a machine
 # of its own may: OMP_NUM_THREADS=$(nproc) node.sh ...
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Flower reports its use to telemetry.flower.ai unless this is 0.
+export FLWR_TELEMETRY_ENABLED=${FLWR_TELEMETRY_ENABLED:-0}
 # One that was killed is let in again when the SuperLink has noticed, within a minute.
 until flower-supernode --superlink "127.0.0.1:$3" --root-certificates ca.pem \
 	--auth-supernode-private-key "$1" --port "$4" --node-config "data-path='$2'"; do

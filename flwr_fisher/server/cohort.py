@@ -595,8 +595,9 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[in
     Raises
     ------
     RoundError
-        If too few are connected after that time. If the grid's clients are virtual, and
-        too few, it is raised at once.
+        If too few are connected after that time. With a
+        :class:`~flwr_fisher.testing.LocalGrid`, which says how many it has, it is
+        raised at once.
     """
     check_whole("minimum", minimum, 1)
     began, last = time.monotonic(), -1
@@ -621,6 +622,6 @@ def _waiting_line(count: int, needed: int) -> str:
 
 
 def most_nodes(grid: Grid, known: int) -> int:
-    """Return the largest number of nodes: a virtual grid's, or `known`."""
+    """Return the largest number of nodes: a `LocalGrid`'s, or `known`."""
     most: int = getattr(grid, "num_supernodes", known)
     return most
