@@ -176,6 +176,40 @@ def test_a_fisher_client_takes_the_place_of_a_client_app(my_app, strategy):
     assert my_app.states
 
 
+def test_the_quickstarts_client_trains_as_its_run_config_says(my_app, monkeypatch):
+    asked, (_, server, *_) = [], blocks("fedavg", "diff")
+
+    class Images(list):
+        """The quickstart's batches are dicts."""
+
+        @property
+        def dataset(self):
+            return range(24)
+
+    def load_quickstarts(partition, num_partitions, batch_size):
+        loader, _ = load_data(partition)
+        asked.append((partition, num_partitions, batch_size))
+        return [Images({"img": x, "label": y} for x, y in loader) for _ in range(2)]
+
+    def train_quickstarts(net, trainloader, epochs, lr, device):
+        asked.append((epochs, lr, device.type))
+        pairs = [(batch["img"], batch["label"]) for batch in trainloader]
+        return train(net, pairs, epochs, lr)
+
+    task = ModuleType("pytorchexample.task")
+    task.Net, task.load_data, task.train = Net, load_quickstarts, train_quickstarts
+    monkeypatch.setitem(sys.modules, "pytorchexample", ModuleType("pytorchexample"))
+    monkeypatch.setitem(sys.modules, "pytorchexample.task", task)
+    text = sides(server)[1].replace("FedFish", "FedFisherOneShot")
+    client = app_of("\n".join(blocks("fedavg", "python")[1]))
+    config = {"batch-size": 8, "local-epochs": 2}
+    run(client, app_of(text.replace("num_rounds=3", "num_rounds=1")), **config)
+    assert {(0, 4, 8), (3, 4, 8), (2, 0.1, "cpu")} <= {*asked}
+    net = Net()
+    net.load_state_dict(my_app.states[0])
+    assert test(net, load_data(9)[1])[1] > 0.5
+
+
 def hunks(block):
     """Yield (file, old lines, new lines) for each hunk of a page's diff."""
     path, lines = "", list[str]()
