@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,8 +19,6 @@ from flwr_fisher.curvature import fisher
 from flwr_fisher.errors import ParamsError
 from flwr_fisher.merge import LocalPosterior, MergeOptions, fedfisher
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import FedFisherOneShot
-from flwr_fisher.strategies.baselines import head_exchange
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
 
@@ -133,7 +131,14 @@ def test_the_tests_of_a_strategy_of_ones_own_find_what_is_lost(tmp_path):
     tutorial = (ROOT / "examples" / "own_method.py").read_text()
     strategy = tutorial.partition("# %%\n# A run\n")[0]
     spoiled = strategy.replace('(params, {"velocity": velocity})', "(params)")
-    for name, text in (("right", strategy), ("spoiled", spoiled)):
+    packed = (
+        "from flwr_fisher.strategies import FedFisherOneShot\n\n\n"
+        "class HeavyBall(FedFisherOneShot):\n"
+        "    def __init__(self, *, beta, **options):\n"
+        "        super().__init__(**options)\n"
+    )
+    texts = {"right": strategy, "spoiled": spoiled, "packed": packed}
+    for name, text in texts.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "my_strategy.py").write_text(text)
         tests = blocks(DOCS / "testing.md")[2]
@@ -141,13 +146,13 @@ def test_the_tests_of_a_strategy_of_ones_own_find_what_is_lost(tmp_path):
     # In one process, whose imports take longer than the tests.
     code = """if True:
         import sys, pytest
-        for which in (["right"], ["spoiled", "-k", "by_hand"]):
+        for which in (["right"], ["spoiled", "-k", "by_hand"], ["packed", "-k", "nan"]):
             pytest.main(["-q", "--tb=no", *which])
             del sys.modules["my_strategy"], sys.modules["test_my_strategy"]
     """
     command = [sys.executable, "-c", code]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    for outcome in ("7 passed", "1 failed, 6 deselected"):
+    for outcome in ("7 passed", "1 failed, 6 deselected", "1 passed, 6 deselected"):
         assert outcome in told.stdout, told.stdout + told.stderr
 
 
@@ -310,12 +315,33 @@ def test_the_watched_run_leaves_the_best_model(my_app):
     model.load_state_dict(load_file(Path.home() / "run" / "best.safetensors"))
 
 
-def test_a_shipped_strategy_takes_one_more_exchange():
-    names = {"FedFisherOneShot": FedFisherOneShot, "head_exchange": head_exchange}
+def more_exchanges():
+    names = {}
     for block in blocks(DOCS / "adding-a-method.md"):
         exec(block, names)
-    *_, last = names["WithHead"]().exchanges(1)
+    return names
+
+
+def test_a_shipped_strategy_takes_one_more_exchange():
+    *_, last = more_exchanges()["WithHead"]().exchanges(1)
     assert last.name == "head"
+
+
+def test_a_step_of_ones_own_follows_the_last_round_alone(my_app):
+    clients = {}
+    exec(CLIENT.replace("epochs=30", "epochs=1"), clients)
+    strategy = more_exchanges()["WithStep"](refine=None, fraction_evaluate=0.0)
+    start = ArrayRecord(shared_state(Net()))
+    result = strategy.start(LocalGrid(clients["app"], 3), start, num_rounds=2)
+    before, after = Net(), result.arrays.to_torch_state_dict()
+    before.load_state_dict(result.unrefined.to_torch_state_dict())
+    pairs = [load_data(partition)[0].dataset.tensors for partition in range(3)]
+    x, y = (torch.cat(each) for each in zip(*pairs, strict=True))
+    nn.functional.cross_entropy(before(x), y).backward()
+    for name, value in before.named_parameters():
+        torch.testing.assert_close(after[name], value.detach() - 0.1 * value.grad)
+    metrics = result.train_metrics_clientapp
+    assert ["descended" in metrics[n] for n in (1, 2)] == [False, True]
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -319,7 +319,9 @@ class Exchange(Generic[P]):
         their examples.
     refines : bool, default False
         Whether it improves a model that is already whole. ``CurvatureResult.unrefined``
-        is the model before the first such exchange of the last round.
+        is the model before the first such exchange of the last round. The next round
+        begins from that model, so ask for it in the last round alone: ``if server_round
+        == self.num_rounds``.
     prepare : Callable[[ServerState, ServerState], Exchange | None], optional
         Called when its turn comes, with the states at the begin of the round and now.
         It returns the exchange to do in its place, usually ``replace(exchange,
