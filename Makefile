@@ -33,7 +33,7 @@ FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1',
 demo: install-demo
 	@rm -rf outputs/demo build/flwr && mkdir -p outputs/demo build/flwr
 	@echo "Five clients train on scikit-learn's digits, with a few labels each. A server"
-	@echo "merges their models by FedFisher, and compares this with FedAvg: about a minute."
+	@echo "merges their models by FedFisher, and compares this with FedAvg: one to two minutes."
 	@export PATH="$(CURDIR)/$(DEMO)/bin:$$PATH"; \
 	export RAY_DEDUP_LOGS=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0; \
 	export FLWR_HOME="$(CURDIR)/build/flwr"; \

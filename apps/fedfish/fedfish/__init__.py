@@ -6,5 +6,6 @@ if find_spec("flwr_fisher") is None:
     raise ImportError(
         "flwr-fisher is not installed where this app runs: `pip install "
         "'/path/to/flwr-fisher[all]'` in the environment of `flwr run`, then end a "
-        "SuperLink of another environment, by `pkill -f 'flower-superlink .*39093'`"
+        'SuperLink of another environment, by `pkill -u "$(id -un)" -f '
+        '"flower-superlink .*127.0.0.1:39093"`'
     )
