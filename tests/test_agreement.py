@@ -2,13 +2,14 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from flwr_fisher.client import (
     ClientApp,
@@ -46,12 +47,16 @@ def model(frozen=()):
     return net
 
 
+def examples():
+    return TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
+
+
 def app_of(make, trained, likelihoods=("categorical",)):
     """Return clients with a model for each partition; `trained` notes who trains.
 
     They have these likelihoods in turn.
     """
-    data = TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
+    data = examples()
 
     def client_fn(context):
         partition = int(context.node_config["partition-id"])
@@ -135,6 +140,47 @@ def test_who_has_another_kind_of_labels_is_named_before_it_trains(make, odd, cap
     name = odd if isinstance(odd, str) else "Softmax"
     said = f"it has likelihood='{name}', and most have 'categorical'"
     assert caplog.text.count(said) == 1
+
+
+class Folders(TensorDataset):
+    """A data set that knows its classes, as torchvision's ImageFolder does."""
+
+    def __init__(self, classes, transform=None):
+        super().__init__(*examples().tensors)
+        self.classes, self.target_transform = classes, transform
+
+
+class Table(TensorDataset):
+    """One that has features, as Hugging Face's do."""
+
+    def __init__(self, classes):
+        super().__init__(*examples().tensors)
+        self.features = {"image": object(), "label": SimpleNamespace(names=classes)}
+
+
+@pytest.mark.parametrize("kind", ["folders", "subset", "table", "renumbered", "none"])
+def test_classes_have_the_same_numbers_on_all_clients(kind, caplog):
+    """A folder for each class gives other numbers where a class is missing."""
+
+    def client_fn(context):
+        lacks = context.node_config["partition-id"] == 1
+        classes = ["cat", "dog"] if lacks else ["ant", "cat", "dog"]
+        own = {
+            "folders": lambda: Folders(classes),
+            "subset": lambda: Subset(Folders(classes), range(8)),
+            "table": lambda: Table(classes),
+            "renumbered": lambda: Folders(classes, lambda label: label),
+            "none": lambda: Folders(None) if lacks else Folders(classes),
+        }[kind]()
+        return FisherClient(model(), DataLoader(own, 4))
+
+    grid = LocalGrid(make_client_app(client_fn), 4)
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    result = strategy.start(grid, arrays(shared_state(model())))
+    refused = kind in ("folders", "subset", "table")
+    assert len(result.uploads) == 4 - refused
+    said = "its classes cat, dog, and those of most ant, cat, dog: number them"
+    assert caplog.text.count(said) == refused
 
 
 def test_who_was_left_out_is_left_out_after_a_restart(tmp_path):

@@ -34,7 +34,7 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import log_once, watching
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import NUM_EXAMPLES
-from flwr_fisher.wire.options import ANY_JOB, LIKELIHOOD, with_not_sent
+from flwr_fisher.wire.options import ANY_JOB, CLASSES, LIKELIHOOD, with_not_sent
 
 
 class FisherClient:
@@ -276,6 +276,8 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
         record[ANY_JOB] = True
         if problem is not None:
             record[LIKELIHOOD] = [problem.likelihood_name]
+            if names := problem.class_names:
+                record[CLASSES] = [", ".join(names)]
         return answer
 
     return app

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.outbox import TrainingCheckpoint, settings_of
@@ -204,6 +205,22 @@ class LocalProblem:
         """The likelihood's name; of a user's own, the name of its class."""
         own = self.likelihood
         return own if isinstance(own, str) else type(own).__name__
+
+    @property
+    def class_names(self) -> list[str]:
+        """The data set's names of classes, by number, as torchvision's have them.
+
+        Empty if there are none, or if a ``target_transform`` numbers classes anew.
+        """
+        data = getattr(self.trainloader, "dataset", None)
+        while isinstance(data, Subset):
+            data = data.dataset
+        features = getattr(data, "features", None)  # of Hugging Face's
+        tables = features.values() if isinstance(features, Mapping) else ()
+        labels = [each.names for each in tables if hasattr(each, "names")]
+        names = labels[0] if len(labels) == 1 else getattr(data, "classes", None)
+        renumbered = getattr(data, "target_transform", None) is not None
+        return [] if renumbered or not isinstance(names, list) else [*map(str, names)]
 
     @property
     def counted(self) -> CountedLoader:

@@ -182,6 +182,7 @@ class Cohort:
         self._trained: dict[int, frozenset[str] | None] = {}
         self._frozen: dict[int, frozenset[str]] = {}
         self._likelihoods: dict[int, str] = {}
+        self._classes: dict[int, str] = {}
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the grid's mailbox, which knows the outstanding replies."""
@@ -455,11 +456,11 @@ class Cohort:
 
         They train other parameters of `like`, which the server sends, or their frozen
         parameters, which it does not send, have other values, or their labels have
-        another likelihood. The server queries each
-        node once, before it trains, and waits at most a minute. A node that does not
-        answer is not returned: it may fail later, by itself. A node that does not
-        report its frozen parameters may have any. The order of `nodes` is the same in
-        every run.
+        another likelihood, or their data sets other names of classes. The server
+        queries each node once, before it trains, and waits at most a minute. A node
+        that does not answer is not returned: it may fail later, by itself. A node that
+        does not report its frozen parameters may have any. The order of `nodes` is the
+        same in every run.
         """
         take = partial(self._take_trained, frozenset(like))
         if new := [node for node in nodes if node not in self._trained]:
@@ -477,6 +478,7 @@ class Cohort:
             (trained, _difference),
             (self._frozen, _other_values),
             (self._likelihoods, _other_labels),
+            (self._classes, _other_classes),
         )
         errors: dict[int, ClientError] = {}
         for said, difference in answers:
@@ -494,6 +496,8 @@ class Cohort:
             self._frozen[reply.node] = frozen
         if answer.likelihood is not None:
             self._likelihoods[reply.node] = answer.likelihood
+        if answer.classes is not None:
+            self._classes[reply.node] = answer.classes
 
 
 def claimed_twice(connected: Sequence[Identity]) -> dict[int, str]:
@@ -561,8 +565,15 @@ def _other_values(frozen: frozenset[str], other: frozenset[str], whom: str) -> s
 
 def _other_labels(likelihood: str, other: str, whom: str) -> str:
     return (
-        f"it has likelihood='{likelihood}', and {whom} have '{other}': give all "
-        "clients the same"
+        f"it has likelihood='{printable(likelihood)}', and {whom} have "
+        f"'{printable(other)}': give all clients the same"
+    )
+
+
+def _other_classes(classes: str, other: str, whom: str) -> str:
+    return (
+        f"its data set names its classes {printable(classes)}, and those of {whom} "
+        f"{printable(other)}: number them by one list, with a target_transform"
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
-from flwr_fisher.errors import WireError, printable, quoted
+from flwr_fisher.errors import WireError, quoted
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import (
     arrays_to_tensors,
@@ -181,6 +181,7 @@ def members_from_tensors(tensors: Params) -> tuple[dict[int, int], dict[int, flo
 
 ANY_JOB = "any-job"  # the key by which a client says that it does every job
 LIKELIHOOD = "likelihood"  # and by which it says what its labels are
+CLASSES = "classes"  # and their names, by number
 _LARGEST_ID = 2**63
 _MOST_PARTITIONS = 2**32
 _MOST_FROZEN = 2**23  # characters, of all names and digests
@@ -209,6 +210,8 @@ class Answer:
         Whether it can do every job, not only a training.
     likelihood : str | None
         What its labels are, to the Fisher.
+    classes : str | None
+        The names of its classes, by number.
     """
 
     of_library: bool
@@ -217,6 +220,7 @@ class Answer:
     frozen: frozenset[str] | None = None
     any_job: bool = False
     likelihood: str | None = None
+    classes: str | None = None
 
     def frozen_beside(self, sent: Iterable[str]) -> frozenset[str] | None:
         """Return the frozen parameters that the server does not send to clients."""
@@ -241,9 +245,10 @@ class Answer:
             frozen = None
         of_library = any(LIBRARY in record for record in configs)
         any_job = any(record.get(ANY_JOB) is True for record in configs)
-        trained, said = _texts(configs, "trained"), _texts(configs, LIKELIHOOD) or ()
-        likelihood = printable(next(iter(said))) if len(said) == 1 else None
-        return cls(of_library, partition, trained, frozen, any_job, likelihood)
+        trained = _texts(configs, "trained")
+        said = [_texts(configs, key) or () for key in (LIKELIHOOD, CLASSES)]
+        labels = [next(iter(each)) if len(each) == 1 else None for each in said]
+        return cls(of_library, partition, trained, frozen, any_job, *labels)
 
 
 def client_name(number: int) -> str:
