@@ -185,7 +185,7 @@ def test_every_methods_accuracy_is_as_by_hand(tmp_path, caplog):
     assert [row["examples"] for row in rows] == list(EXAMPLES)
     assert [row["accuracy"] for row in rows] == pytest.approx(each)
     assert [row["share"] for row in rows] == pytest.approx(merged.shares)
-    for text in ("node-1: 20 examples", "FedFisher", "Upload: ", f"in {tmp_path}"):
+    for text in ("node-1: 20 examples", "FedFisher", "Upload, all", f"in {tmp_path}"):
         assert text in caplog.text
     assert (tmp_path / "accuracy.png").exists()
 
@@ -224,7 +224,9 @@ def test_the_log_has_the_reports_numbers(tmp_path, caplog):
     sent, fedavg = (
         metrics["bytes"][f"{name}_per_client"] / 1000 for name in ("upload", "fedavg")
     )
-    assert f"Upload: {sent:.0f} kB a client (FedAvg: {fedavg:.0f} kB)" in caplog.text
+    assert (
+        f"all requests: {sent:.0f} kB a client (FedAvg: {fedavg:.0f} kB)" in caplog.text
+    )
 
 
 def test_a_result_without_a_merge_is_refused(tmp_path):

@@ -323,7 +323,8 @@ def _write_metrics(
         keys = "upload_per_client", "fedavg_per_client"
         metrics["bytes"] = dict(zip(keys, sizes, strict=True))
         kilobytes = [size / 1e3 for size in sizes]
-        logger.info("Upload: %.0f kB a client (FedAvg: %.0f kB)", *kilobytes)
+        text = "Upload, all requests: %.0f kB a client (FedAvg: %.0f kB)"
+        logger.info(text, *kilobytes)
     text = json.dumps(metrics, indent=2, default=float)
     (path / "metrics.json").write_text(text + "\n")
     logger.info("Results are in %s:", path)
