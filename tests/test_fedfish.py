@@ -36,6 +36,7 @@ from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.strategies import FedFish
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import PREFIX, Additive, FisherUpload, arrays_to_tensors
+from flwr_fisher.wire.additive import products
 
 Tensors = dict[str, Tensor]
 MOMENTUM = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
@@ -473,3 +474,44 @@ def test_half_precision_is_summed_in_single_and_double_in_double(dtype):
     fisher = read(record, arrays_to_tensors(sent)).part("fisher")
     wide = torch.promote_types(dtype, torch.float32)
     assert {value.dtype for value in fisher.values()} == {wide}
+
+
+def fedfish_uploads(dtype, **config):
+    """What one client sends plainly, and for a sum: its step and Fisher are small."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3).to(dtype), torch.arange(8) % 2
+    model = nn.Linear(3, 2).to(dtype)
+    sent, uploads = ArrayRecord(model.state_dict()), []
+    for packing in ({}, {"upload": "sums"}):
+        model.load_state_dict(sent.to_torch_state_dict())
+        loop = LocalSGD(lr=0.3, loss_fn=lambda z, y: F.cross_entropy(z, y) / 64)
+        client = FisherClient(model, [(x, y)], train_fn=loop, device="cpu")
+        asked = {**ASKS, "fisher-source": "last-epoch", **packing, **config}
+        (record,) = ask(client, sent, asked).content.array_records.values()
+        uploads.append(record)
+    start, (plain, summed) = arrays_to_tensors(sent), uploads
+    read = Additive.reader("product", "fisher", "params")
+    return start, FisherUpload.from_arrays(plain, start), read(summed, start)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("config", [{}, {"power": 0.5, "balance": 1.0}])
+def test_the_product_for_a_sum_is_computed_and_sent_in_single_or_better(dtype, config):
+    """A small Fisher's product with a small step is 0 in half precision."""
+    start, plain, summed = fedfish_uploads(dtype, **config)
+    product = summed.part("product")
+    for name, fisher in plain.curvature.diagonal().items():
+        step = start[name].double() - plain.params[name].double()
+        wanted = (fisher.double() * step).to(torch.promote_types(dtype, torch.float32))
+        assert torch.equal(product[name], wanted)
+    if dtype == torch.float16 and not config:
+        assert any((v.half() == 0)[v != 0].any() for v in product.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_wide_fisher_times_a_step_in_half_precision_keeps_its_digits(dtype):
+    fisher = {"w": torch.full((3,), 1e-6, dtype=dtype).float()}
+    step = {"w": torch.full((3,), 1e-3, dtype=dtype)}
+    (product,) = products(fisher, step).values()
+    assert torch.equal(product, (fisher["w"].double() * step["w"].double()).float())
+    torch.testing.assert_close(product, torch.full((3,), 1e-9), rtol=0.02, atol=0.0)

@@ -56,6 +56,7 @@ GRADIENT, LOSS = "gradient", "loss"
 _CURVATURE = PREFIX.removesuffix("/")
 SUMS = (PARAMS, FISHER, POINT)  # what FedFisher needs to merge diagonals
 _OTHERS = {*SUMS, PRODUCT}  # all other parts are vectors
+_WIDE = {FISHER, POINT, PRODUCT}  # in half precision, they would underflow
 _DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
 
 
@@ -70,7 +71,8 @@ class Additive(Payload):
     ----------
     parts : Mapping[str, Mapping[str, Tensor]]
         Tensors, by the part's name and the parameter's name. A part may have any name.
-        Its tensors have the parameters' shapes and dtypes.
+        Its tensors have the parameters' shapes and dtypes; Fishers and products are in
+        float32 or better.
 
     Examples
     --------
@@ -192,9 +194,9 @@ class Additive(Payload):
         return cls(read)
 
 
-def products(fisher: Params, params: Params) -> dict[str, Tensor]:
-    """Return a Fisher's products with its parameters, in the Fisher's dtypes."""
-    return {k: (F.double() * params[k].double()).to(F) for k, F in fisher.items()}
+def products(fisher: Params, vector: Params) -> dict[str, Tensor]:
+    """Return a diagonal Fisher's product with a vector, in the Fisher's dtypes."""
+    return {k: (F.double() * vector[k].double()).to(F) for k, F in fisher.items()}
 
 
 def _key(part: str, name: str) -> str:
@@ -206,7 +208,7 @@ def _layouts(parts: Sequence[str], like: Params) -> dict[str, Layout]:
     layouts: dict[str, Layout] = {}
     for part in parts:
         for name, value in like.items():
-            wide = part in (FISHER, POINT)
+            wide = part in _WIDE
             dtype = sum_dtype(value.dtype) if wide else value.dtype
             if part == PARAMS or dtype.is_floating_point:
                 layouts[_key(part, name)] = dtype, value.shape

@@ -13,9 +13,10 @@ from flwr_fisher.client.jobs.train import TrainingJob, codec_of, training_job
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
 from flwr_fisher.merge import LocalPosterior
-from flwr_fisher.params import Params, Sums, select, subtract, sum_dtype, trainable
+from flwr_fisher.params import Params, Sums, double, subtract, sum_dtype, trainable
 from flwr_fisher.rounds import FishOptions
 from flwr_fisher.wire import Additive
+from flwr_fisher.wire.additive import products
 
 _SQUARES = "FedFish(fisher_source='last-epoch') squares gradients while training"
 
@@ -81,11 +82,11 @@ class FedFishJob(TrainingJob):
         if not self.as_sums:
             return super().arrays(posterior, start)
         params, names = posterior.params, posterior.curvature.shapes
-        step = subtract(select(start, names), select(params, names))
-        product = posterior.curvature.matvec(step)
+        step = subtract(double(start, names), double(params, names))
         squares = posterior.curvature.diagonal().items()
         fisher = {k: v.to(sum_dtype(v.dtype)) for k, v in squares}
-        upload = Additive({"product": product, "fisher": fisher, "params": params})
+        parts = {"product": products(fisher, step), "fisher": fisher, "params": params}
+        upload = Additive(parts)
         return upload.to_arrays()
 
 
