@@ -48,6 +48,7 @@ from flwr_fisher.strategies import (
     FedFisherOneShot,
     MergeOptions,
     Policy,
+    Privacy,
     Refinement,
     Scaffold,
     Waiting,
@@ -191,6 +192,79 @@ def test_fedavg_of_anybodys_clients(tmp_path):
         mean = value.double() + (0 * 1 + 1 * 2 + 2 * 3) / 6
         expected = mean if value.is_floating_point() else mean.round()
         assert (result[name] - expected).abs().max() < 1e-6, name
+
+
+class Buffers(nn.Module):
+    """A model with integers of all kinds, of which a training counts up one."""
+
+    LARGE = (
+        *(torch.tensor([2**31 + 1, 10**9 + 7]), torch.tensor(-123456789012345)),
+        *(torch.tensor(2**53 - 1), torch.tensor([True, False]), torch.arange(300)),
+        torch.tensor([2**62, 3], dtype=torch.uint64),
+    )
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 3)
+        for index, value in enumerate(self.LARGE):
+            self.register_buffer(f"large{index}", value)
+        for kind in ("uint8", "uint16", "uint32", "int8", "int16", "int32"):
+            dtype = getattr(torch, kind)
+            ends = [torch.iinfo(dtype).min, 1, torch.iinfo(dtype).max]
+            self.register_buffer(kind, torch.tensor(ends, dtype=dtype))
+        self.register_buffer("counter", torch.tensor(200, dtype=torch.uint8))
+
+    def forward(self, x):
+        if self.training:
+            self.counter += 1
+        return self.layer(x)
+
+
+PRIVATE = {"privacy": Privacy(noise_multiplier=1.0, clipping_norm=1.0)}
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("name", ["fedavg", "fedfish", "fedfisher", "kfac", "private"])
+def test_integer_buffers_are_those_of_a_plain_round(name, bits, tmp_path):
+    """In 32 bits, large ones were rounded; uint8 was refused after the training."""
+
+    def client_fn(context):
+        partition = int(context.node_config["partition-id"])
+        loader = DataLoader(tiny_data(partition), 2 + partition)
+        return FisherClient(Buffers(), loader, device="cpu", state_dir=tmp_path)
+
+    def state(**options):
+        app = make_client_app(client_fn, mods=[SecureSumsMod(state_dir=tmp_path)])
+        strategy = STRATEGIES["fedavg" if name == "private" else name](**options)
+        start = ArrayRecord(Buffers().state_dict())
+        return strategy.start(LocalGrid(app, 3), start).arrays.to_torch_state_dict()
+
+    private = PRIVATE if name == "private" else {}
+    plain, secure = state(), state(secure=SecureSums(bits=bits), **private)
+    assert plain["counter"] > 200
+    start = dict(Buffers().named_buffers())
+    for key, sent in start.items():
+        wanted = plain[key]
+        if key != "counter" or private:  # with noise, integers stay as they were sent
+            wanted = sent
+        assert secure[key].dtype == sent.dtype, key
+        assert torch.equal(secure[key], wanted), key
+
+
+def test_bytes_that_are_no_buffer_of_the_models_are_still_refused(tmp_path):
+    """As a packed upload's are."""
+
+    def adds_bytes(message, context, call_next):
+        reply = call_next(message, context)
+        if arrays := reply.content.array_records.get("arrays"):
+            arrays["packed"] = Array(np.zeros(9, np.uint8))
+        return reply
+
+    mods = [SecureSumsMod(state_dir=tmp_path), adds_bytes]
+    app = make_client_app(client_of, mods=mods)
+    with pytest.raises(RoundError, match="'packed' is packed"):
+        merged(FedAvg(fraction_evaluate=0.0, secure=SecureSums()), app, clients=3)
 
 
 # What is seen

@@ -318,7 +318,8 @@ def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Me
         reply = request.answered()
         if reply.has_error():
             return reply
-        contribution = Contribution.of(reply, request.weighted_by, weighted)
+        own = reply, request.weighted_by, weighted, request.params
+        contribution = Contribution.of(*own)
         norm, deviation = math.inf, 0.0
         if "bounds" in request.sent:
             norm, deviation = request.tensor("bounds", torch.float64, 2).tolist()

@@ -195,7 +195,9 @@ class Contribution:
     Parameters
     ----------
     tensors : dict[str, Tensor]
-        The tensors of the reply.
+        The tensors of the reply. In place of the model's integers, such as the counters
+        of batch norms, they are the steps from those that the server sent: so integers
+        that no client changes are exact in the sum, as in a plain mean.
     weight : float, optional
         The tensors are multiplied by it, and it is summed, too. With None they are not
         multiplied.
@@ -211,8 +213,10 @@ class Contribution:
     index: int = -1
 
     @classmethod
-    def of(cls, reply: Message, weighted_by: str, weighted: bool) -> "Contribution":
-        """Return the contribution of a reply; its metrics are not sent.
+    def of(
+        cls, reply: Message, weighted_by: str, weighted: bool, sent: Params
+    ) -> "Contribution":
+        """Return the contribution of a reply to `sent`; its metrics are not sent.
 
         Raises
         ------
@@ -222,7 +226,9 @@ class Contribution:
         """
         tensors = arrays_to_tensors(arrays_of(reply))
         for name, value in tensors.items():
-            if value.dtype == torch.uint8 and not is_description(name, value):
+            if weighted and name in sent and not value.is_floating_point():
+                tensors[name] = value.long() - sent[name].long()
+            elif value.dtype == torch.uint8 and not is_description(name, value):
                 raise ClientError(
                     f"'{name}' is packed, and packed uploads cannot be summed: pass "
                     "codec='lossless' to the strategy"
@@ -245,7 +251,7 @@ class Contribution:
         Parameters
         ----------
         sent : Mapping[str, Tensor]
-            Tensors that are subtracted from those with the same names. Integers stay as
+            Floats that are subtracted from those with the same names. Integers stay as
             they were sent.
         norm : float
             The largest Euclidean norm of all tensors together.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import RoundError, WireError, kept_record, listed
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import rounded
+from flwr_fisher.params import Params, rounded
 from flwr_fisher.secure import crypto
 from flwr_fisher.secure.aggregator import Aggregator, Sealed
 from flwr_fisher.secure.fixed_point import LEVELS, FixedPoint, Words, highest
@@ -267,10 +267,17 @@ def open_values(
     """
     known = SecureState.of(state)
     words = _opened(index, known, uploads)
-    assert exchange.additive is not None
-    mean, weight = _mean(bits, known, words, exchange.additive.weighted)
+    summation = exchange.additive
+    assert summation is not None
+    weighted, private = summation.weighted, summation.privacy is not None
+    integers = {  # with privacy, the strategy itself adds the clients' steps
+        name: torch.zeros_like(value) if private else value
+        for name, value in exchange.start(state).items()
+        if weighted and not value.is_floating_point()
+    }
+    mean, weight = _mean(bits, known, words, weighted, integers)
     texts = {k: v for k, v in known.descriptions.items() if k != LAYOUT}
-    read = exchange.additive.read or exchange.read
+    read = summation.read or exchange.read
     name = f"the sum over {len(known.present)} clients"
     try:
         payload = read(tensors_to_arrays({**mean, **texts}), state.params)
@@ -291,9 +298,12 @@ def open_values(
 
 
 def _mean(
-    bits: int, known: SecureState, words: Words, weighted: bool
+    bits: int, known: SecureState, words: Words, weighted: bool, integers: Params
 ) -> tuple[dict[str, Tensor], float]:
-    """Return the mean, or the sum, in an upload's dtypes, with its weight."""
+    """Return the mean, or the sum, in an upload's dtypes, with its weight.
+
+    The clients have sent their steps from these `integers`.
+    """
     layout = read_layout(known.descriptions[LAYOUT])
     sizes = [math.prod(shape) for _, _, shape in layout]
     if sum(sizes) != len(words) or len(layout) != len(known.exponents):
@@ -306,11 +316,15 @@ def _mean(
     weight = float(sums.get(NUM_EXAMPLES, torch.zeros(1)).sum()) if weighted else 1.0
     if not weight > 0:
         raise RoundError("the clients' weights add up to 0")
-    mean = {
-        name: rounded(sums[name].reshape(shape) / weight, getattr(torch, dtype))
-        for name, dtype, shape in layout
-        if not weighted or name != NUM_EXAMPLES
-    }
+    mean = {}
+    for name, dtype, shape in layout:
+        if weighted and name == NUM_EXAMPLES:
+            continue
+        value, wanted = sums[name].reshape(shape) / weight, getattr(torch, dtype)
+        like = integers.get(name) if dtype == "int64" else None
+        if like is not None and like.shape == value.shape:
+            value, wanted = like.double() + value, like.dtype
+        mean[name] = rounded(value, wanted)
     return mean, weight
 
 
