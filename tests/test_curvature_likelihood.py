@@ -289,6 +289,7 @@ def test_given_labels_of_positions_add_up_before_they_are_squared(expectation, d
     model = seeded(OfTokens)
     by_batch = expectation == "empirical-batch"
     sizes = [2, 1, 1]  # the third has no label
+    count = 2 if by_batch else 3  # batches, or examples, with labels
     squares = [torch.zeros_like(p) for p in model.parameters()]
     parts = zip(SERIES.split(sizes), STEPS.split(sizes), strict=True)
     for x, y in parts:
@@ -302,7 +303,7 @@ def test_given_labels_of_positions_add_up_before_they_are_squared(expectation, d
             )
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             for total, gradient in zip(squares, gradients, strict=True):
-                total += gradient.square() / 3  # batches, or examples with labels
+                total += gradient.square() / count
     batches = [
         (x, y.to(dtype))
         for x, y in zip(SERIES.split(sizes), STEPS.split(sizes), strict=True)
@@ -364,6 +365,13 @@ def test_what_is_no_likelihood_is_told():
             fisher(net(), [randn(1, 8, 4)], likelihood=wrong)
         with pytest.raises(UnknownNameError, match=r"known: categorical, bernoulli"):
             FisherClient(net(), [], likelihood=wrong)
+
+
+@pytest.mark.parametrize("expectation", ["empirical", "empirical-batch"])
+def test_data_without_any_label_have_no_fisher(expectation):
+    batches = [(randn(1, 8, 4), torch.full((8,), -100))]
+    with pytest.raises(DataError, match="none with a label"):
+        fisher(net(), batches, "diagonal", options=full(expectation=expectation))
 
 
 @pytest.mark.parametrize("expectation", ["empirical", "empirical-batch"])

@@ -30,7 +30,7 @@ from virtual import (
 )
 from virtual import start as run
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import ClientLimits, FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.strategies import FedFish
@@ -259,19 +259,29 @@ def test_the_last_epoch_squares_what_training_saw(training, reduction, mu):
     assert_close(fisher, {k: s / count for k, s in squares.items()})
 
 
-def test_a_batch_without_labels_adds_nothing_to_the_last_epochs_sum():
-    x, y = tiny_data(0, n=8).tensors
-    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
-    unlabelled = (x, torch.full_like(y, -100))
-    sums = [
-        fisher_of(
-            FisherClient(net(), own, train_fn=LocalSGD(lr=0.1), device="cpu"),
-            **{"fisher-source": "last-epoch"},
-            reduction="sum",
-        )[1]
-        for own in (batches, [*batches, unlabelled])
-    ]
-    assert_close(*sums)
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("source", ["extra-pass", "last-epoch"])
+@pytest.mark.parametrize("form", ["pairs", "batch_fn", "limited"])
+def test_a_batch_without_labels_is_not_counted(source, reduction, form):
+    """Of three batches, the last has no label, and the second a half of them."""
+    x, y = tiny_data(0, n=12).tensors
+    y = torch.where(torch.arange(12) < 6, y, -100)
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    labelled = batches[:2]
+    model, squares, _ = trained_in_a_loop(labelled, 1, lr=0.1, momentum=0.0)
+    if source == "extra-pass":
+        first, second = (gradients(model, *batch) for batch in labelled)
+        squares = {k: first[k] ** 2 + second[k] ** 2 for k in first}
+    options = {"train_fn": LocalSGD(lr=0.1, momentum=0.0), "device": "cpu"}
+    if form == "batch_fn":
+        batches = [{"y": b, "x": a} for a, b in batches]
+        options["batch_fn"] = lambda batch: (batch["x"], batch["y"])
+    if form == "limited":
+        options["limits"] = ClientLimits(max_examples=12)
+    client = FisherClient(net(), batches, **options)
+    _, fisher = fisher_of(client, **{"fisher-source": source}, reduction=reduction)
+    count = len(labelled) if reduction == "mean" else 1
+    assert_close(fisher, {k: s / count for k, s in squares.items()})
 
 
 def test_the_last_epoch_costs_no_further_backward_pass():

@@ -68,8 +68,6 @@ class CountedLoader:
     ----------
     longest : int
         The number of examples of the longest reading so far; usually of an epoch.
-    batches : int
-        The number of its batches.
     most : int | None
         A reading ends at this number of examples. A job's readings after its training
         end where those of the training did, even if the loader has no end.
@@ -79,19 +77,18 @@ class CountedLoader:
 
     def __init__(self, loader: Loader, batch_fn: BatchFn | None = None) -> None:
         self.loader, self.batch_fn = loader, batch_fn
-        self.longest = self.batches = 0
+        self.longest = 0
         self.most: int | None = None
         self.on_first_batch: Callable[[Any], object] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         count = 0
-        for number, batch in enumerate(self.loader, 1):
+        for batch in self.loader:
             if self.on_first_batch is not None:
                 check, self.on_first_batch = self.on_first_batch, None
                 check(batch)
             count += _num_examples(self.batch_fn(batch) if self.batch_fn else batch)
-            if count > self.longest:
-                self.longest, self.batches = count, number
+            self.longest = max(self.longest, count)
             yield batch
             if self.most is not None and count >= self.most:
                 return

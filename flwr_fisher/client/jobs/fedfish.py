@@ -1,6 +1,6 @@
 """FedFish's job: training, with squared batch gradients after it or during it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from flwr_fisher.client.jobs.norm_statistics import catch_up_norms
 from flwr_fisher.client.jobs.train import TrainingJob, codec_of, training_job
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
+from flwr_fisher.curvature.data import Batch, read
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params, Sums, double, subtract, sum_dtype, trainable
 from flwr_fisher.rounds import FishOptions
@@ -67,8 +68,8 @@ class FedFishJob(TrainingJob):
         if self.fish_options.fisher_source == "extra-pass":
             metrics = self.run_loop(problem, request)
             catch_up_norms(problem)
-            mean = self.curvature(problem, problem.train_batches)
-            num_batches = problem.counted.batches
+            batches = LabelledBatches(problem)
+            mean, num_batches = self.curvature(problem, batches), batches.count
         else:
             epochs = local_sgd(problem.train_fn, _SQUARES).epochs
             squares = LastEpochSquares(problem.model, epochs)
@@ -88,6 +89,22 @@ class FedFishJob(TrainingJob):
         parts = {"product": products(fisher, step), "fisher": fisher, "params": params}
         upload = Additive(parts)
         return upload.to_arrays()
+
+
+class LabelledBatches:
+    """A client's training data; `count` is how many batches that were read had labels.
+
+    FedFish's sum is over these: a batch without any label has no gradient.
+    """
+
+    def __init__(self, problem: LocalProblem) -> None:
+        self.problem, self.count = problem, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for one in self.problem.train_batches:
+            batch = read(one, self.problem.model)
+            self.count += batch.num_labels > 0
+            yield batch
 
 
 class LastEpochSquares:

@@ -466,7 +466,7 @@ def squared_batch_gradients(
     :math:`\bar\ell_b` is a batch's mean negative log-likelihood of the given labels
     (FedFish, Algorithm 2, which takes the sum over batches): as for
     ``F.cross_entropy``, the mean is over the labels other than -100. An example has one
-    label for each position.
+    label for each position. A batch without any label is none of the B batches.
 
     Parameters
     ----------
@@ -480,7 +480,7 @@ def squared_batch_gradients(
     Raises
     ------
     DataError
-        If there is no batch, or one without labels, or with wrong ones.
+        If no batch has a label, or one has no tensor of labels, or wrong ones.
     """
     parameters = trainable(model)
     leaves, sums, count = list(parameters.values()), Sums(parameters), 0
@@ -493,7 +493,9 @@ def squared_batch_gradients(
         score = _score(likelihood, widened(outputs), given)
         mean = (score / likelihood.num_labels(given)).to(outputs.dtype)
         sums.add_squares(torch.autograd.grad(outputs, leaves, mean, allow_unused=True))
-        count += 1
+        count += batch.num_labels > 0
     if not count:
-        raise DataError("the loader has no examples, so it has no Fisher")
+        raise DataError(
+            "the loader has no examples, or none with a label, so it has no Fisher"
+        )
     return Diagonal(sums.mean(count))

@@ -42,8 +42,8 @@ class FisherOptions(Options):
         "model, which is unbiased. ``empirical``: the given labels, example by "
         "example; a label of -100, PyTorch's ``ignore_index``, adds nothing. "
         "``empirical-batch``: the mean over batches of the squared gradient of a "
-        "batch's mean loss, over its labels without -100 (FedFish's Fisher); for "
-        "``diagonal`` only.",
+        "batch's mean loss, over its labels without -100 (FedFish's Fisher); a batch "
+        "without any is not counted. For ``diagonal`` only.",
         choices=EXPECTATIONS,
     )
     tolerance: float = option(
