@@ -11,6 +11,8 @@ from flwr.app import ArrayRecord
 
 from flwr_fisher.errors import ParamsError, WireError
 from flwr_fisher.merge.batch_norms import (
+    MEAN,
+    VARIANCE,
     check_shifts,
     moved_norms,
     norms_of,
@@ -32,6 +34,7 @@ from flwr_fisher.wire.additive import NORMS
 from flwr_fisher.wire.arrays import check_same_keys
 
 NAME = "norm statistics"
+_NAMES = MEAN, VARIANCE
 _READ = Additive.reader(NORMS)
 
 
@@ -101,5 +104,8 @@ def _step(state: ServerState, uploads: Uploads[Additive]) -> Step:
         [double(upload.payload.part(NORMS)) for upload in uploads], weights_of(uploads)
     )
     params = with_shifts(state.params, shifts)
-    metrics = {"num-norms-refreshed": len(norms_of(shifts))}
+    # A module's own `running_mean` is measured by no client, and neither is an unused
+    # norm's: their shifts are 0.
+    moved = [p for p in norms_of(shifts) if any(shifts[p + n].any() for n in _NAMES)]
+    metrics = {"num-norms-refreshed": len(moved)}
     return Step(ServerState(params, state.groups), metrics, quiet=True)
