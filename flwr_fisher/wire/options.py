@@ -21,7 +21,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
-from flwr_fisher.errors import WireError, quoted
+from flwr_fisher.errors import WireError, printable, quoted
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import (
     arrays_to_tensors,
@@ -185,6 +185,7 @@ CLASSES = "classes"  # and their names, by number
 _LARGEST_ID = 2**63
 _MOST_PARTITIONS = 2**32
 _MOST_FROZEN = 2**23  # characters, of all names and digests
+_LABELS = 2**16  # characters that classes are compared by
 # The key of what all clients must have in common, beside an upload: a digest of all
 # parameters that are frozen and not sent, and the likelihood's name.
 # A secure sum sends it unmasked, because of the key's ending.
@@ -247,7 +248,10 @@ class Answer:
         any_job = any(record.get(ANY_JOB) is True for record in configs)
         trained = _texts(configs, "trained")
         said = [_texts(configs, key) or () for key in (LIKELIHOOD, CLASSES)]
-        labels = [next(iter(each)) if len(each) == 1 else None for each in said]
+        labels = [
+            printable(next(iter(each)), _LABELS) if len(each) == 1 else None
+            for each in said
+        ]
         return cls(of_library, partition, trained, frozen, any_job, *labels)
 
 
