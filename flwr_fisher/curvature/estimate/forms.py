@@ -419,7 +419,9 @@ def _passed(seen: Mapping[str, _Seen], c: Tensor) -> dict[str, bool]:
     # weight's gradient may be far smaller than that of the bias.
     sums = [widened(x) for each in every for x in _summed(each)]
     gradients = [widened(x) for each in every for x in each.gradients]
-    tolerance = max(_tolerance(x.dtype) for each in every for x in each.gradients)
+    # Under autocast gradients are in float32, but their sums are rounded as outputs.
+    dtypes = {x.dtype for each in every for x in (each.r, *each.gradients)}
+    tolerance = max(map(_tolerance, dtypes))
     distances = torch._foreach_norm(torch._foreach_sub(sums, gradients))
     # A bias before a norm has no other gradient than rounding. A weight's gradients are
     # products.
