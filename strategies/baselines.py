@@ -119,8 +119,8 @@ def _add(state: ServerState, uploads: Uploads[Additive]) -> Step:
     """Return a step by the mean of the clients' steps; integers do not change."""
     (summed,) = uploads
     step = summed.payload.part("params")
-    floats = (k for k, v in state.params.items() if v.is_floating_point())
-    params = {**state.params, **{k: state.params[k] + step[k] for k in floats}}
+    old = state.params.items()
+    params = {k: v + step[k] if v.is_floating_point() else v for k, v in old}
     model = replace(summed, payload=Additive({"params": params}))  # as without privacy
     return Step(ServerState(params), summed=model)
 

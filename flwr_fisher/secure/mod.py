@@ -314,12 +314,11 @@ def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Me
         )
     # If the server asks again, the client sends what it has computed before.
     if memory.contribution.index != request.index:
-        weighted = request.options.get("secure-weighted") is True
         reply = request.answered()
         if reply.has_error():
             return reply
-        own = reply, request.weighted_by, weighted, request.params
-        contribution = Contribution.of(*own)
+        metric = request.weighted_by if request.options.get("secure-weighted") else None
+        contribution = Contribution.of(reply, metric, request.params)
         norm, deviation = math.inf, 0.0
         if "bounds" in request.sent:
             norm, deviation = request.tensor("bounds", torch.float64, 2).tolist()

@@ -213,10 +213,8 @@ class Contribution:
     index: int = -1
 
     @classmethod
-    def of(
-        cls, reply: Message, weighted_by: str, weighted: bool, sent: Params
-    ) -> "Contribution":
-        """Return the contribution of a reply to `sent`; its metrics are not sent.
+    def of(cls, reply: Message, metric: str | None, sent: Params) -> "Contribution":
+        """Return the contribution of a reply to `sent`, weighted by one of its metrics.
 
         Raises
         ------
@@ -226,23 +224,21 @@ class Contribution:
         """
         tensors = arrays_to_tensors(arrays_of(reply))
         for name, value in tensors.items():
-            if weighted and name in sent and not value.is_floating_point():
+            if metric and name in sent and not value.is_floating_point():
                 tensors[name] = value.long() - sent[name].long()
             elif value.dtype == torch.uint8 and not is_description(name, value):
                 raise ClientError(
                     f"'{name}' is packed, and packed uploads cannot be summed: pass "
                     "codec='lossless' to the strategy"
                 )
-        if not weighted:
+        if metric is None:
             return cls(tensors)
         metrics: dict[str, object] = {}
         for record in reply.content.metric_records.values():
             metrics |= record
-        weight = metrics.get(weighted_by)
+        weight = metrics.get(metric)
         if not isinstance(weight, int | float) or not weight > 0:
-            raise ClientError(
-                f"the reply's metrics need a positive number '{weighted_by}'"
-            )
+            raise ClientError(f"the reply's metrics need a positive number '{metric}'")
         return cls(tensors, float(weight))
 
     def bounded(self, sent: Params, norm: float, deviation: float) -> "Contribution":

@@ -267,17 +267,13 @@ def open_values(
     """
     known = SecureState.of(state)
     words = _opened(index, known, uploads)
-    summation = exchange.additive
-    assert summation is not None
-    weighted, private = summation.weighted, summation.privacy is not None
-    integers = {  # with privacy, the strategy itself adds the clients' steps
-        name: torch.zeros_like(value) if private else value
-        for name, value in exchange.start(state).items()
-        if weighted and not value.is_floating_point()
-    }
-    mean, weight = _mean(bits, known, words, weighted, integers)
+    assert exchange.additive is not None
+    sent = exchange.start(state)
+    if exchange.additive.privacy is not None:  # the strategy itself adds the steps
+        sent = {name: torch.zeros_like(value) for name, value in sent.items()}
+    mean, weight = _mean(bits, known, words, exchange.additive.weighted, sent)
     texts = {k: v for k, v in known.descriptions.items() if k != LAYOUT}
-    read = summation.read or exchange.read
+    read = exchange.additive.read or exchange.read
     name = f"the sum over {len(known.present)} clients"
     try:
         payload = read(tensors_to_arrays({**mean, **texts}), state.params)
@@ -298,12 +294,13 @@ def open_values(
 
 
 def _mean(
-    bits: int, known: SecureState, words: Words, weighted: bool, integers: Params
+    bits: int, known: SecureState, words: Words, weighted: bool, sent: Params
 ) -> tuple[dict[str, Tensor], float]:
     """Return the mean, or the sum, in an upload's dtypes, with its weight.
 
-    The clients have sent their steps from these `integers`.
+    In a mean, clients' integers are steps from those that were `sent`.
     """
+    integers = {(k, v.shape): v for k, v in sent.items() if not v.is_floating_point()}
     layout = read_layout(known.descriptions[LAYOUT])
     sizes = [math.prod(shape) for _, _, shape in layout]
     if sum(sizes) != len(words) or len(layout) != len(known.exponents):
@@ -318,13 +315,13 @@ def _mean(
         raise RoundError("the clients' weights add up to 0")
     mean = {}
     for name, dtype, shape in layout:
-        if weighted and name == NUM_EXAMPLES:
-            continue
         value, wanted = sums[name].reshape(shape) / weight, getattr(torch, dtype)
-        like = integers.get(name) if dtype == "int64" else None
-        if like is not None and like.shape == value.shape:
-            value, wanted = like.double() + value, like.dtype
+        like = integers.get((name, torch.Size(shape)))
+        if weighted and dtype == "int64" and like is not None:
+            value, wanted = value + like.double(), like.dtype
         mean[name] = rounded(value, wanted)
+    if weighted:
+        del mean[NUM_EXAMPLES]
     return mean, weight
 
 

@@ -56,7 +56,6 @@ GRADIENT, LOSS = "gradient", "loss"
 _CURVATURE = PREFIX.removesuffix("/")
 SUMS = (PARAMS, FISHER, POINT)  # what FedFisher needs to merge diagonals
 _OTHERS = {*SUMS, PRODUCT}  # all other parts are vectors
-_WIDE = {FISHER, POINT, PRODUCT}  # in half precision, they would underflow
 _DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
 
 
@@ -208,7 +207,7 @@ def _layouts(parts: Sequence[str], like: Params) -> dict[str, Layout]:
     layouts: dict[str, Layout] = {}
     for part in parts:
         for name, value in like.items():
-            wide = part in _WIDE
+            wide = part in (FISHER, POINT, PRODUCT)  # or they would underflow
             dtype = sum_dtype(value.dtype) if wide else value.dtype
             if part == PARAMS or dtype.is_floating_point:
                 layouts[_key(part, name)] = dtype, value.shape

@@ -11,8 +11,6 @@ from flwr.app import ArrayRecord
 
 from flwr_fisher.errors import ParamsError, WireError
 from flwr_fisher.merge.batch_norms import (
-    MEAN,
-    VARIANCE,
     check_shifts,
     moved_norms,
     norms_of,
@@ -34,7 +32,6 @@ from flwr_fisher.wire.additive import NORMS
 from flwr_fisher.wire.arrays import check_same_keys
 
 NAME = "norm statistics"
-_NAMES = MEAN, VARIANCE
 _READ = Additive.reader(NORMS)
 
 
@@ -106,6 +103,6 @@ def _step(state: ServerState, uploads: Uploads[Additive]) -> Step:
     params = with_shifts(state.params, shifts)
     # A module's own `running_mean` is measured by no client, and neither is an unused
     # norm's: their shifts are 0.
-    moved = [p for p in norms_of(shifts) if any(shifts[p + n].any() for n in _NAMES)]
-    metrics = {"num-norms-refreshed": len(moved)}
+    moved = {name: shift for name, shift in shifts.items() if shift.any()}
+    metrics = {"num-norms-refreshed": len(norms_of(moved))}
     return Step(ServerState(params, state.groups), metrics, quiet=True)

@@ -1,6 +1,6 @@
 """FedFish's job: training, with squared batch gradients after it or during it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,15 @@ class FedFishJob(TrainingJob):
         if self.fish_options.fisher_source == "extra-pass":
             metrics = self.run_loop(problem, request)
             catch_up_norms(problem)
-            batches = LabelledBatches(problem)
-            mean, num_batches = self.curvature(problem, batches), batches.count
+            labelled: list[bool] = []  # a batch without any label has no gradient
+
+            def noted(one: Any) -> Batch:
+                batch = read(one, problem.model)
+                labelled.append(batch.num_labels > 0)
+                return batch
+
+            mean = self.curvature(problem, map(noted, problem.train_batches))
+            num_batches = sum(labelled)
         else:
             epochs = local_sgd(problem.train_fn, _SQUARES).epochs
             squares = LastEpochSquares(problem.model, epochs)
@@ -87,24 +94,7 @@ class FedFishJob(TrainingJob):
         squares = posterior.curvature.diagonal().items()
         fisher = {k: v.to(sum_dtype(v.dtype)) for k, v in squares}
         parts = {"product": products(fisher, step), "fisher": fisher, "params": params}
-        upload = Additive(parts)
-        return upload.to_arrays()
-
-
-class LabelledBatches:
-    """A client's training data; `count` is how many batches that were read had labels.
-
-    FedFish's sum is over these: a batch without any label has no gradient.
-    """
-
-    def __init__(self, problem: LocalProblem) -> None:
-        self.problem, self.count = problem, 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        for one in self.problem.train_batches:
-            batch = read(one, self.problem.model)
-            self.count += batch.num_labels > 0
-            yield batch
+        return Additive(parts).to_arrays()
 
 
 class LastEpochSquares:

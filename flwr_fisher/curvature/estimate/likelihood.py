@@ -495,7 +495,5 @@ def squared_batch_gradients(
         sums.add_squares(torch.autograd.grad(outputs, leaves, mean, allow_unused=True))
         count += batch.num_labels > 0
     if not count:
-        raise DataError(
-            "the loader has no examples, or none with a label, so it has no Fisher"
-        )
+        raise DataError("the loader has no examples with a label, so it has no Fisher")
     return Diagonal(sums.mean(count))
