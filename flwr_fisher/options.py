@@ -197,10 +197,9 @@ def check_names(
 
 def _kinds(cls: type) -> dict[str, tuple[Any, ...]]:
     """Return each option's types, those of a union one by one."""
-    hints = get_type_hints(cls)
     return {
         name: get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        for name, hint in hints.items()
+        for name, hint in get_type_hints(cls).items()
     }
 
 

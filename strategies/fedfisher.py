@@ -220,11 +220,10 @@ class FedFisherOneShot(CurvatureStrategy):
         if self.aggregate == "parts":
             # A first merge has no usual length of moves, which `trust` could limit.
             trust = math.inf if server_round == 1 else self.merge.trust
-            step = partial(self._merge_uploads, replace(self.merge, trust=trust))
             merge: Exchange[Any] = Exchange(
                 options,
                 self._read,
-                step,
+                partial(self._merge_uploads, replace(self.merge, trust=trust)),
                 require_same_parameters=True,
                 # The merge limits each client's share of a layer's curvature.
                 limit_curvature=self._filled.max_share >= 1,
@@ -234,14 +233,13 @@ class FedFisherOneShot(CurvatureStrategy):
             merging = KfacSums(self._filled, options).exchanges()
         else:
             read = Additive.reader(*SUMS, of_one=False)
-            mean = Summation[Additive](read=read, mean=exact_mean)
             merging = [
                 Exchange(
                     {**options, "job": "diagonal-sums"},
                     Additive.reader(*SUMS),
                     self._merge_sums,
                     require_same_parameters=True,
-                    additive=mean,
+                    additive=Summation[Additive](read=read, mean=exact_mean),
                 )
             ]
         first = head_first(self, server_round)

@@ -192,9 +192,8 @@ class TCT(CurvatureStrategy):
             return [self._training(), *refinements(self, server_round)]
         if server_round == self.stage1_rounds + 1:
             return self._convexifying()
-        config = self._features() | {"job": "tct-step", "local-steps": self.local_steps}
         weights = Exchange(
-            config,
+            self._features() | {"job": "tct-step", "local-steps": self.local_steps},
             WeightUpload.read,
             self._average,
             send,
@@ -207,9 +206,8 @@ class TCT(CurvatureStrategy):
     def _training(self) -> Exchange[Additive]:
         """Return one exchange: training of the clients that can also do stage 2."""
         # Stage 1 would be useless without any client for stage 2.
-        check = {"check": "tct-check", "local-steps": self.local_steps}
         return Exchange(
-            self._features() | check,
+            self._features() | {"check": "tct-check", "local-steps": self.local_steps},
             Additive.reader("params"),
             _mean_model,
             additive=Summation(),
@@ -234,7 +232,6 @@ class TCT(CurvatureStrategy):
         # The largest of all clients' eigenvalues is no sum, but a histogram has one.
         if self.secure is not None:
             config["aggregate"] = "sums"
-        counts = Summation[Any](False, read=EigenvalueCounts.read, bits=64)
         spectrum = Exchange[Any](
             config | {"job": "tct-spectrum"},
             EigenvalueUpload.read,
@@ -242,7 +239,7 @@ class TCT(CurvatureStrategy):
             send,
             network,
             clients="all",
-            additive=counts,
+            additive=Summation[Any](False, read=EigenvalueCounts.read, bits=64),
         )
         return [features, spectrum]
 
@@ -265,8 +262,7 @@ class TCT(CurvatureStrategy):
     ) -> ConfigRecord:
         """Return the config for evaluating the network, or the regression."""
         if server_round > self.stage1_rounds:
-            job = named_options({"job": "tct-evaluate"})
-            config = ConfigRecord({**config, **job})
+            config = ConfigRecord({**config, **named_options({"job": "tct-evaluate"})})
         return config
 
     def settings(self) -> dict[str, Any]:

@@ -159,8 +159,7 @@ def identify(
     metrics, config = MetricRecord(), ConfigRecord({LIBRARY: __version__})
     if "partition-id" in context.node_config:
         metrics["partition-id"] = partition_of(context)
-    content = RecordDict({"metrics": metrics, "config": config})
-    return Message(content, reply_to=message)
+    return Message(RecordDict({"metrics": metrics, "config": config}), reply_to=message)
 
 
 def asks_for_parameters(message: Message) -> bool:

@@ -203,9 +203,8 @@ class LocalSGD(Options):
                 check_trained(model)
             if schedule is not None:
                 schedule.step()
-            numbers = {"epoch": epoch, "step": step, "mean": mean}
             parts = {name: part.state_dict() for name, part in states.items()}
-            checkpoint.save({**parts, **numbers})
+            checkpoint.save({**parts, "epoch": epoch, "step": step, "mean": mean})
             if self.on_epoch is not None:
                 self.on_epoch(epoch, mean)
         if began is not None and mean > _DIVERGED * float(began):

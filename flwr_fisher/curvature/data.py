@@ -376,8 +376,7 @@ def _of_transformers(
         for tensor in inputs.values()
     )
     if kind == "ForCausalLM" or (loss == "ForCausalLMLoss" and copied):
-        end = torch.full_like(labels[:, :1], IGNORED)
-        labels = torch.cat([labels[:, 1:], end], 1)
+        labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
     decoder = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if decoder is not None and "decoder_input_ids" not in inputs:
         inputs = {**inputs, "decoder_input_ids": decoder(labels)}

@@ -86,8 +86,7 @@ def gradient(
     >>> gradient(model, batches, loss_fn=F.mse_loss)
     ({'weight': tensor([[4.]])}, 4.0)
     """
-    parameters = trainable(model)
-    leaves = list(parameters.values())
+    leaves = list(trainable(model).values())
 
     def derivatives(loss: Tensor) -> Derivatives:
         return (torch.autograd.grad(loss, leaves, allow_unused=True),)

@@ -171,8 +171,7 @@ def random_probe(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
         name: random_stream(seed, name).standard_normal(tensor.shape)
         for name, tensor in like.items()
     }
-    squares = [float(np.square(drawn[name]).sum()) for name in sorted(drawn)]
-    length = sum(squares) ** 0.5
+    length = sum(float(np.square(drawn[name]).sum()) for name in sorted(drawn)) ** 0.5
     return {
         name: torch.from_numpy(np.asarray(values / length)).to(like[name])
         for name, values in drawn.items()

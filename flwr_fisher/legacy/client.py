@@ -85,8 +85,7 @@ def from_numpy_client(
     def evaluate(
         model: nn.Module, valloader: Any, device: torch.device, config: Any
     ) -> dict[str, float]:
-        arrays = to_list(model, names_of(model, order))
-        returned = client.evaluate(arrays, dict(config))
+        returned = client.evaluate(to_list(model, names_of(model, order)), dict(config))
         loss, metrics = _checked(returned, "evaluate")
         return {**metrics, "loss": float(loss)}
 

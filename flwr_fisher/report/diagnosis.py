@@ -96,8 +96,7 @@ def one_shot_sentences(
     if 2 * len(failed) > len(clients):  # then all else is about them
         return said
     merge, fedavg = accuracy.get("fedfisher_merge", ours), accuracy["fedavg"]
-    refined = "fedfisher_merge" in accuracy
-    ours_alone = f"{method}'s merge" if refined else method
+    ours_alone = f"{method}'s merge" if "fedfisher_merge" in accuracy else method
     said.append(against_fedavg(ours_alone, merge, fedavg, count))
 
     def better(name: str) -> bool:

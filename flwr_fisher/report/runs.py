@@ -168,8 +168,7 @@ def report_one_shot(
         accuracy["best_client"] = max(row["accuracy"] for row in clients)
     titles = {name: t.replace("FedFisher", method) for name, t in _TITLES.items()}
     titled = {t: accuracy[name] for name, t in titles.items() if name in accuracy}
-    best = titles["fedfisher"]
-    plot_accuracies(path / "accuracy.png", titled, best, title=title)
+    plot_accuracies(path / "accuracy.png", titled, titles["fedfisher"], title=title)
     logger.info("Accuracy on %d test examples:", hits["fedfisher"][1].sum())
     for title, value in titled.items():
         logger.info("\t%-25s %5.1f %%", title, 100 * value)

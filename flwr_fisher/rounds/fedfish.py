@@ -40,8 +40,7 @@ class FishOptions(Options):
         if self.reduction == "sum" and self.balance < 1:  # balancing removes any factor
             fisher = fisher.scaled(num_batches)
         if self.power != 1:
-            entries = fisher.diagonal()
-            fisher = Diagonal({k: v**self.power for k, v in entries.items()})
+            fisher = Diagonal({k: v**self.power for k, v in fisher.diagonal().items()})
         if self.balance and (trace := fisher.trace()):
             fisher = fisher.scaled(trace**-self.balance)
         return fisher

@@ -297,8 +297,7 @@ def _at_least(wanted: int, drawn: int, total: int, share: float) -> float:
     That is the tail of a hypergeometric distribution, where a share of all is marked.
     """
     marked = math.floor(share * total)
-    ways = (
+    return sum(
         math.comb(marked, hits) * math.comb(total - marked, drawn - hits)
         for hits in range(wanted, drawn + 1)
-    )
-    return sum(ways) / math.comb(total, drawn)
+    ) / math.comb(total, drawn)

@@ -170,8 +170,7 @@ class SecureSums(Options):
             ask("shares", 0, steps.take_shares, _neighbours),
         ]
         for index, exchange in zip(range(0, sums, 2), exchanges, strict=True):
-            last = exchange is exchanges[-1]
-            stages += self._summed(ask, exchange, index, last)
+            stages += self._summed(ask, exchange, index, exchange is exchanges[-1])
         return stages
 
     def _summed(
@@ -185,8 +184,7 @@ class SecureSums(Options):
         assert exchange.additive is not None
         privacy, values = exchange.additive.privacy, index + 1
         bits = max(self.bits, exchange.additive.bits)
-        job = exchange.options.get("job", "train")
-        work = {**exchange.options, "secure-job": job}
+        work = {**exchange.options, "secure-job": exchange.options.get("job", "train")}
         if exchange.additive.weighted:
             work["secure-weighted"] = True
 

@@ -220,8 +220,7 @@ class Cohort:
     def some_numbers(self, most: int) -> list[int]:
         """Return the numbers of all clients that are known, or of `most` of them."""
         known = sorted({client.number for client in self._known.values()})
-        chosen = random.Random(f"{self.seed}/some")
-        return chosen.sample(known, min(most, len(known)))
+        return random.Random(f"{self.seed}/some").sample(known, min(most, len(known)))
 
     def recall(self, client: Identity) -> None:
         """Restore a client's identity, with its node id before the resume."""

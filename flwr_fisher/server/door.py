@@ -73,12 +73,11 @@ def read_metrics(message: Message) -> MetricRecord:
         raise WireError(f"the client failed: {reason}", field="error")
     metrics = _only(message.content.metric_records.values(), "MetricRecord")
     numbers = sum(len(v) for v in metrics.values() if isinstance(v, list))
-    bounds = (
+    for what, count, most in (
         ("metrics", len(metrics), MOST_METRICS),
         ("characters in a name", max(map(len, metrics), default=0), LONGEST_NAME),
         ("numbers in lists", numbers, MOST_NUMBERS),
-    )
-    for what, count, most in bounds:
+    ):
         if count > most:
             raise WireError(
                 f"{count} {what}, but at most {most} are allowed", field="metrics"
@@ -370,8 +369,7 @@ class Door(Generic[P]):
         if not near:
             return
         here = [upload.client for upload in self.admitted if upload.client in near]
-        clients = [self._clients[client] for client in here]
-        refused = claimed_twice([*clients, identity])
+        refused = claimed_twice([*(self._clients[each] for each in here), identity])
         if identity.node in refused:
             raise WireError(refused[identity.node], field="partition-id")
         for upload in [u for u in self.admitted if u.node_id in refused]:
@@ -478,8 +476,7 @@ class Door(Generic[P]):
         for upload, layout in zip(list(self.admitted), layouts, strict=True):
             if layout != common:
                 field, reason = upload.payload.disagreement
-                names = sorted(set(layout) ^ set(common))
-                what = names or "the same in another order"
+                what = sorted(set(layout) ^ set(common)) or "the same in another order"
                 self.withdraw(upload, WireError(f"{reason}: {what}", field=field))
         # They were not asked before their training, so it shows only now.
         for number, reason in enumerate(_DIFFERENCES):

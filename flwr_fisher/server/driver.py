@@ -190,8 +190,7 @@ class Driver:
         if strategy.secure is None:
             return session
         seed = f"{strategy.seed}/{self.server_round}/{done}"
-        optional = session[0].optional
-        weighted_by = NUM_EXAMPLES if optional else strategy.weighted_by_key
+        weighted_by = NUM_EXAMPLES if session[0].optional else strategy.weighted_by_key
         return strategy.secure.secured(session, seed=seed, weighted_by=weighted_by)
 
     def _do_exchange(
@@ -238,9 +237,8 @@ class Driver:
         """
         if not reply.from_superlink:
             self.cohort.replied(reply.node)
-            name = self.cohort.name(reply.node)
             text = "%s: the reply of %s to round %s came too late for it"
-            logger.warning(text, TRAIN, name, asked_in)
+            logger.warning(text, TRAIN, self.cohort.name(reply.node), asked_in)
 
     # --- evaluation
 
@@ -264,8 +262,7 @@ class Driver:
         left_out.log_repeated()
         if aggregated is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", shown(aggregated))
-            name = "evaluate_metrics_clientapp"
-            self.run.note(name, self.server_round, aggregated)
+            self.run.note("evaluate_metrics_clientapp", self.server_round, aggregated)
 
     def _scores(
         self, nodes: Sequence[int], config: ConfigRecord, left_out: LeftOut

@@ -114,8 +114,7 @@ class Membership:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the whole membership as tensors."""
-        total = torch.tensor(self.total, dtype=torch.float64)
-        tensors = self.sent() | {_TOTAL: total}
+        tensors = self.sent() | {_TOTAL: torch.tensor(self.total, dtype=torch.float64)}
         if self.last_steps:
             weights = [self.weights[number] for number in self.last_steps]
             tensors[_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)

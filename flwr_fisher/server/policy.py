@@ -41,8 +41,7 @@ class Sizes:
 
         `measured` are the further lengths of its exchange.
         """
-        steps = {**payload.step_norms(like), **measured}
-        return cls(steps, payload.curvature_norms())
+        return cls({**payload.step_norms(like), **measured}, payload.curvature_norms())
 
     def check_plausible(self) -> None:
         """Raise :class:`WireError` for sizes that only a diverged training can have."""

@@ -265,9 +265,8 @@ class ExchangeRun(Generic[P]):
             messages = self._newcomers() or []
         if timeout > 0:
             self._receive(messages, timeout, max(enough, self.needed), late)
-        unasked = sorted(self._unasked())
         self.door.left_out.mark_missing(
-            unasked, "it did not connect, or could not be asked"
+            sorted(self._unasked()), "it did not connect, or could not be asked"
         )
 
     def _restore(self, record: ExchangeRecord | None) -> None:
@@ -532,8 +531,7 @@ class ExchangeRun(Generic[P]):
                     ) from error
         metrics = MetricRecord()
         if not self.exchange.optional:  # or else it reports its step's metrics alone
-            aggregate = self.strategy.train_metrics_aggr_fn
-            metrics = self.door.metrics(aggregate, uploads)
+            metrics = self.door.metrics(self.strategy.train_metrics_aggr_fn, uploads)
         if remembered := self.door.remembered:  # for the policy in the next round
             float64 = partial(torch.tensor, dtype=torch.float64)
             tensors = {name: float64(value) for name, value in remembered.items()}

@@ -142,8 +142,7 @@ class _Weight:
         write = self._gather if gather else self._product
         pairs = zip(torch.split(inputs, size), torch.split(g, size), strict=True)
         for (a, b), o in zip(pairs, torch.split(out, size), strict=True):
-            columns = self.layer.input_columns(a)
-            write(columns, b, o)
+            write(self.layer.input_columns(a), b, o)
 
     def _gather(self, columns: Tensor, g: Tensor, out: Tensor) -> None:
         columns = columns.flatten(1, 2)

@@ -175,6 +175,5 @@ def _digest(settings: object, coordinates: np.ndarray, head: nn.Linear) -> str:
     digest.update(coordinates.astype("<i8").tobytes())
     for parameter in head.parameters():
         # In float32, so that a client with a float64 model agrees with the others.
-        values = parameter.detach().float().cpu().numpy()
-        digest.update(values.astype("<f4").tobytes())
+        digest.update(parameter.detach().float().cpu().numpy().astype("<f4").tobytes())
     return digest.hexdigest()

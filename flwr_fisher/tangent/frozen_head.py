@@ -111,8 +111,7 @@ def output_layer(model: nn.Module, loader: Iterable[Any]) -> str:
     with ExitStack() as hooks:
         for name, layer in model.named_modules():
             if isinstance(layer, nn.Linear):
-                hook = layer.register_forward_hook(partial(record, name))
-                hooks.enter_context(hook)
+                hooks.enter_context(layer.register_forward_hook(partial(record, name)))
         outputs = batch.inputs(model)
     for name, own in reversed(calls):
         if _rows(own, own, outputs) is not None:

@@ -352,8 +352,7 @@ def _is_psd(matrix: Tensor, dtype: torch.dtype) -> bool:
     rounding = max(_ROUNDING, info.eps)
     unit = unit.clamp_min(max((info.tiny * info.eps / rounding) ** 0.5, 1e-150))
     correlations = matrix.to(dtype) / unit.unsqueeze(-1) / unit.unsqueeze(-2)
-    room = rounding * matrix.shape[-1]
-    correlations.diagonal(dim1=-2, dim2=-1).add_(room)
+    correlations.diagonal(dim1=-2, dim2=-1).add_(rounding * matrix.shape[-1])
     return not torch.linalg.cholesky_ex(correlations).info.any()
 
 

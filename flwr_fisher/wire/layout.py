@@ -233,9 +233,8 @@ def keys_by_block(keys: Iterable[str], params: Params) -> list[list[str]]:
         If a block's tensor is missing.
     """
     positions = {name: position for position, name in enumerate(params)}
-    parsed = [Key.parse(key, params) for key in keys]
     blocks: dict[tuple[bool, int, str], list[str]] = {}
-    for key in sorted(parsed, key=str):
+    for key in sorted((Key.parse(key, params) for key in keys), key=str):
         block = (key.is_diagonal, positions[key.name], key.structure.name)
         blocks.setdefault(block, []).append(str(key))
     for block in blocks:

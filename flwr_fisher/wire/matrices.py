@@ -112,8 +112,7 @@ def encode_columns(
     above = (leading - tail).clamp_min(0).sqrt()
     norms = to_bytes(torch.cat([tail.sqrt(), above], -1).float())
     codes = pack(_codes(vectors[..., :rank].mT, bits).reshape(-1), bits)
-    sizes = (groups, n, rank)
-    return entry_of(Packing.COLUMNS, bits, torch.cat([norms, codes]), sizes)
+    return entry_of(Packing.COLUMNS, bits, torch.cat([norms, codes]), (groups, n, rank))
 
 
 def within_range(matrices: Tensor, dtype: torch.dtype) -> Tensor:

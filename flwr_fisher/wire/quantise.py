@@ -104,8 +104,7 @@ def entry_of(
 ) -> Tensor:
     """Return an entry: its head and its body."""
     head = bytearray(_HEAD.pack(form, bits, *sizes))
-    start = torch.frombuffer(head, dtype=torch.uint8)
-    return torch.cat([start.to(body.device), body])
+    return torch.cat([torch.frombuffer(head, dtype=torch.uint8).to(body.device), body])
 
 
 def read_head(entry: Tensor, field: str) -> tuple[Packing, int, Sizes, Tensor]:
@@ -262,8 +261,7 @@ def _to_words(flat: Tensor) -> tuple[Tensor, Tensor]:
     top = flat.abs().amax() if len(flat) else flat.new_zeros(())
     scale = (top / 2**_TOP).clamp(max=_LARGEST).float()
     ratio = flat / torch.where(scale > 0, scale, torch.inf).to(flat.dtype)
-    words = ratio.clamp_(-_HALF, _HALF).to(torch.float16).view(torch.int16)
-    return scale, words
+    return scale, ratio.clamp_(-_HALF, _HALF).to(torch.float16).view(torch.int16)
 
 
 def _from_words(scale: Tensor, words: Tensor, dtype: torch.dtype, field: str) -> Tensor:

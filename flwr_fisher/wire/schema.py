@@ -106,8 +106,7 @@ def part(
 
 def description(key: str) -> Any:
     """Declare a field that travels as JSON: a ``dict``, equal for all clients."""
-    text = Part(key, torch.uint8, (key,), is_text=True)
-    return field(metadata={"part": text})
+    return field(metadata={"part": Part(key, torch.uint8, (key,), is_text=True)})
 
 
 class Payload(ABC):  # noqa: B024
@@ -386,8 +385,7 @@ def displacements(params: Params, like: Params) -> dict[str, float]:
 def _check_statistics(name: str, value: Tensor, start: Tensor) -> None:
     if name.endswith(_VARIANCE) and (value < 0).any():
         raise WireError("a variance below 0", field=name)
-    counts = name.endswith(_COUNT)
-    if counts and ((value < 0) | (value > start + _MOST_BATCHES)).any():
+    if name.endswith(_COUNT) and ((value < 0) | (value > start + _MOST_BATCHES)).any():
         reason = f"{printable(value.tolist())} batches, after {start.tolist()}"
         raise WireError(reason, field=name)
 

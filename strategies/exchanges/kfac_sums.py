@@ -162,9 +162,8 @@ class KfacSums:
         """Return a step to the preconditioned system's first direction."""
         mean = uploads[0].payload
         total = {k: v for k, v in mean.tensors.items() if k.startswith(PREFIX)}
-        pull = mean.part(PRODUCT)
         begun = ServerState(state.params, {**state.groups, _TRACES: total})
-        layers = begin(_traces(begun), pull, self.merge.anchor)
+        layers = begin(_traces(begun), mean.part(PRODUCT), self.merge.anchor)
         return Step(_with(begun, layers))
 
     def _advance(
@@ -173,8 +172,7 @@ class KfacSums:
         """Return a step by one iteration, or to the merged model after the last."""
         traces = _traces(state)
         before = from_groups(state.groups, traces)
-        product = uploads[0].payload.part(PRODUCT)
-        layers = advanced(traces, before, product, self.merge)
+        layers = advanced(traces, before, uploads[0].payload.part(PRODUCT), self.merge)
         if iteration < self.merge.iterations:
             return Step(_with(state, layers))
         result = replace(merged(state.params, layers), options=self.merge)

@@ -280,8 +280,7 @@ def _solve_head(state: ServerState, uploads: Uploads[Any]) -> Step:
         logger.info("head: it stays as it was, since %s", first.reason)
         return Step(state)
     sums = _total(uploads)
-    ridge = chosen_ridge(sums, bias=first.bias is not None)
-    facts = _candidates(uploads, sums, ridge)
+    facts = _candidates(uploads, sums, chosen_ridge(sums, bias=first.bias is not None))
     groups = dict(zip((_SOLVED, _SCALES), facts, strict=True))
     return Step(ServerState(state.params, {**state.groups, **groups}))
 
@@ -304,7 +303,6 @@ def _candidates(
     """Return the solution, and its scales with what the step from there needs."""
     first = uploads[0].payload
     likelihood, bias = first.likelihood, first.bias is not None
-    solution = _solution(first, sums, ridge, lda=likelihood == "categorical")
     facts = {
         "scales": torch.tensor(_SCALES_OF.get(likelihood, [1.0]), dtype=torch.float32)
     }
@@ -315,7 +313,7 @@ def _candidates(
         inverse = majorizer(sums, bias=bias, bound=bound, ridge=ridge)
         facts["majorizer"] = left * inverse
         facts["clients"] = _clients(uploads)
-    return solution, facts
+    return _solution(first, sums, ridge, lda=likelihood == "categorical"), facts
 
 
 def _choose_head(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
@@ -443,8 +441,7 @@ def _begin_descent(state: ServerState, uploads: Uploads[GradientUpload]) -> Step
     state = replace(state, groups={**state.groups, _KFAC: kfac})
     descent = Descent.begin(gradient, loss, _inverse(state))
     own = _losses(uploads, [upload.payload.loss for upload in uploads])
-    metrics = {"loss-before-steps": loss}
-    return Step(_into(state, descent, own), metrics, quiet=True)
+    return Step(_into(state, descent, own), {"loss-before-steps": loss}, quiet=True)
 
 
 def _go_on(state: ServerState, uploads: Uploads[GradientUpload]) -> Step:
@@ -473,9 +470,8 @@ def _taken(
     state: ServerState, descent: Descent, loss: float, taken: bool
 ) -> ServerState:
     """Return the state with the model tried, if it is taken; tell which."""
-    what = "taken" if taken else "taken back"
     text = "step: %s; the clients' loss there is %.3g, and was %.3g"
-    logger.info(text, what, loss, descent.loss)
+    logger.info(text, "taken" if taken else "taken back", loss, descent.loss)
     return replace(state, params=_tried(state)) if taken else state
 
 

@@ -99,8 +99,7 @@ def standardise_features(
         MEMBERSHIP: state.group(MEMBERSHIP),
         _FACTS: {_DIGEST: bytes_of(about["digest"])},
     }
-    metrics: dict[str, Any] = {"stage": 2, "num-features": len(mean)}
-    return Step(ServerState(params, groups), metrics)
+    return Step(ServerState(params, groups), {"stage": 2, "num-features": len(mean)})
 
 
 def agree_on_rate(

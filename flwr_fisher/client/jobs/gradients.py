@@ -30,8 +30,7 @@ def gradient_job(problem: LocalProblem, request: Request) -> Reply:
     vector, loss = gradient(
         problem.model, problem.train_batches, **_loss_and_mode(problem, request)
     )
-    upload = Additive({"gradient": vector})
-    return Reply({"train_loss": loss}, upload.to_arrays())
+    return Reply({"train_loss": loss}, Additive({"gradient": vector}).to_arrays())
 
 
 @register_job("probe")

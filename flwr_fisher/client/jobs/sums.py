@@ -62,8 +62,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     ``shrink``, ``damping`` and ``balance`` say how the Fisher is regularised and
     weighted before it is summed.
     """
-    job = TrainingJob.of(problem, request)
-    metrics, curvature = job.train(problem, request)
+    metrics, curvature = TrainingJob.of(problem, request).train(problem, request)
     assert curvature is not None
     params = problem.state_like(request.params)
     count = problem.weight(metrics, request.client)

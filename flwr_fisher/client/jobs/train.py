@@ -129,8 +129,7 @@ class TrainingJob:
         warn_if_unchanged(problem, request.params)
         count = problem.weight(metrics, request.client)
         arrays = self.packed(problem, request, curvature, count)
-        name = client_name(request.client)
-        logger.info("%s: trained on %g examples", name, count)
+        logger.info("%s: trained on %g examples", client_name(request.client), count)
         return Reply({**metrics, NUM_EXAMPLES: count}, arrays)
 
     def train(
@@ -165,8 +164,7 @@ class TrainingJob:
             return problem.train(request.config, on_first_batch=check)
         with evaluating(problem.model), torch.no_grad():
             # Not by the loader that counts the examples of an epoch.
-            first = problem.mapped(problem.counted.loader)
-            head = output_layer(problem.model, first)
+            head = output_layer(problem.model, problem.mapped(problem.counted.loader))
         if all(name.startswith(f"{head}.") for name in problem.trainable()):
             raise ClientError(
                 f"nothing but the last layer '{head}' is trained, for which "
@@ -179,8 +177,7 @@ class TrainingJob:
     def curvature(self, problem: LocalProblem, loader: Iterable[Any]) -> Curvature:
         """Return the Fisher on some of the client's data, within its limits."""
         count = problem.num_examples or problem.counted.longest or None
-        wanted = self.fisher_options.num_examples(count)
-        most = problem.limits.examples(wanted)
+        most = problem.limits.examples(self.fisher_options.num_examples(count))
         with watching(
             "curvature", most if count is None else min(count, most or count)
         ):
@@ -222,8 +219,7 @@ class TrainingJob:
         start : Mapping[str, Tensor]
             Those before the training, for jobs that upload a step.
         """
-        upload = FisherUpload(posterior.params, posterior.curvature)
-        return upload.to_arrays(self.codec)
+        return FisherUpload(posterior.params, posterior.curvature).to_arrays(self.codec)
 
 
 def dry_run(problem: LocalProblem, request: Request) -> None:
@@ -246,8 +242,7 @@ def dry_run(problem: LocalProblem, request: Request) -> None:
     try_upload(problem, request, job.structure, job.fisher_options, batch)
     alone = replace(problem, trainloader=[batch])
     count = alone.count_examples(request.client)
-    curvature = job.curvature(alone, alone.train_batches)
-    job.packed(alone, request, curvature, count)
+    job.packed(alone, request, job.curvature(alone, alone.train_batches), count)
 
 
 def warn_if_unchanged(problem: LocalProblem, start: Params) -> None:

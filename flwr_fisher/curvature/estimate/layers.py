@@ -205,8 +205,7 @@ class KroneckerLayer(Layer):
     def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
         """Return the parameters' gradients for a given gradient of the output."""
         g, a = self.output_columns(output), self.input_columns(inputs)
-        product = torch.einsum("ngot,ngit->goi", g, a)
-        return list(self.as_params(product).values())
+        return list(self.as_params(torch.einsum("ngot,ngit->goi", g, a)).values())
 
     def matrices(self) -> Tensor:
         """Return the weight as ``[groups, out / groups, in (+ 1)]``, the bias last."""

@@ -423,8 +423,7 @@ class Expectation:
         if label_mask is not None and label_mask.shape[1:] != outputs.shape[1:-1]:
             label_mask = None
         if kind == "exact":
-            most = self.options.max_passes
-            pieces = self.likelihood.pieces(outputs, most, generator)
+            pieces = self.likelihood.pieces(outputs, self.options.max_passes, generator)
             if label_mask is None:
                 return pieces
             return replace(pieces, mask=label_mask.flatten(1))

@@ -132,14 +132,12 @@ class Iterate:
         """Return the state after a step to a solution, with its residual."""
         if not self.waits and not self.live:
             return self
-        norms = [*self.norms, norm(residual).double()]
-        steps = self.steps + self.live
         return replace(
             self,
             solution=dict(solution),
             residual=dict(residual),
-            norms=norms,
-            steps=steps,
+            norms=[*self.norms, norm(residual).double()],
+            steps=self.steps + self.live,
         )
 
     def turned(self, steepest: Params) -> "Iterate":
@@ -149,8 +147,7 @@ class Iterate:
         """
         decrease, direction = dot(self.residual, steepest), dict(steepest)
         if self.decrease is not None:
-            turn = decrease / self.decrease
-            direction = self.moved(steepest, self.direction, turn)
+            direction = self.moved(steepest, self.direction, decrease / self.decrease)
         return replace(self, direction=direction, decrease=decrease)
 
     def stepped(self, product: Params, slope: Tensor | None = None) -> "Iterate":

@@ -213,8 +213,7 @@ class WeightedSum(Curvature):
     def solver(self, damping: float) -> Solver:
         """Return a solver: conjugate gradients, except for diagonals or one term."""
         if all(isinstance(term, Diagonal) for term in self.terms):
-            wide = self.to(dtype=torch.float64)
-            return Diagonal(wide.diagonal()).solver(damping)
+            return Diagonal(self.to(dtype=torch.float64).diagonal()).solver(damping)
         if len(self.terms) == 1:
             return self.terms[0].scaled(self.weights[0]).solver(damping)
         return super().solver(damping)

@@ -144,6 +144,5 @@ def _solver_of(matrices: Tensor, ridge: float) -> _Solver:
         lower = torch.linalg.cholesky(wide).to(working)
     else:
         lower, info = torch.linalg.cholesky_ex(wide)
-        failed = (info != 0)[..., None, None]
-        lower = lower.masked_fill(failed, torch.nan).to(working)
+        lower = lower.masked_fill((info != 0)[..., None, None], torch.nan).to(working)
     return lambda right: torch.cholesky_solve(right.to(working), lower).to(right)
