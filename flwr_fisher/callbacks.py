@@ -130,9 +130,8 @@ def call(
         name, reason = failed
         raise CallbackError(
             f"{name}.on_round_end failed after round {server_round}: "
-            f"{type(reason).__name__}: {reason}. The round itself is finished: the "
-            "strategy's partial_result has it, and with a checkpoint_dir, resume=True "
-            "goes on from there"
+            f"{type(reason).__name__}: {reason}. The round is finished: partial_result "
+            "has it, and with a checkpoint_dir, resume=True goes on from there"
         ) from reason
     return ending
 

@@ -185,8 +185,7 @@ def unflatten(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     sizes = [shape.numel() for shape in shapes.values()]
     if vector.shape != (sum(sizes),):
         raise ParamsError(
-            f"cannot cut a tensor of shape {tuple(vector.shape)} into {sum(sizes)} "
-            "entries"
+            f"cannot cut shape {tuple(vector.shape)} into {sum(sizes)} entries"
         )
     parts = zip(shapes.items(), torch.split(vector, sizes), strict=True)
     return {name: part.reshape(shape) for (name, shape), part in parts}
@@ -225,8 +224,7 @@ def weighted_mean(
     """
     if not params or len(params) != len(weights):
         raise ParamsError(
-            f"there are {len(params)} sets of params and {len(weights)} weights: pass "
-            "one weight for each"
+            f"{len(params)} sets of params and {len(weights)} weights: pass one each"
         )
     total = float(sum(weights))
     if min(weights) < 0 or not 0 < total < float("inf"):

@@ -363,8 +363,7 @@ class CurvatureStrategy(Strategy):
         check_default_device()
         if not hasattr(grid, "get_node_ids"):
             raise ConfigurationError(
-                f"grid must be the Grid of the ServerApp's main, or a LocalGrid, got "
-                f"{grid!r:.80}"
+                f"grid must be the main's Grid, or a LocalGrid, got {grid!r:.80}"
             )
         if evaluate_fn is not None and not callable(evaluate_fn):
             raise ConfigurationError(

@@ -148,8 +148,7 @@ class TCT(CurvatureStrategy):
         super().__init__(**kwargs)
         if self.refine is not None:
             raise ConfigurationError(
-                "refine= with TCT: its last rounds fit another model than the network; "
-                "leave refine out"
+                "refine= with TCT: its last rounds fit another model; leave refine out"
             )
         self.check_weighted_by_examples("TCT")
         check_whole("stage1_rounds", stage1_rounds, 0)

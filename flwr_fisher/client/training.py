@@ -114,8 +114,7 @@ class LocalSGD(Options):
             )
         if self.label_smoothing and self.loss_fn is not cross_entropy:
             raise ConfigurationError(
-                "label_smoothing is for the default loss: smooth the labels in your "
-                "loss_fn"
+                "label_smoothing is for the default loss: smooth labels in your loss_fn"
             )
 
     def __call__(
@@ -195,8 +194,7 @@ class LocalSGD(Options):
             if not count:
                 raise DataError(
                     "the training loader has no examples, or none with a label other "
-                    "than -100; what can be read only once is empty now: pass a "
-                    "DataLoader"
+                    "than -100; what is read only once is empty now: pass a DataLoader"
                 )
             mean = float(total) / count
             if not math.isfinite(mean):
@@ -277,8 +275,7 @@ def keeping_what_is_known(model: nn.Module, head: str) -> Iterator[None]:
         if not torch.equal(trained[name].to(value), value):
             raise ClientError(
                 f"the training has changed '{name}', which pretrained=True keeps: "
-                "train the model that the client was made with, or a deep copy of it, "
-                "and no network of your own"
+                "train the model that the client was made with, or a deep copy of it"
             )
 
 
@@ -292,8 +289,7 @@ def local_sgd(train_fn: TrainFn, why: str) -> LocalSGD:
     """
     if not isinstance(train_fn, LocalSGD):
         raise ClientError(
-            f"{why}, so it needs train_fn=LocalSGD(...) of a FisherClient, not "
-            f"{train_fn!r}"
+            f"{why}, so it needs train_fn=LocalSGD(...), not {train_fn!r}"
         )
     return train_fn
 

@@ -443,8 +443,7 @@ class MappedLoader(Iterable[Any]):
             ) from error
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise DataError(
-                "batch_fn must return a tuple (inputs, labels), but it returned "
-                f"{form_of(pair)}"
+                f"batch_fn must return a tuple (inputs, labels), not {form_of(pair)}"
             )
         inputs, labels = pair
         return _inputs(inputs), labels

@@ -112,14 +112,12 @@ def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)
         raise ConfigurationError(
-            "loss_fn must return a scalar tensor, the mean loss of a batch, but it "
-            f"returned {got}"
+            f"loss_fn must return a scalar tensor, a batch's mean loss, not {got}"
         )
     if differentiable and not loss.requires_grad:
         raise StructureError(
-            "the loss depends on no trainable parameter, so it has no gradient: set "
-            "requires_grad on the parameters to train, and compute the loss from the "
-            "model's outputs"
+            "the loss depends on no trainable parameter: set requires_grad on those to "
+            "train, and compute the loss from the model's outputs"
         )
     return loss.reshape(())
 

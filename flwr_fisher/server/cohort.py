@@ -616,8 +616,7 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[in
         if waited >= timeout or most_nodes(grid, minimum) < minimum:
             raise RoundError(
                 f"only {len(nodes)} of {minimum} required nodes are connected after "
-                f"{waited:.0f} s: start more, or lower the minimum (min-nodes in the "
-                "apps)"
+                f"{waited:.0f} s: start more, or lower the minimum (apps: min-nodes)"
             )
         if len(nodes) != last:
             last = len(nodes)

@@ -65,9 +65,8 @@ class Driver:
         ended = bool(run.server_round) and run.run_callbacks(callbacks)
         if run.server_round and run.server_round >= num_rounds:
             logger.info(
-                "All rounds are finished. The result has the model, but no uploads and "
-                "no details: reopen=True asks clients that were missing, and merges "
-                "the last uploads again"
+                "All rounds are finished. The result has the model alone: reopen=True "
+                "asks clients that were missing, and merges the last uploads again"
             )
         for server_round in range(run.server_round + 1, num_rounds + 1):
             if ended:

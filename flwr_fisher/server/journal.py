@@ -243,8 +243,7 @@ class Journal:
             if record is None or record.clients is not None:
                 raise CheckpointError(
                     f"{self.path}: round {last + 1} has begun with the model of round "
-                    f"{last}, so that round cannot be opened again: resume without "
-                    "reopen=True"
+                    f"{last}, which cannot be opened again: leave reopen=True out"
                 )
             self._open(under_way, record)
             return False

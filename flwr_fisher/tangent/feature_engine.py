@@ -169,6 +169,5 @@ def _check_shape(outputs: Tensor, examples: int) -> None:
     if outputs.dim() < 1 or len(outputs) != examples or outputs.numel() != examples:
         raise StructureError(
             f"the replaced head returns {tuple(outputs.shape)} for {examples} examples,"
-            " but features need one output for each example: pool positions before "
-            "the head"
+            " but features need one output for each: pool positions before the head"
         )

@@ -115,13 +115,11 @@ def check_last(network: nn.Module, head: str, inputs: Inputs, *, named: bool) ->
     if called[-1] != head and not named:
         raise StructureError(
             f"layer '{called[-1]}' is called after '{head}', the last linear layer in "
-            f"the model's definition: pass head={called[-1]!r}, or another layer's "
-            "name"
+            f"the model's definition: pass head={called[-1]!r}, or another layer"
         ) from failure
     if failure is not None:
         raise StructureError(
-            f"the model fails after its head '{head}' if that has a single output: "
-            f"{failure}"
+            f"the model fails after its head '{head}' if it has one output: {failure}"
         ) from failure
 
 

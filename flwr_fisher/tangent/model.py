@@ -97,9 +97,8 @@ class TCTModel(nn.Module):
         for name, value in (("weight", weight), ("mean", mean), ("std", std)):
             if value.shape != (shape := expected[name]):
                 raise ParamsError(
-                    f"{name} has shape {tuple(value.shape)}, expected {shape}, since "
-                    f"the model has {p} features and {C} classes of its head "
-                    f"'{self.head}'"
+                    f"{name} has shape {tuple(value.shape)}, expected {shape}, as the "
+                    f"model has {p} features and {C} classes of its head '{self.head}'"
                 )
             self.register_buffer(name, value.detach().clone().to(features.device))
         self.register_load_state_dict_post_hook(_forget_features)  # type: ignore[no-untyped-call]

@@ -157,8 +157,7 @@ def check_lr(lr: float, largest_eigenvalue: float) -> None:
     if lr > (safe := largest_safe_lr(largest_eigenvalue)):
         raise ConfigurationError(
             f"lr {lr:g} is too large for these features: their largest eigenvalue is "
-            f"{largest_eigenvalue:.6g}, and steps would diverge. The largest safe lr "
-            f"is {safe}"
+            f"{largest_eigenvalue:.6g}, so steps diverge. The largest safe lr is {safe}"
         )
 
 

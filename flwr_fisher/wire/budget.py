@@ -93,9 +93,8 @@ def resolve(codec: Codec, params: Params) -> Codec:
 
 def _too_small(needed: float, codec: Codec) -> ConfigurationError:
     return ConfigurationError(
-        f"budget must be >= {needed} for this model's parameters and a minimal "
-        f"curvature, got {codec.budget}: pass codec=Codec(budget={needed}), or "
-        "codec='lossless'"
+        f"budget must be >= {needed} for this model and a minimal curvature, got "
+        f"{codec.budget}: pass codec=Codec(budget={needed}), or codec='lossless'"
     )
 
 

@@ -144,7 +144,6 @@ def fisher(
             advance(len(some))
         if engine is None:
             raise DataError(
-                "the loader has no examples, or none with a label other than -100, so "
-                "it has no Fisher"
+                "the loader has no examples, or none with a label other than -100"
             )
         return engine.result()

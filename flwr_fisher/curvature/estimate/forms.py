@@ -125,8 +125,7 @@ def tapped_once(
             raise StructureError(
                 f"layer '{name}' was called once in the first batch, with a row for "
                 f"each example, and in another with {rows} rows for {len(inputs)} "
-                "examples, as in a mixture of experts: shuffle the loader, so that the "
-                "first batch shows it"
+                "examples: shuffle the loader, so that the first batch shows it"
             )
     return outputs, {name: calls[0] for name, calls in taps.items()}
 

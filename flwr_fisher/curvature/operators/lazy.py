@@ -124,8 +124,7 @@ class WeightedSum(Curvature):
     ) -> None:
         if not terms or len(terms) != len(weights):
             raise StructureError(
-                f"there are {len(terms)} curvatures and {len(weights)} weights: pass "
-                "one weight for each"
+                f"{len(terms)} curvatures and {len(weights)} weights: pass one each"
             )
         self.terms, self.weights = tuple(terms), tuple(float(w) for w in weights)
         self._traces = traces
