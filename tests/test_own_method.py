@@ -138,5 +138,5 @@ def test_a_job_that_is_read_again_takes_its_place(monkeypatch):
 
 
 def test_an_unknown_job_may_be_one_whose_module_is_not_imported():
-    with pytest.raises(UnknownNameError, match="import its module in the client app"):
+    with pytest.raises(UnknownNameError, match="Import the module of your own job"):
         get_job("once")

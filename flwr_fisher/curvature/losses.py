@@ -116,8 +116,8 @@ def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
         )
     if differentiable and not loss.requires_grad:
         raise StructureError(
-            "the loss depends on no trainable parameter: set requires_grad on those to "
-            "train, and compute the loss from the model's outputs"
+            "the loss depends on no trainable parameter: set requires_grad on what is "
+            "to be trained, and compute the loss from the model's outputs"
         )
     return loss.reshape(())
 

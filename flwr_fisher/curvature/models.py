@@ -38,7 +38,8 @@ def device_of(model: nn.Module) -> torch.device:
     check_default_device()
     if not (parameters := trainable(model)):
         raise ConfigurationError(
-            "the model has no trainable parameter: set requires_grad on those to merge"
+            "the model has no trainable parameter: set requires_grad on the "
+            "parameters to merge"
         )
     for name, parameter in parameters.items():
         if parameter.is_complex():

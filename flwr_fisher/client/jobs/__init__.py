@@ -92,7 +92,7 @@ def get_job(name: str, kind: str = "train") -> Job:
     return _JOBS[kind][name]
 
 
-_OWN = "If it is a job of your own: import its module in the client app, too"
+_OWN = "Import the module of your own job"
 
 
 def _read(name: str, kind: str) -> None:
