@@ -244,12 +244,20 @@ class CurvatureStrategy(Strategy):
             )
 
     def settings(self) -> dict[str, Any]:
-        """Return this strategy's own options, as JSON: override this.
+        """Return this class's own options, as JSON: override this.
 
         The log shows them (:meth:`summary`), and a resumed run must have the same ones
-        (:meth:`options`).
+        (:meth:`options`). Those of a class that it is derived from are there, too.
         """
         return {}
+
+    def _every_setting(self) -> dict[str, Any]:
+        """Return the settings of the class and of those it is derived from."""
+        found: dict[str, Any] = {}
+        for kind in reversed(type(self).__mro__):
+            if own := vars(kind).get("settings"):
+                found |= own(self)
+        return found
 
     def options(self) -> dict[str, Any]:
         """Return the options that must be equal in a run and its resumption.
@@ -266,12 +274,15 @@ class CurvatureStrategy(Strategy):
             **({} if self.refine is None else {"refine": self.refine.settings()}),
             **{f"policy.{name}": n for name, n in self.policy.settings().items()},
             **({} if self.secure is None else {"secure": self.secure.settings()}),
-            **self.settings(),
+            **self._every_setting(),
         }
 
     def summary(self) -> None:
         """Log the strategy's configuration; what is asked of clients, for debugging."""
-        settings = {"seed": self.seed, **self.settings()}
+        refine = {} if self.refine is None else self.refine.settings()
+        settings: dict[str, Any] = {"seed": self.seed}
+        settings |= {f"refine.{name}": value for name, value in refine.items()}
+        settings |= self._every_setting()
         texts = [f"{name}={value}" for name, value in settings.items()]
         of_clients = [text for text in texts if text.startswith("client-")]
         logger.info("\t├──> %s", ", ".join(t for t in texts if t not in of_clients))
@@ -423,11 +434,15 @@ class CurvatureStrategy(Strategy):
         except BaseException:  # also of the user's own functions, and Ctrl+C
             if run.has_something:
                 self.partial_result = run.result()
+                again = (
+                    f". What has arrived is in {checkpoint_dir}: run the same again "
+                )
                 logger.error(
                     "The run ends with an error. The strategy's partial_result has "
-                    "the %s, and the %s uploads of the last exchange",
+                    "the %s, and the %s uploads of the last exchange%s",
                     "merged model" if run.has_merged else "initial model",
                     len(self.partial_result.uploads),
+                    "" if checkpoint_dir is None else again + "with resume=True",
                 )
             raise
         finally:

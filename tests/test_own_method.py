@@ -14,7 +14,7 @@ from flwr_fisher.client.jobs import get_job
 from flwr_fisher.curvature import gradient
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
 from flwr_fisher.params import trainable_names
-from flwr_fisher.strategies import Exchange, ServerState, Step
+from flwr_fisher.strategies import Exchange, FedFisherOneShot, ServerState, Step
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -140,3 +140,19 @@ def test_a_job_that_is_read_again_takes_its_place(monkeypatch):
 def test_an_unknown_job_may_be_one_whose_module_is_not_imported():
     with pytest.raises(UnknownNameError, match="Import the module of your own job"):
         get_job("once")
+
+
+def test_a_derived_strategys_settings_are_those_of_its_classes_too():
+    """A run was resumed with other options of the class that it is derived from."""
+
+    class WithLength(FedFisherOneShot):
+        def settings(self):
+            return {"length": 0.1}
+
+    class Longer(WithLength):
+        def settings(self):
+            return {**super().settings(), "length": 0.2}
+
+    plain, derived = FedFisherOneShot().options(), Longer().options()
+    assert derived == {**plain, "strategy": "Longer", "length": 0.2}
+    assert WithLength().options()["length"] == 0.1

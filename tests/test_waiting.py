@@ -140,9 +140,18 @@ def test_evaluation_without_clients_costs_the_run_nothing(clock, caplog):
     result = FedFisherOneShot().start(grid, tiny_arrays(), timeout=3600)
     assert result.train_metrics_clientapp[1]["num-replies"] == 3
     assert (
-        "no client evaluates: only 0 of 2 required nodes (min_available_nodes=2, "
-        "min_evaluate_nodes=2) are connected after 60 s" in caplog.text
+        "no client evaluates: only 0 of 2 required nodes (min_evaluate_nodes=2) are "
+        "connected after 60 s" in caplog.text
     )
+    assert clock.now < 70
+
+
+def test_those_that_are_left_evaluate(clock, caplog):
+    """Who has died since the training is not waited for."""
+    gone = Behaviour(connected=lambda now: now < 1)
+    grid = ClockedGrid(quick_app(), {2: gone}, clock, 3)
+    result = FedFisherOneShot(min_available_nodes=3).start(grid, tiny_arrays())
+    assert result.evaluate_metrics_clientapp[1]
     assert clock.now < 70
 
 

@@ -17,8 +17,8 @@ _TRY = (
     "docs/fedfisher.md#if-fedavg-is-as-good"
 )
 _ALIKE = (
-    "Clients with alike labels have alike Fishers: then FedAvg(refine=Refinement()) is "
-    "as good, and cheaper."
+    "If the clients have alike labels, they have alike Fishers: then "
+    "FedAvg(refine=Refinement()) is probably as good."
 )
 _OTHER_DATA = 0.2  # how far below the clients' own scores a test score is no accident
 
@@ -40,7 +40,8 @@ def against_fedavg(method: str, accuracy: float, fedavg: float, count: int) -> s
     >>> against_fedavg("FedFisher", 0.983, 0.569, 360)
     "FedFisher is 41.4 points above FedAvg's mean of the same models."
     >>> against_fedavg("FedFisher", 0.983, 0.981, 360)
-    "FedAvg's mean of the same models is level with FedFisher (98.1 and 98.3 %)."
+    "FedAvg's mean of the same models is level with FedFisher (98.1 and 98.3 %; \
+less than two standard errors)."
     """
     lead = _lead(accuracy, fedavg, count)
     above = f"{100 * abs(lead):.1f} points above"
@@ -48,6 +49,7 @@ def against_fedavg(method: str, accuracy: float, fedavg: float, count: int) -> s
         return f"{method} is {above} FedAvg's mean of the same models."
     how = above if lead else "level with"
     both = f"{100 * fedavg:.1f} and {100 * accuracy:.1f} %"
+    both += "" if lead else "; less than two standard errors"
     return f"FedAvg's mean of the same models is {how} {method} ({both})."
 
 
@@ -105,8 +107,9 @@ def one_shot_sentences(
     if (gain := _lead(ours, merge, count)) > 0:
         said.append(
             f"What follows the merge adds {100 * gain:.1f} points. FedAvg's mean is "
-            "without it in this table, and gains by it, too: to compare, run "
-            "flwr_fisher.strategies.FedAvg(refine=Refinement()) with report_rounds."
+            "without it in this table, and gains by a new last layer, too: to compare, "
+            "run flwr_fisher.strategies.FedAvg(refine=Refinement()) with "
+            "report_rounds(..., method='FedAvg')."
         )
     if _lead(merge, fedavg, count) <= 0:
         said.append(_TRY if _lead(ours, fedavg, count) <= 0 else _ALIKE)

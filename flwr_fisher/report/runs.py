@@ -260,16 +260,18 @@ def report_rounds(
         logger.info("%s: test %s %s", method, key, told)
     uploads = result.uploads if isinstance(result, CurvatureResult) else []
     models = [each for u in uploads if (each := _model(u.payload)) is not None]
-    if models and method.lower() != "fedavg" and not isnan(last["accuracy"]):
+    ours, who = last["accuracy"], method
+    if isinstance(result, CurvatureResult) and result.unrefined is not None:
+        before = arrays_to_tensors(result.unrefined)  # nor is FedAvg's mean refined
+        ours = accuracy_of(class_hits(model, [before], [1.0], loader))
+        who = f"{method}, before it is refined,"
+        gain = 100 * (last["accuracy"] - ours)
+        logger.info("%s: refining the last model adds %.1f points", method, gain)
+    if models and not method.lower().startswith("fedavg") and not isnan(ours):
         mean = weighted_mean(models, [upload.num_examples for upload in uploads])
         hits = class_hits(model, [mean], [1.0], loader)
         accuracy["fedavg"] = fedavg = accuracy_of(hits)
-        count, ours = int(hits[1].sum()), last["accuracy"]
-        if isinstance(result, CurvatureResult) and result.unrefined is not None:
-            before = arrays_to_tensors(result.unrefined)  # nor is FedAvg's mean refined
-            ours = accuracy_of(class_hits(model, [before], [1.0], loader))
-            method = f"{method}, before it is refined,"
-        compared = against_fedavg(method, ours, fedavg, count)
+        compared = against_fedavg(who, ours, fedavg, int(hits[1].sum()))
         logger.info("In the last round: %s", compared)
     metrics = {"accuracy": accuracy, "rounds": rounds, "seconds": seconds}
     _write_metrics(path, result, params, {**metrics, "config": dict(config or {})})

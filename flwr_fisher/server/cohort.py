@@ -394,7 +394,7 @@ class Cohort:
                     lines.append(f"{self._listed(refused)}: {why}")
                 lines += [f"no answer: {self._listed(silent)}"] if silent else []
                 raise RoundError("\n".join(lines))
-            last, line = line, _waiting_line(len(connected), needed)
+            last, line = line, _waiting_line(len(connected), needed, purpose)
             if silent:
                 line += f", no answer yet from {self._listed(silent)}"
             if line != last:
@@ -625,9 +625,10 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[in
     return nodes
 
 
-def _waiting_line(count: int, needed: int) -> str:
+def _waiting_line(count: int, needed: int, purpose: str = "train") -> str:
     text = f"Waiting for nodes to connect: {count} of {needed} required nodes"
-    return f"{text} (num-supernodes in flwr run's --federation-config starts more)"
+    text += " to evaluate the model, which is whole" if purpose == "evaluate" else ""
+    return f"{text} (flwr run's --federation-config has a simulation's num-supernodes)"
 
 
 def most_nodes(grid: Grid, known: int) -> int:

@@ -322,7 +322,7 @@ class Driver:
                 self.grid,
                 fraction=strategy.fraction_evaluate,
                 minimum=strategy.min_evaluate_nodes,
-                available=strategy.min_available_nodes,
+                available=0,  # who has left does not come back to evaluate
                 server_round=self.server_round,
                 purpose="evaluate",
                 timeout=min(strategy.timeout, _LONGEST_WAIT),
