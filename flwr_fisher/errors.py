@@ -42,8 +42,6 @@ class UnknownNameError(ConfigurationError):
         The unknown name.
     known : Iterable[str]
         The names that would have worked.
-    hint : str, optional
-        What else there is to know.
 
     Examples
     --------
@@ -52,12 +50,9 @@ class UnknownNameError(ConfigurationError):
     flwr_fisher.errors.UnknownNameError: unknown structure 'kfca'; known: diagonal, kfac
     """
 
-    def __init__(
-        self, what: str, name: object, known: Iterable[str], hint: str = ""
-    ) -> None:
+    def __init__(self, what: str, name: object, known: Iterable[str]) -> None:
         # It may come from a stranger, and ends in a log.
-        text = f"unknown {what} {name!r:.80}; known: {', '.join(known)}"
-        super().__init__(text + (f". {hint}" if hint else ""))
+        super().__init__(f"unknown {what} {name!r:.80}; known: {', '.join(known)}")
 
 
 class MissingExtraError(FlwrFisherError, ImportError):

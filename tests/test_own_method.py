@@ -138,8 +138,10 @@ def test_a_job_that_is_read_again_takes_its_place(monkeypatch):
 
 
 def test_an_unknown_job_may_be_one_whose_module_is_not_imported():
-    with pytest.raises(UnknownNameError, match="Import the module of your own job"):
-        get_job("once")
+    with pytest.raises(UnknownNameError, match="whose modules the client app imports"):
+        get_job("polish")
+    with pytest.raises(UnknownNameError, match=r"unknown job 'gradeint'; .*gradient"):
+        get_job("gradeint")
 
 
 def test_a_derived_strategys_settings_are_those_of_its_classes_too():

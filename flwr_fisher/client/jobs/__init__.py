@@ -5,6 +5,7 @@ user's own job is registered by its decorator.
 """
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -76,7 +77,7 @@ def get_job(name: str, kind: str = "train") -> Job:
     Raises
     ------
     UnknownNameError
-        If there is no such job. It lists the jobs that there are.
+        If there is no such job. It lists those with a name like it.
     ConfigurationError
         If a mod does this job, and the client has no such mod.
     """
@@ -88,11 +89,12 @@ def get_job(name: str, kind: str = "train") -> Job:
     if name not in _JOBS[kind]:
         _read(name, kind)
     if name not in _JOBS[kind]:
-        raise UnknownNameError("job", name, sorted(_JOBS[kind]), _OWN)
+        alike = get_close_matches(name[:80], _JOBS[kind])
+        raise UnknownNameError("job", name, alike or [_KNOWN])
     return _JOBS[kind][name]
 
 
-_OWN = "Import the module of your own job"
+_KNOWN = "this library's, and those whose modules the client app imports"
 
 
 def _read(name: str, kind: str) -> None:

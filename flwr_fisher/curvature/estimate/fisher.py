@@ -144,6 +144,7 @@ def fisher(
             advance(len(some))
         if engine is None:
             raise DataError(
-                "the loader has no examples, or none with a label other than -100"
+                "the loader has no examples, or none with a label other than -100, so "
+                "it has no Fisher"
             )
         return engine.result()
