@@ -142,20 +142,18 @@ def test_who_has_another_kind_of_labels_is_named_before_it_trains(make, odd, cap
     assert caplog.text.count(said) == 1
 
 
-class Folders(TensorDataset):
-    """A data set that knows its classes, as torchvision's ImageFolder does."""
+def folders(classes, transform=None):
+    """Return a data set that knows its classes, as torchvision's ImageFolder does."""
+    own = examples()
+    own.classes, own.target_transform = classes, transform
+    return own
 
-    def __init__(self, classes, transform=None):
-        super().__init__(*examples().tensors)
-        self.classes, self.target_transform = classes, transform
 
-
-class Table(TensorDataset):
-    """One that has features, as Hugging Face's do."""
-
-    def __init__(self, classes):
-        super().__init__(*examples().tensors)
-        self.features = {"image": object(), "label": SimpleNamespace(names=classes)}
+def table(classes):
+    """Return one that has features, as Hugging Face's do."""
+    own = examples()
+    own.features = {"image": object(), "label": SimpleNamespace(names=classes)}
+    return own
 
 
 @pytest.mark.parametrize("kind", ["folders", "subset", "table", "renumbered", "none"])
@@ -166,16 +164,15 @@ def test_classes_have_the_same_numbers_on_all_clients(kind, caplog):
         lacks = context.node_config["partition-id"] == 1
         classes = ["cat", "dog"] if lacks else ["ant", "cat", "dog"]
         own = {
-            "folders": lambda: Folders(classes),
-            "subset": lambda: Subset(Folders(classes), range(8)),
-            "table": lambda: Table(classes),
-            "renumbered": lambda: Folders(classes, lambda label: label),
-            "none": lambda: Folders(None) if lacks else Folders(classes),
+            "folders": lambda: folders(classes),
+            "subset": lambda: Subset(folders(classes), range(8)),
+            "table": lambda: table(classes),
+            "renumbered": lambda: folders(classes, lambda label: label),
+            "none": lambda: folders(None) if lacks else folders(classes),
         }[kind]()
         return FisherClient(model(), DataLoader(own, 4))
 
-    grid = LocalGrid(make_client_app(client_fn), 4)
-    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    grid, strategy = LocalGrid(make_client_app(client_fn), 4), FedFisherOneShot()
     result = strategy.start(grid, arrays(shared_state(model())))
     refused = kind in ("folders", "subset", "table")
     assert len(result.uploads) == 4 - refused

@@ -193,8 +193,7 @@ def test_the_quickstarts_client_trains_as_its_run_config_says(my_app, monkeypatc
 
     def train_quickstarts(net, trainloader, epochs, lr, device):
         asked.append((epochs, lr, device.type))
-        pairs = [(batch["img"], batch["label"]) for batch in trainloader]
-        return train(net, pairs, epochs, lr)
+        return train(net, [(b["img"], b["label"]) for b in trainloader], epochs, lr)
 
     task = ModuleType("pytorchexample.task")
     task.Net, task.load_data, task.train = Net, load_quickstarts, train_quickstarts

@@ -639,14 +639,11 @@ def test_a_model_without_such_a_head_stays_and_the_log_says_why(
 def test_a_last_layer_that_is_not_linear_stays(kind, caplog):
     class Head(nn.Linear):
         def forward(self, x):
-            if kind == "tempered":
-                return super().forward(x) / 16
-            if kind == "cosine":
-                return 16 * F.linear(F.normalize(x), F.normalize(self.weight))
-            return super().forward(x)
+            cosine = 16 * F.linear(F.normalize(x), F.normalize(self.weight))
+            return cosine if kind == "cosine" else super().forward(x) / 16
 
     def make():
-        head = Head(8, 3, bias=kind != "cosine")
+        head = (nn.Linear if kind == "softcap" else Head)(8, 3, bias=kind != "cosine")
         if kind == "softcap":
             head.register_forward_hook(lambda m, args, out: torch.tanh(9 * out))
         return nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 8), head)
@@ -660,9 +657,8 @@ def test_a_last_layer_that_is_not_linear_stays(kind, caplog):
         result = run(app=app, arrays=arrays, refine=Refinement())
     assert same_bits(result.arrays, result.unrefined)
     assert "since the outputs of the last layer '3' are not its weight" in caplog.text
-    batch = tiny_data(0).tensors
     with pytest.raises(StructureError, match="a method of its class, or a hook"):
-        head_sums(make(), [batch], "3")
+        head_sums(make(), [tiny_data(0).tensors], "3")
 
 
 def test_a_small_heads_large_sums_are_sent_if_they_are_asked_for(caplog):

@@ -375,17 +375,14 @@ def test_a_failed_training_is_no_source_of_a_class():
 
 def test_a_client_of_one_class_has_not_failed(tmp_path, caplog):
     """Its loop returns the mean over epochs, which is high."""
-    data = tiny_data(0)
-    only = TensorDataset(data.tensors[0], torch.zeros_like(data.tensors[1]))
+
+    def loop(model, *_):
+        model[-1].bias.data = torch.tensor([9.0, 0.0, 0.0])
+        return {"train_loss": 1.4}
 
     def client_fn(context):
-        own = only if context.node_config["partition-id"] == 0 else data
-
-        def loop(model, loader, device, config):
-            with torch.no_grad():
-                model[-1].bias.copy_(torch.tensor([9.0, 0.0, 0.0]))
-            return {"train_loss": 1.4}
-
+        x, y = tiny_data(0).tensors
+        own = TensorDataset(x, y * (context.node_config["partition-id"] != 0))
         return FisherClient(tiny_model(), DataLoader(own, 4), train_fn=loop)
 
     app, arrays = make_client_app(client_fn), ArrayRecord(shared_state(tiny_model()))
@@ -401,8 +398,7 @@ def test_a_client_of_one_class_has_not_failed(tmp_path, caplog):
 
 def test_the_log_says_what_to_try_if_the_merge_alone_is_level():
     told = said(hits(50, 50, 50), fedfisher_merge=0.8, fedavg=0.8)
-    assert "alike Fishers" in told
-    assert "You can try" not in told
+    assert ("alike Fishers" in told, "You can try" in told) == (True, False)
 
 
 def test_clients_that_number_classes_otherwise_are_suspected():
@@ -459,7 +455,7 @@ def test_outputs_without_classes_are_reported_without_a_word_on_accuracy(
     assert math.isnan(got["fedfisher"])
     assert "Accuracy on 90 test examples" in caplog.text
     last = json.loads((tmp_path / "metrics.json").read_text())["rounds"]["0"]["server"]
-    y = torch.cat([labels for _, labels in loader])
+    (*_, y) = loader.dataset.tensors
     assert last["loss"] == pytest.approx(F.mse_loss(model(x), y).item())
     assert "FedAvg's mean" not in caplog.text
     with pytest.raises(StructureError, match="pass another loss_fn"):

@@ -146,10 +146,10 @@ def test_evaluation_without_clients_costs_the_run_nothing(clock, caplog):
     assert clock.now < 70
 
 
-def test_those_that_are_left_evaluate(clock, caplog):
+def test_those_that_are_left_evaluate(clock):
     """Who has died since the training is not waited for."""
-    gone = Behaviour(connected=lambda now: now < 1)
-    grid = ClockedGrid(quick_app(), {2: gone}, clock, 3)
+    gone = {2: Behaviour(connected=lambda now: now < 1)}
+    grid = ClockedGrid(quick_app(), gone, clock, 3)
     result = FedFisherOneShot(min_available_nodes=3).start(grid, tiny_arrays())
     assert result.evaluate_metrics_clientapp[1]
     assert clock.now < 70
