@@ -205,7 +205,7 @@ class LocalProblem:
 
     @property
     def class_names(self) -> list[str]:
-        """The data set's names of classes, by number, as torchvision's have them.
+        """The names of the data set's classes, in the order of their numbers.
 
         Empty if there are none, or if a ``target_transform`` numbers classes anew.
         """

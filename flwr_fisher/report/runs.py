@@ -265,8 +265,8 @@ def report_rounds(
         before = arrays_to_tensors(result.unrefined)  # nor is FedAvg's mean refined
         ours = accuracy_of(class_hits(model, [before], [1.0], loader))
         who = f"{method}, before it is refined,"
-        gain = 100 * (last["accuracy"] - ours)
-        logger.info("%s: refining the last model adds %.1f points", method, gain)
+        if not isnan(gain := 100 * (last["accuracy"] - ours)):
+            logger.info("%s: refining the last model adds %.1f points", method, gain)
     if models and not method.lower().startswith("fedavg") and not isnan(ours):
         mean = weighted_mean(models, [upload.num_examples for upload in uploads])
         hits = class_hits(model, [mean], [1.0], loader)
@@ -319,13 +319,12 @@ def _write_metrics(
     """Write ``metrics.json``; log the size of an upload, and what is in the folder."""
     if isinstance(result, CurvatureResult):
         metrics["left_out"] = result.left_out
-    if isinstance(result, CurvatureResult) and result.uploads:
-        sizes = result.upload_bytes, arrays_bytes(tensors_to_arrays(params))
-        keys = "upload_per_client", "fedavg_per_client"
-        metrics["bytes"] = dict(zip(keys, sizes, strict=True))
-        kilobytes = [size / 1e3 for size in sizes]
-        text = "Upload, all requests: %.0f kB a client (FedAvg: %.0f kB)"
-        logger.info(text, *kilobytes)
+        if result.uploads:
+            sizes = result.upload_bytes, arrays_bytes(tensors_to_arrays(params))
+            keys = "upload_per_client", "fedavg_per_client"
+            metrics["bytes"] = dict(zip(keys, sizes, strict=True))
+            text = "Upload, all requests: %.0f kB a client (FedAvg: %.0f kB)"
+            logger.info(text, *(size / 1e3 for size in sizes))
     text = json.dumps(metrics, indent=2, default=float)
     (path / "metrics.json").write_text(text + "\n")
     logger.info("Results are in %s:", path)

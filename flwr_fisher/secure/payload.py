@@ -214,7 +214,7 @@ class Contribution:
 
     @classmethod
     def of(cls, reply: Message, metric: str | None, sent: Params) -> "Contribution":
-        """Return the contribution of a reply to `sent`, weighted by one of its metrics.
+        """Return what a client's reply contributes to a sum, weighted by a metric.
 
         Raises
         ------

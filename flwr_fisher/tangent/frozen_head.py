@@ -270,7 +270,7 @@ def head_losses(
     layer, count = linear_layer(model, head), 0
     shape = 1 + len(scales), layer.out_features, layer.in_features + len(solved) - 1
     slopes = layer.weight.new_zeros(shape, dtype=torch.float64)
-    losses, quiet = slopes.new_zeros(len(slopes)), 0.0
+    losses, quiet = slopes.new_zeros(len(slopes)), slopes.new_zeros(())
     for z, y, batch in head_rows(model, loader, head, classes=classes):
         count += len(batch)
         if not len(z):
@@ -279,9 +279,8 @@ def head_losses(
         x = F.pad(z, (0, len(solved) - 1), value=1.0)
         own = [p.to(z) for p in (layer.weight, layer.bias) if p is not None]
         other = F.linear(z, *(part.to(here, z.dtype) for part in solved))
-        quiet += len(z) * float(
-            loss_of(loss_fn, z.new_zeros(len(z), layer.out_features), y)
-        )
+        zeros = z.new_zeros(len(z), layer.out_features)
+        quiet += len(z) * loss_of(loss_fn, zeros, y).double()
         # One candidate at a time: outputs may be as many as a vocabulary has words.
         for i, scale in enumerate([0.0, *scales]):
             outputs = scale * other if i else F.linear(z, *own)
@@ -292,7 +291,8 @@ def head_losses(
             slopes[i] += len(z) * (slope.mT @ x).double()
     if not count:
         raise DataError("the loader has no examples")
-    return losses.cpu().clamp(max=_WORST * quiet) / count, slopes.cpu() / count
+    losses = losses.clamp(max=_WORST * quiet)
+    return losses.cpu() / count, slopes.cpu() / count
 
 
 def _check_is_linear(name: str, layer: nn.Linear, z: Tensor, own: Tensor) -> None:

@@ -194,7 +194,7 @@ class Additive(Payload):
 
 
 def products(fisher: Params, vector: Params) -> dict[str, Tensor]:
-    """Return a diagonal Fisher's product with a vector, in the Fisher's dtypes."""
+    """Return a diagonal Fisher times a vector, in the Fisher's dtypes."""
     return {k: (F.double() * vector[k].double()).to(F) for k, F in fisher.items()}
 
 
