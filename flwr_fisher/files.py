@@ -17,7 +17,8 @@ from torch import Tensor
 
 # The names of files that are not yet whole: this module's, and those of safetensors.
 _ASIDE = re.compile(r".+\.\d+\.partial|\.tmp\w{6}")
-_checked: dict[Path, tuple[int, ...]] = {}  # which version of a file had its digest
+# The version of each file that this process wrote, or found to have its digest.
+_checked: dict[Path, tuple[int, ...]] = {}
 
 
 def save_tensors(
@@ -51,7 +52,9 @@ def save_tensors(
             os.fsync(file.fileno())
         # safetensors makes files that only their owner may read.
         aside.chmod(path.parent.stat().st_mode & 0o666)
+        version = _version(aside)
         aside.replace(path)
+        _checked[path] = version
         sync_folder(path.parent)
     except Exception:
         aside.unlink(missing_ok=True)
@@ -77,16 +80,15 @@ def save_record(
 def load_record(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a file of :func:`save_record`, and check its digest.
 
-    A process checks a file once, and again after it was written: TCT reads a client's
-    features in each step, and to check them takes longer than the step.
+    A process checks only files that it did not write, each once until it changes: TCT
+    reads its features in each step, and to check them takes longer than the step.
 
     Raises
     ------
     SafetensorError, OSError, KeyError, ValueError
         If the file is damaged, or is another one.
     """
-    found = path.stat()
-    version = found.st_ino, found.st_size, found.st_mtime_ns
+    version = _version(path)
     with safe_open(path, "pt") as file:
         texts = file.metadata() or {}
         digest = texts.pop("digest")
@@ -96,6 +98,11 @@ def load_record(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     _checked[path] = version
     del texts["keys"]
     return tensors, texts
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def sweep(folder: Path, older_than: float = 0.0) -> None:

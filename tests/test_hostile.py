@@ -44,6 +44,7 @@ from virtual import (
     tiny_arrays,
 )
 
+from flwr_fisher import __version__
 from flwr_fisher.errors import ConfigurationError, ParamsError, RoundError, WireError
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.door import LeftOut
@@ -319,7 +320,7 @@ class Claims(ClientApp):
         if message.metadata.message_type == "query":
             claim = self.claims.get(partition, partition)
             content = RecordDict({"m": MetricRecord({"partition-id": claim})})
-            content["c"] = ConfigRecord({"flwr-fisher": "0.1.0"})
+            content["c"] = ConfigRecord({"flwr-fisher": __version__})
             return Message(content, reply_to=message)
         self.trained.append(partition)
         return self.app(message, context)

@@ -105,6 +105,12 @@ def test_a_numpy_client_is_told_before_it_trains():
             strategy.start(LocalGrid(app, 2), tiny_arrays(), num_rounds=3)
 
 
+def test_a_client_of_another_version_is_told_before_it_trains(monkeypatch):
+    monkeypatch.setattr("flwr_fisher.client.messages.__version__", "0.1.0")
+    with pytest.raises(RoundError, match=r"runs flwr-fisher 0.1.0, and the server \d"):
+        fedfisher_with().start(LocalGrid(quick_app(), 2), tiny_arrays())
+
+
 # Flower's own strategies take any client
 
 

@@ -43,6 +43,7 @@ from virtual import (
     tiny_model,
 )
 
+from flwr_fisher import __version__
 from flwr_fisher.client import LocalSGD, make_client_app
 from flwr_fisher.errors import ConfigurationError, RoundError
 from flwr_fisher.params import trainable_names
@@ -654,7 +655,7 @@ class Mute(ClientApp):
 
 
 def tells(**metrics):
-    version = ConfigRecord({"flwr-fisher": "0.1.0"})
+    version = ConfigRecord({"flwr-fisher": __version__})
     content = {"metrics": MetricRecord(metrics), "config": version}
     return lambda message: Message(RecordDict(content), reply_to=message)
 

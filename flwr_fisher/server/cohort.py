@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
+from flwr_fisher import __version__
 from flwr_fisher.errors import (
     ClientError,
     RoundError,
@@ -55,6 +56,18 @@ _FOREIGN = {
     ),
 }
 _NOT_OURS = _FOREIGN["No query function registered"]
+
+
+def _foreign(version: str | None) -> str:
+    """Return why an app of this version of the library is foreign; empty if not."""
+    if version is None:
+        return _NOT_OURS
+    if version.split(".")[:2] == __version__.split(".")[:2]:
+        return ""
+    return (
+        f"its ClientApp runs flwr-fisher {version}, and the server {__version__}: "
+        "install one version on both"
+    )
 
 
 # --- one client
@@ -140,8 +153,9 @@ class Cohort:
         Decides, with the round, which clients are sampled.
     allow_foreign : bool, default True
         Whether nodes may take part whose ClientApp is foreign. An app of this library
-        answers the query with its version. An app that has no query, or answers without
-        a version, is foreign.
+        answers the query with its version. An app that has no query, answers without a
+        version, or with one whose first two numbers differ from the server's, is
+        foreign.
 
     Attributes
     ----------
@@ -268,7 +282,7 @@ class Cohort:
             self._ask_again[node] = time.monotonic() + _ASK_AGAIN
             return False
         answer = Answer.of(message)
-        foreign = "" if answer.of_library else _NOT_OURS
+        foreign = _foreign(answer.version)
         if message.has_error():
             error = str(message.error.reason)
             foreign = next((why for sign, why in _FOREIGN.items() if sign in error), "")

@@ -199,8 +199,8 @@ class Answer:
 
     Parameters
     ----------
-    of_library : bool
-        Whether the ClientApp is of this library.
+    version : str | None
+        The version of this library that the ClientApp runs.
     partition : int | None
         The client's partition.
     trained : frozenset[str] | None
@@ -215,7 +215,7 @@ class Answer:
         The names of its classes, by number.
     """
 
-    of_library: bool
+    version: str | None
     partition: int | None
     trained: frozenset[str] | None
     frozen: frozenset[str] | None = None
@@ -244,7 +244,7 @@ class Answer:
         frozen = _texts(configs, "frozen")
         if sum(map(len, frozen or ())) > _MOST_FROZEN:
             frozen = None
-        of_library = any(LIBRARY in record for record in configs)
+        ours = (printable(r[LIBRARY]) for r in configs if LIBRARY in r)
         any_job = any(record.get(ANY_JOB) is True for record in configs)
         trained = _texts(configs, "trained")
         said = [_texts(configs, key) or () for key in (LIKELIHOOD, CLASSES)]
@@ -252,7 +252,7 @@ class Answer:
             printable(next(iter(each)), _LABELS) if len(each) == 1 else None
             for each in said
         ]
-        return cls(of_library, partition, trained, frozen, any_job, *labels)
+        return cls(next(ours, None), partition, trained, frozen, any_job, *labels)
 
 
 def client_name(number: int) -> str:
