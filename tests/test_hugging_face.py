@@ -31,13 +31,15 @@ T, peft = Later("transformers"), Later("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
 WORDS, CLASSES = 20, 3
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": WORDS}
-SMALL |= {"hidden_size": 8, "intermediate_size": 12, "max_position_embeddings": 16}
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL |= {"hidden_size": 8, "intermediate_size": 12}
+OF_BERT = SMALL | {"vocab_size": WORDS, "max_position_embeddings": 16}
+OF_T5 = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
 OF_GPT = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}
 ENDS = {"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
 TEXT = {
     "bert": lambda: T.BertForSequenceClassification(
-        T.BertConfig(**SMALL, num_labels=CLASSES)
+        T.BertConfig(**OF_BERT, num_labels=CLASSES)
     )
 }
 CAUSAL = {
@@ -45,28 +47,12 @@ CAUSAL = {
 }
 SEQUENCES = {
     "t5": lambda: T.T5ForConditionalGeneration(
-        T.T5Config(
-            d_model=8,
-            d_kv=4,
-            d_ff=12,
-            num_layers=1,
-            num_heads=2,
-            vocab_size=WORDS,
-            decoder_start_token_id=0,
-        )
+        T.T5Config(**OF_T5, vocab_size=WORDS, decoder_start_token_id=0)
     )
 }
 IMAGES = {
     "vit": lambda: T.ViTForImageClassification(
-        T.ViTConfig(
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=12,
-            image_size=8,
-            patch_size=4,
-            num_labels=CLASSES,
-        )
+        T.ViTConfig(**SMALL, image_size=8, patch_size=4, num_labels=CLASSES)
     )
 }
 TARGETS = {
