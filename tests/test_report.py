@@ -366,7 +366,7 @@ def test_a_failed_training_is_no_source_of_a_class():
     for losses, failed in (({"a": 1.7}, True), ({"a": 0.01}, False), ({}, False)):
         told = said(hits(40, 40, 40), clients, losses)
         assert ("a's model gives every test example the same class" in told) == failed
-        assert ("one client's model finds: 0 (a)" in told) != failed
+        assert ("one client's model finds: 0 by a" in told) != failed
         assert "above FedAvg's mean" in told
     # Of most clients, nothing else is said.
     clients["b"] = one
@@ -411,7 +411,7 @@ def test_clients_that_number_classes_otherwise_are_suspected():
 def test_the_log_names_classes_that_depend_on_one_client():
     clients = {"a": hits(50, 50, 0), "b": hits(0, 50, 2), "c": hits(0, 20, 9)}
     told = said(hits(40, 0, 0), clients)
-    assert "only one client's model finds: 0 (a), 2 (c)." in told
+    assert "only one client's model finds: 0 by a, 2 by c." in told
     assert "client's model finds, but not the final: 1, 2." in told
     assert "final model hardly finds: 2." in said(hits(40, 40, 0), {"a": clients["a"]})
     # One class has no test examples; of one client alone nothing is said.

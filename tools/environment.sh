@@ -14,7 +14,7 @@ trap 'kill $pip' INT TERM # what runs in the background would not see Ctrl+C
 while kill -0 $pip 2>/dev/null; do
 	sleep 1
 	seconds=$((seconds + 1))
-	[ $((seconds % 15)) != 0 ] || echo "  after $seconds s: $(du -sh "$folder" | cut -f1)"
+	[ $((seconds % 15)) != 0 ] || echo "  after $seconds s: $folder has $(du -sh "$folder" | cut -f1); pip downloads all before it unpacks"
 done
 wait $pip
 touch "$folder/dependencies"

@@ -134,7 +134,7 @@ def _on_classes(final: Tensor, clients: Mapping[str, Tensor]) -> Iterator[str]:
     for client, hits in clients.items():
         for c in _classes(hits):
             finders.setdefault(c, []).append(client)
-    alone = [f"{c} ({who[0]})" for c, who in finders.items() if len(who) == 1]
+    alone = [f"{c} by {who[0]}" for c, who in finders.items() if len(who) == 1]
     if alone and len(clients) > 1:
         yield f"Classes that only one client's model finds: {listed(alone)}."
     missed = _classes(torch.stack([final[1], final[1]])) - _classes(final)

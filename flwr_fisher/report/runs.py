@@ -29,6 +29,7 @@ from flwr_fisher.report.accuracy import (
 from flwr_fisher.report.diagnosis import against_fedavg, one_shot_sentences
 from flwr_fisher.report.pictures import plot_accuracies, plot_rounds, points_of
 from flwr_fisher.strategies import CurvatureResult
+from flwr_fisher.tangent import TCTModel
 from flwr_fisher.wire import (
     Additive,
     FisherUpload,
@@ -325,11 +326,13 @@ def _write_metrics(
             metrics["bytes"] = dict(zip(keys, sizes, strict=True))
             text = "Upload, all requests: %.0f kB a client (FedAvg: %.0f kB)"
             logger.info(text, *(size / 1e3 for size in sizes))
+    how = "safetensors.torch.load_model(model, path) loads them into the app's network"
+    if TCTModel.is_in(params):
+        how = "flwr_fisher.tangent.TCTModel.load(path, network) reads them"
     text = json.dumps(metrics, indent=2, default=float)
     (path / "metrics.json").write_text(text + "\n")
     logger.info("Results are in %s:", path)
     logger.info("\tmetrics.json: these numbers, by method, and by client or round")
-    text = "\tmodel.safetensors: the model's parameters; safetensors.torch.load_model("
-    logger.info("%smodel, path) loads them into a network of its kind", text)
+    logger.info("\tmodel.safetensors: the model's parameters; %s", how)
     for picture in sorted(path.glob("*.png")):
         logger.info("\t%s: the accuracies as a picture", picture.name)

@@ -268,6 +268,8 @@ class Cohort:
                     self._known[node] = Identity(node, name)
             self._ask_again |= dict.fromkeys(new, now + QUERY_LIFETIME)
             wait = 0.0 if self.answered.intersection(nodes) else timeout
+            if wait:
+                logger.info("Asking %s nodes which clients they are", len(new))
             due = new
             while due:
                 replies = query(mailbox, due, RecordDict(), wait, self._take)

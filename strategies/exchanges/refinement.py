@@ -356,7 +356,7 @@ def _best_head(
         head = {k: v - part.reshape(v.shape) for (k, v), part in pairs}
     text = "head: the clients' mean loss was %.3g, and is %.3g with %s%s"
     which = "the last layer in closed form" if best else "the trained last layer"
-    then = "; one more step on that layer follows, unmeasured" if steps else ""
+    then = "; one more step on it follows, whose loss nobody measures" if steps else ""
     logger.info(text, losses[0], losses[best], which, then)
     chosen = [upload.payload.losses[best] for upload in uploads]
     return _with(params, head), metrics, _losses(uploads, chosen)
