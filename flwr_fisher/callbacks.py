@@ -173,16 +173,16 @@ class _Watched:
         Raises
         ------
         ConfigurationError
-            If the metric is a list, or if rounds have metrics of its source but not
-            this one.
+            If the metric is a list, or NaN before the first round, or if rounds have
+            metrics of its source but not this one.
         """
         known: dict[int, Any] = {
             n: r[self.name] for n, r in history.items() if self.name in r
         }
-        if any(isinstance(value, list) for value in known.values()):
-            raise ConfigurationError(
-                f"the metric '{self.name}' is a list: watch one that is a number"
-            )
+        lists = any(isinstance(value, list) for value in known.values())
+        if lists or isnan(known.get(0, 0.0)):  # an untrained model has each metric
+            what = "is a list" if lists else "is NaN before the first round"
+            raise ConfigurationError(f"'{self.name}' {what}: watch another metric")
         names = sorted({name for record in history.values() for name in record})
         if not known and any(name.startswith(self._source) for name in names):
             raise ConfigurationError(
@@ -204,7 +204,8 @@ class BestModel:
 
     If a run goes on after its last round, the refined model of that round is taken
     back, with its scores. A later round may then replace it in the file: copy the file
-    before, if you want to keep it.
+    before, if you want to keep it. If ``reopen=True`` repeats a round, the file keeps
+    the model that it had, until a round is better than all others of the run.
 
     Parameters
     ----------

@@ -434,9 +434,7 @@ class CurvatureStrategy(Strategy):
         except BaseException:  # also of the user's own functions, and Ctrl+C
             if run.has_something:
                 self.partial_result = run.result()
-                again = (
-                    f". What has arrived is in {checkpoint_dir}: run the same again "
-                )
+                again = f". {checkpoint_dir} has what arrived: run the same again "
                 logger.error(
                     "The run ends with an error. The strategy's partial_result has "
                     "the %s, and the %s uploads of the last exchange%s",
@@ -452,7 +450,7 @@ class CurvatureStrategy(Strategy):
         again = ""
         if checkpoint_dir is not None and self.secure is None:
             again = f". start(..., num_rounds={last}, resume=True, reopen=True) asks "
-            again += "them again"
+            again += "those again whom it asked last"
         metrics: Any = result.train_metrics_clientapp.get(last, {})
         if out := sum(metrics.get(f"num-{how}", 0) for how in ("rejected", "missing")):
             text = "%s of the clients asked are not in the last round's model%s, for "

@@ -178,10 +178,10 @@ def test_a_metric_that_is_not_there_is_named():
         CallbackError, match=r"no round .* 'server/accurac'. The metrics are: "
     ):
         run(BestModel("unused", "server/accurac", "max"), scores="01234")
-    with pytest.raises(ConfigurationError, match="'train/x' is a list"):
-        EarlyStopping("train/x", "max").on_round_end(
-            1, ArrayRecord(), {1: {"train/x": [1.0]}}
-        )
+    for values, what in (({1: [1.0]}, "is a list"), ({0: float("nan"), 1: 0.3}, "NaN")):
+        stop, history = EarlyStopping("train/x", "max"), history_of("train/x", values)
+        with pytest.raises(ConfigurationError, match=f"'train/x' .*{what}"):
+            stop.on_round_end(1, ArrayRecord(), history)
     for name in ("accuracy", "evaluation/accuracy", 0.5):
         with pytest.raises(ConfigurationError, match="is not the name of a metric"):
             EarlyStopping(name)

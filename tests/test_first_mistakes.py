@@ -167,6 +167,12 @@ def beside(*bases, **hooks):
     return strategy.start(LocalGrid(tiny_app(), 2), tiny_arrays())
 
 
+def starting(arrays=None, app=None, options=(), **more):
+    strategy = FedFisherOneShot(**dict(options))
+    grid = LocalGrid(app or tiny_app(), 2)
+    return strategy.start(grid, arrays or tiny_arrays(), **more)
+
+
 def fedavgs_reply(message, context):
     metrics = MetricRecord({"num-examples": 1})
     content = RecordDict({"arrays": message.content["arrays"], "metrics": metrics})
@@ -175,16 +181,12 @@ def fedavgs_reply(message, context):
 
 MISTAKES = {
     "a state dict": (
-        lambda: FedFisherOneShot().start(
-            LocalGrid(tiny_app(), 3), nn.Linear(2, 2).state_dict()
-        ),
+        lambda: starting(nn.Linear(2, 2).state_dict()),
         ConfigurationError,
         r"pass ArrayRecord\(\.\.\.\)",
     ),
     "a model that has diverged": (
-        lambda: FedFisherOneShot().start(
-            LocalGrid(tiny_app(), 3), ArrayRecord({"w": torch.tensor([torch.nan])})
-        ),
+        lambda: starting(ArrayRecord({"w": torch.tensor([torch.nan])})),
         ConfigurationError,
         "the initial arrays cannot be trained: 'w': holds NaN or infinity",
     ),
@@ -194,61 +196,42 @@ MISTAKES = {
         "grid must be .*LocalGrid",
     ),
     "a list of arrays": (
-        lambda: FedFisherOneShot().start(
-            LocalGrid(tiny_app(), 2),
-            ArrayRecord(
-                [value.numpy() for value in tiny_model().state_dict().values()]
-            ),
-        ),
+        lambda: starting(ArrayRecord([torch.ones(2).numpy()])),
         RoundError,
         r"'0' of .*no such entry: start from shared_state\(model\)",
     ),
     "a plain reply without a Fisher": (
-        lambda: FedFisherOneShot(codec="lossless").start(
-            LocalGrid(trained_by(fedavgs_reply), 2), tiny_arrays()
-        ),
+        lambda: starting(app=trained_by(fedavgs_reply), options={"codec": "lossless"}),
         RoundError,
         r"'curvature/format': missing: .*fisher_arrays\(message",
     ),
     "no reply": (
-        lambda: FedFisherOneShot().start(
-            LocalGrid(trained_by(lambda message, context: None), 2), tiny_arrays()
-        ),
+        lambda: starting(app=trained_by(lambda message, context: None)),
         RoundError,
         r"the app's function returned None, no Message\(RecordDict",
     ),
     "what evaluate_fn returned once": (
-        lambda: FedFisherOneShot().start(
-            LocalGrid(tiny_app(), 3), tiny_arrays(), evaluate_fn=lambda *_: (0.1, {})
-        ),
+        lambda: starting(evaluate_fn=lambda *_: (0.1, {})),
         ConfigurationError,
         r"evaluate_fn must return a MetricRecord of numbers .*, got \(0.1",
     ),
     "a name for an evaluate_fn": (
-        lambda: FedFisherOneShot().start(
-            LocalGrid(tiny_app(), 3), tiny_arrays(), evaluate_fn="accuracy"
-        ),
+        lambda: starting(evaluate_fn="accuracy"),
         ConfigurationError,
         "evaluate_fn must be a function, got 'accuracy'",
     ),
     "a file for a checkpoint_dir": (
-        lambda: FedFisherOneShot().start(
-            LocalGrid(tiny_app(), 3), tiny_arrays(), checkpoint_dir=__file__
-        ),
+        lambda: starting(checkpoint_dir=__file__),
         CheckpointError,
         "checkpoint_dir is a file, .*: pass a folder, or None",
     ),
     "no metrics of the training": (
-        lambda: FedFisherOneShot(train_metrics_aggr_fn=lambda *_: [0.5]).start(
-            LocalGrid(tiny_app(), 3), tiny_arrays()
-        ),
+        lambda: starting(options={"train_metrics_aggr_fn": lambda *_: [0.5]}),
         ConfigurationError,
         r"train_metrics_aggr_fn must return a MetricRecord of numbers .*, got \[0.5\]",
     ),
     "metrics of the evaluation": (
-        lambda: FedFisherOneShot(evaluate_metrics_aggr_fn=lambda *_: {"a": "b"}).start(
-            LocalGrid(tiny_app(), 3), tiny_arrays()
-        ),
+        lambda: starting(options={"evaluate_metrics_aggr_fn": lambda *_: {"a": "b"}}),
         ConfigurationError,
         r"evaluate_metrics_aggr_fn must return a MetricRecord .*, got {'a': 'b'}",
     ),
@@ -258,9 +241,7 @@ MISTAKES = {
         r"secure must be SecureSums\(\), got <class",
     ),
     "a score that returns nothing": (
-        lambda: FedFisherOneShot(solver="adam", score=lambda params: None).start(
-            LocalGrid(tiny_app(), 3), tiny_arrays()
-        ),
+        lambda: starting(options={"solver": "adam", "score": lambda params: None}),
         ConfigurationError,
         "score's result must be a number, got None",
     ),
@@ -295,9 +276,7 @@ MISTAKES = {
         r"round_config\(\) must return the config of round 1, got None: return Conf",
     ),
     "a model for a client": (
-        lambda: FedFisherOneShot().start(
-            LocalGrid(make_client_app(lambda _: tiny_model()), 2), tiny_arrays()
-        ),
+        lambda: starting(app=make_client_app(lambda _: tiny_model())),
         RoundError,
         r"client_fn must return FisherClient\(.*, got Seq",
     ),

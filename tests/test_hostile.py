@@ -431,9 +431,13 @@ def test_two_clients_are_not_limited():
     assert STRICT.limit(uploads, sizes, {}, {}) == uploads
 
 
-def test_who_is_limited_is_counted():
-    attack = both(edit(NETWORK, noise), times(ANY, 1e3))
-    metrics = run("FedAvg", attack, rounds=1, fraction_evaluate=0).metrics[1]
+@pytest.mark.parametrize(
+    ("name", "spoilt"),
+    [("FedAvg", NETWORK), (PRODUCTS, NETWORK), ("FedFisher, refined", "^gradient/")],
+)
+def test_who_is_limited_in_any_exchange_of_a_round_is_counted(name, spoilt):
+    attack = both(edit(spoilt, noise), times(spoilt, 1e3))
+    metrics = run(name, attack, rounds=1, fraction_evaluate=0).metrics[1]
     # To which part of what each sent.
     parts, weights = metrics["limited-parts"], metrics["limited-weights"]
     cut = [min(pair) for pair in zip(parts, weights, strict=True)]

@@ -132,11 +132,13 @@ def test_the_same_clients_are_asked_in_all_of_them():
 
 
 @pytest.mark.parametrize("kind", [FedAvg, FedFisherOneShot])
-def test_a_head_asks_more_clients_than_a_round_samples(kind):
-    strategy = kind(fraction_train=0.4, fraction_evaluate=0.0, refine=Refinement())
-    result = strategy.start(LocalGrid(tiny_app(), 5), tiny_arrays())
-    assert len(result.uploads) == 2
-    assert len(result.exchange_uploads["head"]) == 5
+def test_a_head_asks_more_clients_than_a_round_samples(kind, tmp_path):
+    for again in ({}, {"resume": True, "reopen": True}):
+        strategy = kind(fraction_train=0.4, fraction_evaluate=0.0, refine=Refinement())
+        options = {"checkpoint_dir": tmp_path, **again}
+        result = strategy.start(LocalGrid(tiny_app(), 5), tiny_arrays(), **options)
+        assert len(result.uploads) == 2
+        assert len(result.exchange_uploads["head"]) == 5
 
 
 class StopsAfterTwo:
@@ -206,6 +208,14 @@ def test_an_exchange_that_failed_is_not_tried_again_after_a_crash(tmp_path):
     resumed = run(WithHead, again, checkpoint_dir=tmp_path, resume=True)
     assert "num-norms-refreshed" not in resumed.train_metrics_clientapp[1]
     assert [config.get("job") for config in again.configs] == ["head-sums"] * CLIENTS
+
+
+def test_who_had_no_part_in_the_first_exchange_cannot_join_the_last(tmp_path, caplog):
+    sums, again = {"aggregate": "sums"}, {"resume": True, "reopen": True}
+    run(FedFisherOneShot, options=sums, checkpoint_dir=tmp_path)
+    assert "opened again" not in caplog.text
+    run(FedFisherOneShot, options=sums, clients=4, checkpoint_dir=tmp_path, **again)
+    assert "a client that had no part in those before it cannot join" in caplog.text
 
 
 def test_reopening_a_round_opens_its_merge(tmp_path):

@@ -107,7 +107,7 @@ def test_a_numpy_client_is_told_before_it_trains():
 
 def test_a_client_of_another_version_is_told_before_it_trains(monkeypatch):
     monkeypatch.setattr("flwr_fisher.client.messages.__version__", "0.1.0")
-    with pytest.raises(RoundError, match=r"runs flwr-fisher 0.1.0, and the server \d"):
+    with pytest.raises(RoundError, match=r"runs flwr-fisher 0.1.0, the server \d"):
         fedfisher_with().start(LocalGrid(quick_app(), 2), tiny_arrays())
 
 

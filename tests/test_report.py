@@ -96,9 +96,10 @@ def test_missing_keys_stay_the_models():
     assert ensemble_accuracy(model, *pair, [(X, Y)]) == want
 
 
-def test_one_logit_has_no_accuracy():
-    got = accuracies(nn.Linear(3, 1), {"own": {}}, [(X, Y % 2)])
-    assert math.isnan(got["own"])
+def test_what_is_no_class_has_no_accuracy():
+    for outputs, labels in ((1, Y % 2), (2, Y * 1.0)):
+        got = accuracies(nn.Linear(3, outputs), {"own": {}}, [(X, labels)])
+        assert math.isnan(got["own"])
 
 
 @pytest.mark.parametrize(

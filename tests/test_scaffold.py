@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import virtual
+from clocked import Behaviour, ClockedGrid
 from flwr.app import ArrayRecord
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,7 +20,8 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.server.membership import Membership
-from flwr_fisher.strategies import Policy, Scaffold
+from flwr_fisher.server.round import ExchangeRun
+from flwr_fisher.strategies import Policy, Scaffold, Waiting
 from flwr_fisher.wire import arrays_to_tensors
 
 plain_sgd = partial(LocalSGD, momentum=0.0)
@@ -242,3 +244,26 @@ def test_a_membership_survives_its_tensors_with_large_node_ids():
     known = replace(begins, steps=2, last_steps={big: 1, 0: 2}, weights={big: 2, 0: 3})
     assert Membership.from_tensors(known.to_tensors()) == known
     assert "client-weights" not in known.sent()
+
+
+# In a collection window
+
+
+def killed(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("dies", ["step", "close"])
+def test_after_a_crash_as_many_are_connected(dies, clock, tmp_path, monkeypatch):
+    def control(**kept):
+        every = {p: Behaviour(seconds=lambda times, p=p: 1.0 + p) for p in range(5)}
+        grid = ClockedGrid(virtual.tiny_app(), every, clock, 5)
+        strategy = scaffold(waiting=Waiting(window=900, enough_replies=2))
+        result = strategy.start(grid, virtual.tiny_arrays(), 1, **kept)
+        return result.train_metrics_clientapp[1]["control-norm"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExchangeRun, dies, killed)
+        with pytest.raises(KeyboardInterrupt):
+            control(checkpoint_dir=tmp_path)
+    assert control(checkpoint_dir=tmp_path, resume=True) == pytest.approx(control())

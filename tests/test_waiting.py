@@ -309,6 +309,15 @@ def test_a_failed_round_can_be_skipped(clock, caplog):
     )
 
 
+def test_a_skipped_round_has_no_clients(clock):
+    at_first = Behaviour(seconds=lambda times: 1.0 if clock.now < 9 else inf)
+    grid = ClockedGrid(quick_app(), {0: HANGS, 1: at_first}, clock, 3)
+    skip = Waiting(on_failed_round="skip")
+    result = start(grid, num_rounds=2, waiting=skip, timeout=9)
+    assert result.train_metrics_clientapp[1]["num-missing"] == 1
+    assert (result.left_out, result.upload_bytes) == ({}, 0)
+
+
 def test_half_of_a_skipped_round_changes_nothing(clock, tmp_path):
     """FedGA's second exchange fails, after the first one's step."""
     second = Behaviour(seconds=lambda times: 1.0 if times % 2 == 0 else inf)

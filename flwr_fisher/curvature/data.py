@@ -243,11 +243,12 @@ def is_whole(labels: Tensor) -> bool:
 def is_correct(outputs: Tensor, labels: Any) -> Tensor | None:
     """Return for each label whether the model finds it the most likely class.
 
-    None if the outputs have no classes: one logit has none.
+    None if there are no classes: one logit has none, and labels must be integers.
     """
     guess = outputs.argmax(-1)
     fits = isinstance(labels, Tensor) and guess.shape == labels.shape
-    return guess == labels if fits and outputs.shape[-1] > 1 else None
+    classes = fits and is_whole(labels) and outputs.shape[-1] > 1
+    return guess == labels if classes else None
 
 
 def check_classes(labels: Tensor, classes: int) -> None:

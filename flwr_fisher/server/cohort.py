@@ -55,19 +55,16 @@ _FOREIGN = {
         'fisher_arrays to it, or use FisherClient (the page "Change a FedAvg app")'
     ),
 }
-_NOT_OURS = _FOREIGN["No query function registered"]
 
 
 def _foreign(version: str | None) -> str:
     """Return why an app of this version of the library is foreign; empty if not."""
     if version is None:
-        return _NOT_OURS
+        return _FOREIGN["No query function registered"]
     if version.split(".")[:2] == __version__.split(".")[:2]:
         return ""
-    return (
-        f"its ClientApp runs flwr-fisher {version}, and the server {__version__}: "
-        "install one version on both"
-    )
+    text = "its ClientApp runs flwr-fisher %s, the server %s: install one on both"
+    return text % (version, __version__)
 
 
 # --- one client

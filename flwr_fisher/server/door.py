@@ -23,14 +23,7 @@ from flwr_fisher.server.cohort import (
     claimed_twice,
     unlike_most,
 )
-from flwr_fisher.server.exchange import (
-    WEIGHT,
-    Exchange,
-    P,
-    ServerState,
-    Upload,
-    metrics_from,
-)
+from flwr_fisher.server.exchange import Exchange, P, ServerState, Upload, metrics_from
 from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes, remembered
 from flwr_fisher.wire import NUM_EXAMPLES, arrays_bytes
@@ -307,7 +300,8 @@ class Door(Generic[P]):
         if self.has(identity):
             return None
         if reply.from_superlink or reply.nothing_will_come:
-            self.left_out.mark_missing([name], printable(reply.message.error.reason))
+            why = printable(reply.message.error.reason, _REASON)
+            self.left_out.mark_missing([name], why)
             return None
         try:
             metrics = read_metrics(reply.message)
@@ -505,19 +499,10 @@ class Door(Generic[P]):
         }
         if self.left_out.missing:
             counts["num-missing"] = len(self.left_out.missing)
-        limits: dict[str, list[float]] = {}
-        if self.limited:
-            counts["num-limited"] = len(self.limited)
-            limits["limited-weights"] = [u.limited.get(WEIGHT, 1.0) for u in uploads]
-            limits["limited-parts"] = [
-                min((f for name, f in u.limited.items() if name != WEIGHT), default=1.0)
-                for u in uploads
-            ]
-        averaged = self._aggregated(list(good.values()), aggregate)
-        return MetricRecord({**averaged, **counts, **limits})
+        return MetricRecord({**self._aggregated(good.values(), aggregate), **counts})
 
     def _aggregated(
-        self, records: Sequence[MetricRecord], aggregate: Aggregate
+        self, records: Collection[MetricRecord], aggregate: Aggregate
     ) -> Mapping[str, Any]:
         """Return what the user's function makes of the clients' metrics.
 

@@ -92,10 +92,10 @@ class Driver:
                 self._do_exchanges(config)
             self.run.has_merged = True
         except BaseException as error:  # also of the user's own functions, and Ctrl+C
-            self.run.undo_round(self.good)
             skip = strategy.waiting.on_failed_round == "skip"
-            skip = skip and isinstance(error, RoundError)
-            if not (skip and strategy.may_skip(server_round)):
+            skip &= isinstance(error, RoundError) and strategy.may_skip(server_round)
+            self.run.undo_round(self.good)
+            if not skip:
                 raise
             self.run.skip_round(server_round, error)
 
@@ -211,9 +211,10 @@ class Driver:
             under_way.gather(partial(self._take_late, server_round))
             step, uploads, metrics = under_way.step()
             under_way.close(uploads)
-            left_out = under_way.door.left_out
-            others = {**left_out.missing, **left_out.rejected}
-            run.take_step(server_round, exchange, step, uploads, metrics, others)
+            door = under_way.door
+            others = {**door.left_out.missing, **door.left_out.rejected}
+            taken = server_round, exchange, step, uploads, metrics
+            run.take_step(*taken, others, door.limited)
         except BaseException as error:  # also of the user's own functions, and Ctrl+C
             if not exchange.optional:
                 run.keep_uploads(under_way.door.admitted)

@@ -179,6 +179,8 @@ class ExchangeRun(Generic[P]):
         self.grid, self.journal, self.cohort = grid, journal, strategy.cohort
         # An optional exchange waits for nobody to connect. But what few clients say of
         # the model must not be taken for what all of them say.
+        if callable(exchange.clients):  # it may draw from all who are here
+            self.cohort.present(grid, strategy.timeout)
         self._numbers = exchange.numbers(state, previous)
         half = (len(self._numbers or ()) + 1) // 2
         self.needed = max(1, half) if exchange.optional else strategy.min_train_nodes
@@ -250,6 +252,7 @@ class ExchangeRun(Generic[P]):
             record, messages = self._open()
         waiting, timeout = self.strategy.waiting, self.strategy.timeout
         if record.clients is None:
+            self.cohort.connected = len(self.cohort.present(self.grid, timeout))
             timeout, enough = self._window_left(record), waiting.enough(None)
         else:
             self._sampled, enough = set(record.clients), float(len(record.clients))
@@ -575,6 +578,7 @@ class ExchangeRun(Generic[P]):
         assert self.journal.record is not None
         closed = replace(
             self.journal.record,
+            connected=self.cohort.connected,
             closed=sorted(upload.client for upload in uploads),
             missing=dict(self.door.left_out.missing),
             rejected=dict(self.door.left_out.rejected),

@@ -18,7 +18,14 @@ from flwr_fisher.flower_internals import Run as FlowerRun
 from flwr_fisher.flower_internals import get_fused_config
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
+from flwr_fisher.server.exchange import (
+    WEIGHT,
+    Exchange,
+    ServerState,
+    Step,
+    Upload,
+    Uploads,
+)
 from flwr_fisher.server.journal import Journal, as_kept
 from flwr_fisher.wire import tensors_to_arrays
 
@@ -66,6 +73,10 @@ class Run:
         self.absences: Mapping[str, Any] = {}  # when it was resumed
         self._result = CurvatureResult()
         self.has_merged = server_round > 0  # whether the state is of a whole round
+        # Of the round under way: what the policy left of clients' parts, and the
+        # clients of the last exchange that is not optional.
+        self._limited: dict[str, dict[str, float]] = {}
+        self._clients: list[str] = []
 
     @classmethod
     def begin(
@@ -163,8 +174,12 @@ class Run:
         uploads: Uploads[Any],
         metrics: MetricRecord,
         left_out: Mapping[str, str],
+        limited: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Set the state to a step's outcome, and add the exchange's metrics."""
+        """Set the state to a step's outcome, and add the exchange's metrics.
+
+        `left_out` has reasons by client, and `limited` what the policy left of parts.
+        """
         before = self.state
         self.state = step.state
         if exchange.refines:
@@ -178,7 +193,7 @@ class Run:
         known = dict(result.train_metrics_clientapp.get(server_round, {}))
         if not known:  # it is the round's first exchange
             result.upload_bytes, result.exchange_uploads = 0.0, {}
-            result.left_out = {}
+            result.left_out, self._limited = {}, {}
         sizes = [upload.num_bytes for upload in uploads]
         result.upload_bytes += sum(sizes) / max(len(sizes), 1)
         if exchange.name:
@@ -192,6 +207,8 @@ class Run:
             for name in {"num-rejected", "num-missing"} & (known.keys() | added.keys()):
                 counts = [record.get(name, 0) for record in (known, added)]
                 added[name] = sum(n for n in counts if isinstance(n, int))
+            self._clients = [upload.client for upload in uploads]
+        added |= self._limits(limited) if limited or self._limited else {}
         self._add_metrics(server_round, added)
         told = result.train_metrics_clientapp[server_round]
         if exchange.optional:
@@ -199,6 +216,20 @@ class Run:
         if told and not step.quiet:
             text = shown(told, [upload.client for upload in uploads])
             logger.info("\t└──> Aggregated MetricRecord: %s", text)
+
+    def _limits(
+        self, limited: Mapping[str, Mapping[str, float]]
+    ) -> dict[str, int | list[float]]:
+        """Return who was limited in the round so far; optional exchanges count, too."""
+        for client, parts in limited.items():
+            own = self._limited.setdefault(client, {})
+            own |= {name: min(f, own.get(name, 1.0)) for name, f in parts.items()}
+        every = [{WEIGHT: 1.0} | self._limited.get(c, {}) for c in self._clients]
+        return {
+            "num-limited": len(self._limited),
+            "limited-weights": [parts.pop(WEIGHT) for parts in every],
+            "limited-parts": [min(parts.values(), default=1.0) for parts in every],
+        }
 
     def begin_round(self) -> None:
         """Go back to the last round's model as it was before it was refined.
@@ -230,6 +261,7 @@ class Run:
         """Note that the run goes on without a round that failed."""
         logger.warning("[ROUND %s] skipped: %s", server_round, reason)
         self.keep_uploads()
+        self._result.left_out, self._result.upload_bytes = {}, 0.0
         self._add_metrics(server_round, {"skipped": 1})
 
     def _add_metrics(self, server_round: int, metrics: Mapping[str, Any]) -> None:
