@@ -51,6 +51,7 @@ from flwr_fisher.strategies import (
     Step,
     Summation,
     Upload,
+    refinements,
 )
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, Payload, arrays_to_tensors, tensors_to_arrays
@@ -170,6 +171,10 @@ class SignSGD(CurvatureStrategy):
 # averages these. With ``additive=Summation()``, ``uploads`` may be one upload, the mean
 # of all. Write the step with ``weighted_mean``, and it is right in both cases. So the
 # strategy takes ``secure=``, too.
+#
+# ``refinements(self, server_round)``, behind the last step, are the exchanges of the
+# options ``refine=`` and ``norm_statistics="refresh"``. A strategy that does not list
+# them refuses ``refine=``.
 
 
 class HeavyBall(CurvatureStrategy):
@@ -183,8 +188,8 @@ class HeavyBall(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Ask every sampled client to train."""
-        read = Additive.reader("params")
-        return [Exchange({}, read, self.move, additive=Summation())]
+        train = Exchange({}, Additive.reader("params"), self.move, additive=Summation())
+        return [train, *refinements(self, server_round)]
 
     def move(self, state: ServerState, uploads: Sequence[Upload[Additive]]) -> Step:
         """Return the next model and velocity."""

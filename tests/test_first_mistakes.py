@@ -235,6 +235,11 @@ MISTAKES = {
         ConfigurationError,
         r"evaluate_metrics_aggr_fn must return a MetricRecord .*, got {'a': 'b'}",
     ),
+    "a refinement that is not listed": (
+        lambda: beside(FedFisherOneShot, exchanges=lambda self, server_round: []),
+        ConfigurationError,
+        r"refine= has no effect on Beside.* with \*refinements\(self, server_round\)",
+    ),
     "a class of secure sums": (
         lambda: FedFisherOneShot(secure=SecureSums),
         ConfigurationError,

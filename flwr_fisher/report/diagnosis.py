@@ -11,14 +11,14 @@ from flwr_fisher.errors import listed
 
 _FOUND = 0.1  # of a class's examples: a model that never saw the class finds fewer
 _ONE_CLASS = 0.6  # a training loss of one class, of smoothed labels, too, is lower
+_ALIKE = (
+    "If the clients have alike labels, they have alike Fishers: then FedAvg, with the "
+    "same refine=, is probably as good."
+)
 _TRY = (
     "You can try LocalSGD(label_smoothing=0.1) on the clients, "
     "refine=Refinement(steps=3) on the server, or more rounds: see "
     "docs/fedfisher.md#if-fedavg-is-as-good"
-)
-_ALIKE = (
-    "If the clients have alike labels, they have alike Fishers: then "
-    "FedAvg(refine=Refinement()) is probably as good."
 )
 _OTHER_DATA = 0.2  # how far below the clients' own scores a test score is no accident
 
@@ -108,11 +108,12 @@ def one_shot_sentences(
         said.append(
             f"What follows the merge adds {100 * gain:.1f} points. FedAvg's mean is "
             "without it in this table, and gains by a new last layer, too: to compare, "
-            "run flwr_fisher.strategies.FedAvg(refine=Refinement()) with "
-            "report_rounds(..., method='FedAvg')."
+            "run flwr_fisher.strategies.FedAvg with this run's refine= (by default "
+            "Refinement()) and report_rounds(..., method='FedAvg')."
         )
-    if _lead(merge, fedavg, count) <= 0:
-        said.append(_TRY if _lead(ours, fedavg, count) <= 0 else _ALIKE)
+    if (lead := _lead(merge, fedavg, count)) <= 0:
+        ahead = _lead(ours, fedavg, count) > 0
+        said += [_ALIKE] * (ahead or not lead) + [_TRY] * (not ahead)
     if better("fedfisher_merge"):
         said.append(
             "The merge alone is better: refine=None leaves out what follows it."

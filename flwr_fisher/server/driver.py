@@ -52,10 +52,18 @@ class Driver:
         ------
         RoundError
             If a round fails and must not be skipped.
+        ConfigurationError
+            If the model is to be refined, but no exchange of the last round does it.
         CallbackError
             If a callback failed. Its round is finished then.
         """
-        run = self.run
+        run, refine = self.run, self.strategy.refine is not None and num_rounds
+        if refine and not any(each.refines for each in self._exchanges(num_rounds)):
+            raise ConfigurationError(
+                f"refine= has no effect on {type(self.strategy).__name__}: let its "
+                "exchanges() end with *refinements(self, server_round), which "
+                "norm_statistics='refresh' needs, too; or pass refine=None"
+            )
         if evaluate_fn and run.server_round == 0:
             self._evaluate_here(evaluate_fn)
             run.finish(0, {})
@@ -134,7 +142,7 @@ class Driver:
         run, begin = self.run, self.run.state
         previous: dict[int, float] = {}  # weights of the last exchange's clients
         index = 0  # of the exchange in the journal; secure sums have several for one
-        every = [*sessions(self._exchanges())]
+        every = [*sessions(self._exchanges(self.server_round))]
         for number, session in enumerate(every, 1):
             before, exchange = run.state, session[0]
             if exchange.prepare is not None:
@@ -164,15 +172,15 @@ class Driver:
             if all(later[0].optional for later in every[number:]):
                 self.good, run.has_merged = run.state, True
 
-    def _exchanges(self) -> Sequence[Exchange[Any]]:
-        """Return the strategy's exchanges for the current round.
+    def _exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
+        """Return the strategy's exchanges for a round.
 
         Raises
         ------
         ConfigurationError
             If the strategy returned something else than a list of exchanges.
         """
-        exchanges: object = self.strategy.exchanges(self.server_round)
+        exchanges: object = self.strategy.exchanges(server_round)
         if not isinstance(exchanges, list | tuple) or not all(
             isinstance(exchange, Exchange) for exchange in exchanges
         ):

@@ -310,3 +310,14 @@ def _limited(
     if not limited:
         return upload
     return replace(upload, num_examples=weight, payload=payload, limited=limited)
+
+
+def limits_of(
+    limited: Mapping[str, Mapping[str, float]], clients: Sequence[str]
+) -> dict[str, int | list[float]]:
+    """Return a round's metrics of who was limited, and of what `clients` kept."""
+    every = [{WEIGHT: 1.0} | dict(limited.get(client, {})) for client in clients]
+    weights = [parts.pop(WEIGHT) for parts in every]
+    parts = [min(parts.values(), default=1.0) for parts in every]
+    named = {"limited-weights": weights, "limited-parts": parts}
+    return {"num-limited": len(limited), **named} if limited else {}

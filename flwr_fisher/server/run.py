@@ -18,15 +18,9 @@ from flwr_fisher.flower_internals import Run as FlowerRun
 from flwr_fisher.flower_internals import get_fused_config
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import (
-    WEIGHT,
-    Exchange,
-    ServerState,
-    Step,
-    Upload,
-    Uploads,
-)
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.journal import Journal, as_kept
+from flwr_fisher.server.policy import limits_of
 from flwr_fisher.wire import tensors_to_arrays
 
 _UNREFINED = "unrefined"  # group of the state's tensors
@@ -208,7 +202,10 @@ class Run:
                 counts = [record.get(name, 0) for record in (known, added)]
                 added[name] = sum(n for n in counts if isinstance(n, int))
             self._clients = [upload.client for upload in uploads]
-        added |= self._limits(limited) if limited or self._limited else {}
+        for client, parts in limited.items():
+            own = self._limited.setdefault(client, {})
+            own |= {name: min(f, own.get(name, 1.0)) for name, f in parts.items()}
+        added |= limits_of(self._limited, self._clients)
         self._add_metrics(server_round, added)
         told = result.train_metrics_clientapp[server_round]
         if exchange.optional:
@@ -216,20 +213,6 @@ class Run:
         if told and not step.quiet:
             text = shown(told, [upload.client for upload in uploads])
             logger.info("\t└──> Aggregated MetricRecord: %s", text)
-
-    def _limits(
-        self, limited: Mapping[str, Mapping[str, float]]
-    ) -> dict[str, int | list[float]]:
-        """Return who was limited in the round so far; optional exchanges count, too."""
-        for client, parts in limited.items():
-            own = self._limited.setdefault(client, {})
-            own |= {name: min(f, own.get(name, 1.0)) for name, f in parts.items()}
-        every = [{WEIGHT: 1.0} | self._limited.get(c, {}) for c in self._clients]
-        return {
-            "num-limited": len(self._limited),
-            "limited-weights": [parts.pop(WEIGHT) for parts in every],
-            "limited-parts": [min(parts.values(), default=1.0) for parts in every],
-        }
 
     def begin_round(self) -> None:
         """Go back to the last round's model as it was before it was refined.
