@@ -7,8 +7,8 @@ set -e
 folder=$1 python=$2
 shift 2
 echo "Installing $* into $folder: some GB, most of them PyTorch, in a few minutes."
-"$python" -m venv "$folder"
-"$folder/bin/pip" install -q "$@" &
+mkdir -p "$folder"
+{ "$python" -m venv "$folder" && exec "$folder/bin/pip" install -q "$@"; } &
 pip=$! seconds=0
 trap 'kill $pip' INT TERM # what runs in the background would not see Ctrl+C
 while kill -0 $pip 2>/dev/null; do
