@@ -451,12 +451,10 @@ class CurvatureStrategy(Strategy):
         if checkpoint_dir is not None and self.secure is None:
             again = f". start(..., num_rounds={last}, resume=True, reopen=True) asks "
             again += "those again whom it asked last"
-        metrics: Any = result.train_metrics_clientapp.get(last, {})
-        if out := sum(metrics.get(f"num-{how}", 0) for how in ("rejected", "missing")):
-            text = "%s of the clients asked are not in the last round's model%s, for "
-            text += "the reasons above: what only their data show is not in it%s"
-            who = f" ({listed(result.left_out)})" if result.left_out else ""
-            logger.warning(text, out, who, again)
+        if out := result.left_out:
+            text = "%s of the clients asked are not in the last round's model (%s), "
+            text += "for the reasons above: what only their data show is not in it%s"
+            logger.warning(text, len(out), listed(out), again)
         if self.refine is not None and num_rounds and result.unrefined is None:
             text = "the model is not refined: round %s was not done as the last one"
             text += ", or no client replied to what follows (the reasons are above)%s"

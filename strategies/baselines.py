@@ -116,11 +116,16 @@ def mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:
 
 
 def _add(state: ServerState, uploads: Uploads[Additive]) -> Step:
-    """Return a step by the mean of the clients' steps; integers do not change."""
+    """Return a step by the mean of the clients' steps; integers do not change.
+
+    Nor does a variance of a norm where the noise would make it 0 or less.
+    """
     (summed,) = uploads
     step = summed.payload.part("params")
     old = state.params.items()
     params = {k: v + step[k] if v.is_floating_point() else v for k, v in old}
+    for name in (name for name in params if name.endswith("running_var")):
+        params[name] = params[name].where(params[name] > 0, state.params[name])
     model = replace(summed, payload=Additive({"params": params}))  # as without privacy
     return Step(ServerState(params), summed=model)
 

@@ -230,11 +230,6 @@ MISTAKES = {
         ConfigurationError,
         r"train_metrics_aggr_fn must return a MetricRecord of numbers .*, got \[0.5\]",
     ),
-    "metrics of the evaluation": (
-        lambda: starting(options={"evaluate_metrics_aggr_fn": lambda *_: {"a": "b"}}),
-        ConfigurationError,
-        r"evaluate_metrics_aggr_fn must return a MetricRecord .*, got {'a': 'b'}",
-    ),
     "a refinement that is not listed": (
         lambda: beside(FedFisherOneShot, exchanges=lambda self, server_round: []),
         ConfigurationError,
@@ -270,11 +265,6 @@ MISTAKES = {
         ConfigurationError,
         r"does not call Halving.configure_train: .* round_config\(\)",
     ),
-    "Flower's strategy behind": (
-        lambda: beside(FedFish, flowers.FedProx),
-        ConfigurationError,
-        "does not call FedProx.configure_train",
-    ),
     "no config of a round": (
         lambda: beside(FedFish, round_config=lambda self, number, config: None),
         ConfigurationError,
@@ -294,11 +284,6 @@ MISTAKES = {
         lambda: FisherClient(nn.Linear(3, 2), None),
         ConfigurationError,
         "trainloader must yield batches, but it is None",
-    ),
-    "a function for a loader": (
-        lambda: FisherClient(nn.Linear(3, 2), lambda: DATA),
-        ConfigurationError,
-        "trainloader must yield batches, but it is <function",
     ),
     "a class for a loader": (
         lambda: FisherClient(nn.Linear(3, 2), [], DataLoader),

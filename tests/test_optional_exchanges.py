@@ -102,6 +102,23 @@ def test_a_head_is_fitted_from_a_secure_sum(tmp_path):
     assert sorted(summed.members) == [0, 1, 2]
 
 
+def test_who_misses_one_secure_sum_is_asked_for_the_next(tmp_path):
+    keys = []
+
+    def no_norms(message, context, stage):
+        if context.node_config["partition-id"] == 1 and stage == "keys":
+            keys.append(stage)
+            if len(keys) == 2:  # of the norms' sum
+                raise ValueError("out of cheese")
+
+    own = {"norm_statistics": "refresh", "refine": Refinement(), "secure": SecureSums()}
+    grid = LocalGrid(secure_app(tmp_path, no_norms), 4)
+    result = FedAvg(fraction_evaluate=0.0, **own).start(grid, tiny_arrays())
+    uploads = result.exchange_uploads
+    members = [sorted(uploads[name][0].members) for name in ("norm statistics", "head")]
+    assert members == [[0, 2, 3], [0, 1, 2, 3]]
+
+
 def test_one_client_that_fails_is_skipped_and_named(caplog):
     with caplog.at_level(logging.WARNING, "flwr"):
         result = run(WithHead, Watched(tamper={1: at_request(3, fail)}))
@@ -213,9 +230,9 @@ def test_an_exchange_that_failed_is_not_tried_again_after_a_crash(tmp_path):
 def test_who_had_no_part_in_the_first_exchange_cannot_join_the_last(tmp_path, caplog):
     sums, again = {"aggregate": "sums"}, {"resume": True, "reopen": True}
     run(FedFisherOneShot, options=sums, checkpoint_dir=tmp_path)
-    assert "opened again" not in caplog.text
+    assert "new can join" not in caplog.text
     run(FedFisherOneShot, options=sums, clients=4, checkpoint_dir=tmp_path, **again)
-    assert "a client that had no part in those before it cannot join" in caplog.text
+    assert "last exchange is repeated: nobody new can join it" in caplog.text
 
 
 def test_reopening_a_round_opens_its_merge(tmp_path):

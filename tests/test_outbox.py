@@ -422,6 +422,7 @@ def test_a_loss_of_other_settings_hands_over_nothing(tmp_path):
     losses = [
         {},
         {"label_smoothing": 0.1},
+        {"ignore_index": 2},
         {"weight": torch.tensor([1.0, 2.0, 3.0])},
         {"weight": torch.tensor([1.0, 2.0, 4.0])},
     ]

@@ -137,6 +137,12 @@ def test_the_upload_of_a_round_is_a_model_as_without_privacy(tmp_path):
     assert all(torch.equal(mean[name], value) for name, value in model.items())
 
 
+def test_noise_leaves_no_variance_of_a_norm_below_zero(tmp_path):
+    privacy = Privacy(noise_multiplier=3.0, clipping_norm=9.0)
+    model = merged(private(privacy), stepping_app(tmp_path, 0.1), 4)
+    assert (model["1.running_var"] > 0).all()
+
+
 # What is refused, and what is told
 
 

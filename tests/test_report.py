@@ -337,7 +337,7 @@ def test_the_log_says_whether_fedavg_is_as_good():
     told = said(final, fedavg=0.75)
     assert "80.0 %; less than two standard errors). If the clients have alike" in told
     told = said(final, fedavg=0.95)
-    assert "15.0 points above FedFisher (95.0 and 80.0 %). You can" in told
+    assert "15.0 points above FedFisher (95.0 and 80.0 %). If their" in told
     others = {"fedfisher_merge": 0.85, "best_client": 0.85, "ensemble": 0.85}
     told = said(final, **others)  # within two standard errors
     better = "merge alone is better", "client's model is better", "ensemble"

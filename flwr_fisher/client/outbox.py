@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import Timeout
 
@@ -32,6 +33,7 @@ from flwr_fisher.wire import arrays_to_tensors, join_groups, tensors_to_arrays
 _REPLY, _TRAINING = "upload", "training"  # names of files
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, KeyError, ValueError)
 _UNSAVED = (ClientError, pickle.PicklingError, AttributeError, TypeError)
+_PLAIN = bool | int | float | str | None
 
 
 def settings_of(value: Any) -> Any:
@@ -51,7 +53,7 @@ def settings_of(value: Any) -> Any:
         return [settings_of(each) for each in value]
     if isinstance(value, partial):
         return [settings_of(each) for each in (value.func, value.args, value.keywords)]
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, _PLAIN):
         return value
     name = getattr(value, "__qualname__", type(value).__qualname__)
     if callable(settings := getattr(value, "settings", None)):
@@ -60,9 +62,9 @@ def settings_of(value: Any) -> Any:
         return digest_of(name, {"": value})
     if isinstance(value, torch.nn.Module):
         public = {k: v for k, v in vars(value).items() if not k.startswith("_")}
-        plain = {k: v for k, v in public.items() if isinstance(v, float | str | None)}
+        plain = {k: v for k, v in public.items() if isinstance(v, _PLAIN)}
         return [repr(value), plain, digest_of(name, value.state_dict())]
-    return repr(value) if isinstance(value, torch.dtype) else name
+    return repr(value) if isinstance(value, torch.dtype | np.generic) else name
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ _ALIKE = (
     "same refine=, is probably as good."
 )
 _TRY = (
-    "You can try LocalSGD(label_smoothing=0.1) on the clients, "
+    "If their labels differ, try LocalSGD(label_smoothing=0.1) on the clients, "
     "refine=Refinement(steps=3) on the server, or more rounds: see "
     "docs/fedfisher.md#if-fedavg-is-as-good"
 )
@@ -115,9 +115,7 @@ def one_shot_sentences(
         ahead = _lead(ours, fedavg, count) > 0
         said += [_ALIKE] * (ahead or not lead) + [_TRY] * (not ahead)
     if better("fedfisher_merge"):
-        said.append(
-            "The merge alone is better: refine=None leaves out what follows it."
-        )
+        said.append("The merge alone is better: refine=None leaves out what follows.")
     if better("best_client"):
         said.append("One client's model is better: is the test set like its data?")
     if better("ensemble"):

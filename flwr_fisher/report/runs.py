@@ -238,7 +238,8 @@ def report_rounds(
     -------
     dict[str, float]
         The accuracies of ``metrics.json``: the method's after the last round, and those
-        of `marks` by their texts.
+        of `marks` by their texts. ``fedavg`` is the mean of the last round's models,
+        not refined, if clients uploaded models; it is no run of FedAvg.
     """
     params = arrays_to_tensors(result.arrays)
     path = _save_model(path, params)  # it is safe, whatever a score raises

@@ -61,10 +61,9 @@ def _foreign(version: str | None) -> str:
     """Return why an app of this version of the library is foreign; empty if not."""
     if version is None:
         return _FOREIGN["No query function registered"]
-    if version.split(".")[:2] == __version__.split(".")[:2]:
-        return ""
     text = "its ClientApp runs flwr-fisher %s, the server %s: install one on both"
-    return text % (version, __version__)
+    same = version.split(".")[:2] == __version__.split(".")[:2]
+    return "" if same else text % (version, __version__)
 
 
 # --- one client

@@ -151,14 +151,15 @@ class Driver:
                 if prepared is None:
                     continue
                 session = [exchange := prepared]
+            weights = previous
             try:
                 for stage in self._stages(session, index):
                     index += 1
-                    weights = self._do_exchange(stage, index, config, previous)
-                    # Optional exchanges ask the same clients one after another: if each
-                    # asked those that answered the last one, fewer would be left.
-                    if not (stage.optional and stage.clients == "previous"):
-                        previous = weights
+                    weights = self._do_exchange(stage, index, config, weights)
+                # Optional exchanges ask the same clients one after another: if each
+                # asked those that answered the last one, fewer would be left.
+                if not (exchange.optional and exchange.clients == "previous"):
+                    previous = weights
             except RoundError as error:
                 if not exchange.optional:
                     raise

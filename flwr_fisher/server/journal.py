@@ -254,9 +254,8 @@ class Journal:
                 "so that round cannot be opened again: resume without reopen=True"
             )
         self.read(before, "resume without reopen=True")
-        if merge.index > 1:
-            text = "Only the last exchange of round %s is opened again: a client that "
-            logger.warning(text + "had no part in those before it cannot join", last)
+        if merge.index > 1 and merge.record.clients is not None:
+            logger.warning("Only the last exchange is repeated: nobody new can join it")
         self._open(merge, replace(merge.record, reopened=True))
         self._state(last).unlink()  # now the round is given up
         return True

@@ -317,7 +317,6 @@ def limits_of(
 ) -> dict[str, int | list[float]]:
     """Return a round's metrics of who was limited, and of what `clients` kept."""
     every = [{WEIGHT: 1.0} | dict(limited.get(client, {})) for client in clients]
-    weights = [parts.pop(WEIGHT) for parts in every]
-    parts = [min(parts.values(), default=1.0) for parts in every]
-    named = {"limited-weights": weights, "limited-parts": parts}
-    return {"num-limited": len(limited), **named} if limited else {}
+    weights = {"limited-weights": [parts.pop(WEIGHT) for parts in every]}
+    parts = {"limited-parts": [min([1.0, *parts.values()]) for parts in every]}
+    return {"num-limited": len(limited), **weights, **parts} if limited else {}

@@ -197,11 +197,12 @@ class Run:
             added = {name: n for name, n in added.items() if name not in known}
         else:
             result.uploads, result.details = used, step.details
-            result.left_out |= left_out
+            self._clients = [upload.client for upload in uploads]
+            out = (result.left_out | dict(left_out)).items()
+            result.left_out = {c: why for c, why in out if c not in self._clients}
             for name in {"num-rejected", "num-missing"} & (known.keys() | added.keys()):
                 counts = [record.get(name, 0) for record in (known, added)]
                 added[name] = sum(n for n in counts if isinstance(n, int))
-            self._clients = [upload.client for upload in uploads]
         for client, parts in limited.items():
             own = self._limited.setdefault(client, {})
             own |= {name: min(f, own.get(name, 1.0)) for name, f in parts.items()}
