@@ -239,7 +239,8 @@ def report_rounds(
     dict[str, float]
         The accuracies of ``metrics.json``: the method's after the last round, and those
         of `marks` by their texts. ``fedavg`` is the mean of the last round's models,
-        not refined, if clients uploaded models; it is no run of FedAvg.
+        not refined, if clients uploaded models; it is no run of FedAvg, unless `method`
+        is FedAvg: then it is the run's own model, refined or not.
     """
     params = arrays_to_tensors(result.arrays)
     path = _save_model(path, params)  # it is safe, whatever a score raises

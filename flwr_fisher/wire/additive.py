@@ -147,10 +147,10 @@ class Additive(Payload):
     def reader(cls, *parts: str, of_one: bool = True) -> "partial[Additive]":
         """Return a function that reads these parts from a record.
 
-        The record of one client (`of_one`) needs no ``fisher-params``: the reader
-        computes them from the client's Fisher and parameters, so that they fit
-        together. In the sum over several clients they cannot be computed: they are read
-        from the record, and the server cannot check them.
+        If ``fisher-params`` is among the parts, a client must send it. In the record of
+        one client (`of_one`), the reader replaces it by the product of the client's
+        Fisher and parameters, so that they fit together. In the sum over several
+        clients it cannot be computed: it is read, and the server cannot check it.
         """
         return partial(cls.from_arrays, parts=parts, of_one=of_one)
 
