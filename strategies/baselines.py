@@ -124,8 +124,8 @@ def _add(state: ServerState, uploads: Uploads[Additive]) -> Step:
     step = summed.payload.part("params")
     old = state.params.items()
     params = {k: v + step[k] if v.is_floating_point() else v for k, v in old}
-    for name in (name for name in params if name.endswith("running_var")):
-        params[name] = params[name].where(params[name] > 0, state.params[name])
+    variances = [name for name in params if name.endswith("running_var")]
+    params |= {k: params[k].where(params[k] > 0, state.params[k]) for k in variances}
     model = replace(summed, payload=Additive({"params": params}))  # as without privacy
     return Step(ServerState(params), summed=model)
 

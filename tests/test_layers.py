@@ -280,6 +280,17 @@ def test_no_more_files_lie_on_the_way_than_are_needed(name):
     assert len(reached(files, starts)) <= most
 
 
+def test_a_name_counts_as_the_file_that_defines_it():
+    files = {
+        "a.py": "from flwr_fisher.p import f as g",
+        "p/__init__.py": "from flwr_fisher.p.b import h as f\nfrom .c import other",
+        "p/b.py": "def k():\n    from flwr_fisher import d",
+        "p/c.py": "",
+        "d.py": "import flwr_fisher.a",
+    }
+    assert reached(files, ["flwr_fisher.a"]) == {"flwr_fisher.p.b", "flwr_fisher.d"}
+
+
 # How the house looks
 
 

@@ -222,8 +222,9 @@ class Driver:
             under_way.close(uploads)
             door = under_way.door
             others = {**door.left_out.missing, **door.left_out.rejected}
-            taken = server_round, exchange, step, uploads, metrics
-            run.take_step(*taken, others, door.limited)
+            run.take_step(
+                server_round, exchange, step, uploads, metrics, others, door.limited
+            )
         except BaseException as error:  # also of the user's own functions, and Ctrl+C
             if not exchange.optional:
                 run.keep_uploads(under_way.door.admitted)

@@ -315,7 +315,7 @@ def _limited(
 def limits_of(
     limited: Mapping[str, Mapping[str, float]], clients: Sequence[str]
 ) -> dict[str, int | list[float]]:
-    """Return a round's metrics of who was limited, and of what `clients` kept."""
+    """Return ``num-limited``, and what was left of each of these `clients`' parts."""
     every = [{WEIGHT: 1.0} | dict(limited.get(client, {})) for client in clients]
     weights = {"limited-weights": [parts.pop(WEIGHT) for parts in every]}
     parts = {"limited-parts": [min([1.0, *parts.values()]) for parts in every]}

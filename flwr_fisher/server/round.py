@@ -252,6 +252,7 @@ class ExchangeRun(Generic[P]):
             record, messages = self._open()
         waiting, timeout = self.strategy.waiting, self.strategy.timeout
         if record.clients is None:
+            # Also if it is resumed with enough uploads, and so asks nobody.
             self.cohort.connected = len(self.cohort.present(self.grid, timeout))
             timeout, enough = self._window_left(record), waiting.enough(None)
         else:
