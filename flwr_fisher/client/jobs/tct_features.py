@@ -188,7 +188,6 @@ class ClientFeatures:
             return {_FEATURES: stored, _LABELS: raw[_LABELS]}
 
         kept = disk.made_once(_FEATURES, standardised)
-        self._disk("raw").drop()
         device = self.problem.device
         features, labels = (kept[key].to(device) for key in (_FEATURES, _LABELS))
         eigen = disk.made_once("spectrum", lambda: self._eigen(features))
@@ -198,6 +197,7 @@ class ClientFeatures:
 
     def _eigen(self, features: Tensor) -> dict[str, Tensor]:
         """Return the features' spectrum; for steps, only the largest eigenvalue."""
+        self._disk("raw").drop()  # the standardised ones are on the disk
         if self.solver == "steps":
             largest = [largest_gram_eigenvalue(features)]
             return {"values": torch.tensor(largest, dtype=torch.float64)}
