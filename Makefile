@@ -147,8 +147,15 @@ develop: .venv/dependencies
 .venv/dependencies: pyproject.toml
 	@tools/environment.sh .venv $(PYTHON) ".[dev]"
 
+# To compile all of PyTorch takes longer than the demo; Ray's workers would compile what
+# they import each for itself.
+DEMO_MODULES := torch flwr.cli.app,flwr.simulation,ray sklearn.datasets,flwr_datasets \
+	flwr_fisher.report,flwr_fisher.client,matplotlib.pyplot
+
 .venv-demo/dependencies: pyproject.toml
-	@tools/environment.sh .venv-demo $(PYTHON) ".[simulation,demo,report,secure]"
+	@tools/environment.sh .venv-demo $(PYTHON) --no-compile ".[simulation,demo,report,secure]"
+	@for modules in $(DEMO_MODULES); do echo "Compiling $$modules"; \
+		PYTHONDONTWRITEBYTECODE= .venv-demo/bin/python -W ignore -c "import $$modules"; done
 
 clean:
 	rm -rf .venv .venv-demo .venv-node .venv-oldest build dist outputs *.egg-info
