@@ -31,7 +31,8 @@ def app_of(folder, lost=None, **options):
         partition = int(context.node_config["partition-id"])
         config = next(iter(message.content.config_records.values()))
         job = str(split_config(config)[0].get("job"))
-        if (lost or {}).get(job) == partition:
+        names = {job, f"{job} {split_config(config)[0].get('iteration')}"}
+        if any((lost or {}).get(name) == partition for name in names):
             raise ClientError("gone")
         return call_next(message, context)
 
@@ -103,6 +104,24 @@ def test_who_leaves_stays_in_the_mean(job, whole, tmp_path):
         assert torch.equal(left.details.mean[name], value)
     assert distance(whole, left) > 1e-4
     assert left.train_metrics_clientapp[1]["num-replies"] == 3
+
+
+@pytest.mark.parametrize("iteration", [1, 8])
+def test_the_merge_is_that_of_the_clients_that_are_left(iteration, tmp_path, caplog):
+    """Their products are with another matrix than that of the traces."""
+    options = {"aggregate": "sums", "iterations": 8, "anchor": 0.01}
+    job = f"kfac-product {iteration}"
+    result = merged(app_of(tmp_path / "a", lost={job: 1}), **options).details
+    if iteration < 7:
+        app = app_of(tmp_path / "b", lost={"kfac-traces": 1})
+    else:  # there is no time for a new right-hand side: the merge is that of all
+        app, options["iterations"] = app_of(tmp_path / "b"), iteration - 1
+    expected = merged(app, **options).details
+    for layer in ("0.weight", "3.weight", "3.bias"):
+        moved = expected.params[layer] - expected.mean[layer]
+        error = expected.params[layer] - result.params[layer]
+        assert error.norm() < 0.02 * moved.norm(), layer
+    assert "only 3 clients are left" in caplog.text
 
 
 def test_who_was_not_there_at_first_is_not_asked_later(tmp_path):

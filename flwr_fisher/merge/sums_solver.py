@@ -24,7 +24,7 @@ from flwr_fisher.curvature.operators.base import Iterate, Matvec, divided
 from flwr_fisher.curvature.structures import preconditioner
 from flwr_fisher.merge.fedfisher import MergeResult, relative_norms
 from flwr_fisher.merge.options import MergeOptions
-from flwr_fisher.params import Params, add, dot, double, is_finite, scale, select
+from flwr_fisher.params import Params, add, dot, double, is_finite, norm, scale, select
 
 # The fields of an `Iterate`: a tensor for each parameter, and for each layer.
 _VECTORS = ("solution", "residual", "direction")
@@ -124,6 +124,37 @@ def advanced(
             state = _at_rest(state)
         after.append(state)
     return after
+
+
+def begun_again(
+    traces: Curvature, layers: Sequence[Iterate], pull: Params, anchor: float
+) -> list[Iterate]:
+    r"""Return the layers' states where they are, for the Fishers of fewer clients.
+
+    The next directions are conjugate to none before them. The systems' preconditioners
+    remain those of all clients.
+
+    Parameters
+    ----------
+    traces : Curvature
+        As for :func:`begin`.
+    layers : Sequence[Iterate]
+        The last states, of solutions :math:`\delta`.
+    pull : Mapping[str, Tensor]
+        :math:`\sum_i p_i F_i (\theta_i - \bar\theta - \delta)` over the clients that
+        are left.
+    anchor : float
+        Of the merge.
+    """
+    again = []
+    for system, state in zip(_layer_systems(traces, anchor), layers, strict=True):
+        if state.live and system.inverse is not None:
+            left = add(system.scaled(pull), state.solution, -system.ridge)
+            norms = [*state.norms[:-1], norm(left).double()]
+            state = replace(state, residual=left, norms=norms, decrease=None)
+            state = state.turned(system.inverse(left))
+        again.append(state)
+    return again
 
 
 def merged(mean: Params, layers: Sequence[Iterate]) -> MergeResult:

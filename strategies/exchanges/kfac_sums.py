@@ -2,7 +2,9 @@
 
 A round has three kinds of exchanges. The first takes the clients' mean. The second
 takes the preconditioner of the merge and its right-hand side. Each further one takes,
-for one iteration, the product of the clients' summed Fishers with a direction.
+for one iteration, the product of the clients' summed Fishers with a direction. If a
+client has left, the matrix is another one: the next exchange takes the right-hand side
+again, where the merge is, from the clients that are there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,7 @@ from flwr_fisher.merge.sums_solver import (
     ITERATE,
     advanced,
     begin,
+    begun_again,
     from_groups,
     merged,
     step_of_product,
@@ -48,6 +51,7 @@ from flwr_fisher.wire.additive import PARAMS, PRODUCT, PRODUCT_STEP, LayerTraces
 _RUN, _TRACES = "sums", "traces"
 _MEAN = Summation[Any](mean=exact_mean)
 _DIRECTION = "direction"  # one of the groups of an Iterate
+_COUNT = "summed"  # of how many clients the right-hand side is, unless one has left
 _SLACK = 1e-3  # for float32's rounding, relative to the largest possible length
 
 
@@ -129,6 +133,7 @@ class KfacSums:
             Additive.reader(PRODUCT),
             partial(self._advance, iteration),
             send=_direction,
+            start=_place,
             clients="previous",
             additive=_MEAN,
             measure=self._measure_product,
@@ -149,7 +154,8 @@ class KfacSums:
 
         def measure(upload: Additive) -> dict[str, float]:
             product = upload.part(PRODUCT)
-            _check_product(double(product), direction, traces)
+            if _COUNT in state.groups:  # otherwise it is no product with `direction`
+                _check_product(double(product), direction, traces)
             return self._step_length(traces, product)
 
         return measure
@@ -162,7 +168,8 @@ class KfacSums:
         """Return a step to the preconditioned system's first direction."""
         mean = uploads[0].payload
         total = {k: v for k, v in mean.tensors.items() if k.startswith(PREFIX)}
-        begun = ServerState(state.params, {**state.groups, _TRACES: total})
+        groups = {**state.groups, _TRACES: total, **_count(uploads)}
+        begun = ServerState(state.params, groups)
         layers = begin(_traces(begun), mean.part(PRODUCT), self.merge.anchor)
         return Step(_with(begun, layers))
 
@@ -170,13 +177,25 @@ class KfacSums:
         self, iteration: int, state: ServerState, uploads: Uploads[Additive]
     ) -> Step:
         """Return a step by one iteration, or to the merged model after the last."""
-        traces = _traces(state)
-        before = from_groups(state.groups, traces)
-        layers = advanced(traces, before, uploads[0].payload.part(PRODUCT), self.merge)
+        traces, product = _traces(state), uploads[0].payload.part(PRODUCT)
+        layers, groups = from_groups(state.groups, traces), _count(uploads)
+        if _COUNT not in state.groups:
+            layers = begun_again(traces, layers, product, self.merge.anchor)
+        elif groups[_COUNT] == state.group(_COUNT):
+            layers = advanced(traces, layers, product, self.merge)
+        else:  # The product is not with the matrix of the right-hand side.
+            text = (
+                "merge: iteration %d changes nothing, as only %d clients are left: %s"
+            )
+            last = iteration == self.merge.iterations
+            after = "it was the last one" if last else "the next one begins with these"
+            logger.warning(text, iteration, len(uploads[0].members), after)
+            groups = {}
         if iteration < self.merge.iterations:
-            return Step(_with(state, layers))
+            begun = ServerState(state.params, {**state.without(_COUNT), **groups})
+            return Step(_with(begun, layers))
         result = replace(merged(state.params, layers), options=self.merge)
-        return step_of(result, state.without(_TRACES, *ITERATE))
+        return step_of(result, state.without(_TRACES, _COUNT, *ITERATE))
 
 
 def _check_product(product: Params, direction: Params, traces: Curvature) -> None:
@@ -224,7 +243,24 @@ def _run(state: ServerState) -> Groups:
     return {"": state.group(_RUN)}
 
 
+def _count(uploads: Uploads[Additive]) -> Groups:
+    return {_COUNT: {"clients": torch.tensor(len(uploads[0].members))}}
+
+
+def _place(state: ServerState) -> Params:
+    """Return the mean, or the place of the merge if clients must send their pull."""
+    if _COUNT in state.groups:
+        return state.params
+    moves = state.group("solution")
+    return {
+        **state.params,
+        **{k: (state.params[k] + v).to(state.params[k]) for k, v in moves.items()},
+    }
+
+
 def _direction(state: ServerState) -> Groups:
+    if _COUNT not in state.groups:
+        return _run(state)
     direction: Params = {
         name: value.to(state.params[name].dtype)
         for name, value in state.group(_DIRECTION).items()

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, replace
 
 from flwr.app import ArrayRecord
+from torch import Tensor
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.train import TrainingJob, training_job
@@ -82,18 +83,29 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
 def traces_job(problem: LocalProblem, request: Request) -> Reply:
     """Upload the partial traces, and the Fisher times the step from the mean."""
     kept = _load(problem, request)
+    upload = LayerTraces.of(_pull(kept, request), partial_traces(kept.curvature))
+    return Reply({NUM_EXAMPLES: kept.num_examples}, upload.to_arrays())
+
+
+def _pull(kept: LocalPosterior, request: Request) -> dict[str, Tensor]:
+    """Return the Fisher times the step from the server's parameters to the client's."""
     names = kept.curvature.shapes
     away = subtract(select(kept.params, names), select(request.params, names))
-    pull = kept.curvature.matvec(away)
-    upload = LayerTraces.of(pull, partial_traces(kept.curvature))
-    return Reply({NUM_EXAMPLES: kept.num_examples}, upload.to_arrays())
+    return kept.curvature.matvec(away)
 
 
 @register_job("kfac-product")
 def product_job(problem: LocalProblem, request: Request) -> Reply:
-    """Upload the Fisher's product with the server's ``direction``."""
+    """Upload the Fisher's product with the server's ``direction``.
+
+    If the server sends none, because another client has left, this is the product with
+    the step from the server's parameters, as with the traces.
+    """
     kept = _load(problem, request)
     like: Params = select(kept.params, kept.curvature.shapes)
-    product = kept.curvature.matvec(request.vector("direction", like))
+    if "direction" in request.groups:
+        product = kept.curvature.matvec(request.vector("direction", like))
+    else:
+        product = _pull(kept, request)
     upload = Additive({"product": product})
     return Reply({NUM_EXAMPLES: kept.num_examples}, upload.to_arrays())
