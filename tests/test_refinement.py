@@ -365,9 +365,19 @@ def test_the_head_is_the_layer_that_computes_the_outputs():
     assert output_layer(Positions().eval(), [(x, y)]) == "score"
     assert output_layer(after.eval(), [(x[:, 0], y)]) == "0"
     model = Positions().eval()
-    sums = head_sums(model, [(x, y)], "score")
     z = model.body(x[:, -1]).tanh().double()
-    torch.testing.assert_close(sums.gram[:-1, :-1], z.mT @ z)
+    for _ in range(2):
+        sums = head_sums(model, [(x, y)], "score")
+        torch.testing.assert_close(sums.gram[:-1, :-1], z.mT @ z)
+        # All its outputs are alike: nobody sees which of them the model returns.
+        nn.init.zeros_(model.score.weight)
+
+
+def zeros_of(model):
+    """A model of zeros: what it computes does not show what becomes of its outputs."""
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -375,6 +385,7 @@ def test_the_head_is_the_layer_that_computes_the_outputs():
     [
         (lambda m: nn.Sequential(m, nn.Softplus()), "not those of an nn.Linear"),
         (lambda m: nn.Sequential(m, nn.Hardtanh(-9, -8, inplace=True)), "not those"),
+        (lambda m: nn.Sequential(zeros_of(m), nn.Tanh()), "not those"),
         (lambda m: m.requires_grad_(False), "'0' has frozen"),
         (lambda m: m[0].bias.requires_grad_(False) is None or m, "'0' has frozen"),
         (lambda m: nn.Sequential(m[0], m[0]), "called 2 times"),

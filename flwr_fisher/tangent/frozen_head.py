@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from math import log
+from math import log, prod
 from typing import Any
 
 import torch
@@ -102,8 +102,10 @@ def output_layer(model: nn.Module, loader: Iterable[Any]) -> str:
     """
     calls: list[tuple[str, Tensor]] = []
 
-    def record(name: str, _: nn.Module, args: object, output: Tensor) -> None:
-        calls.append((name, output.clone()))  # what follows may change it in place
+    def record(name: str, layer: nn.Linear, *called: Any) -> Tensor:
+        _, told = _told_apart(layer, *called)
+        calls.append((name, told.clone()))  # what follows may change it in place
+        return told
 
     batch = next(batches_of(loader, model, place_of(model), report=False), None)
     if batch is None:
@@ -111,7 +113,9 @@ def output_layer(model: nn.Module, loader: Iterable[Any]) -> str:
     with ExitStack() as hooks:
         for name, layer in model.named_modules():
             if isinstance(layer, nn.Linear):
-                hooks.enter_context(layer.register_forward_hook(partial(record, name)))
+                hook = partial(record, name)
+                made = layer.register_forward_hook(hook, with_kwargs=True)
+                hooks.enter_context(made)
         outputs = batch.inputs(model)
     for name, own in reversed(calls):
         if _rows(own, own, outputs) is not None:
@@ -146,24 +150,25 @@ def head_rows(
         The batch.
     """
     layer = linear_layer(model, head)
-    calls: list[tuple[Tensor, Tensor]] = []
-    hook = layer.register_forward_hook(
-        lambda _, args, kwargs, output: calls.append(
-            (args[0] if args else kwargs["input"], output.clone())
-        ),
-        with_kwargs=True,
-    )
+    calls: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def record(layer: nn.Linear, args: Any, kwargs: Any, own: Tensor) -> Tensor:
+        z, told = _told_apart(layer, args, kwargs, own)
+        calls.append((z, own, told.clone()))  # what follows may change it in place
+        return told
+
+    hook = layer.register_forward_hook(record, with_kwargs=True)
     with hook, evaluating(model), torch.no_grad():
         batches = batches_of(loader, model, layer.weight.device, labelled=True)
         for number, batch in enumerate(batches):
             calls.clear()
             outputs = batch.inputs(model)
             check_called_once(head, len(calls))
-            ((z, own),) = calls
+            ((z, own, told),) = calls
             if not number:
                 check_rows(model, batch.inputs, outputs)
                 _check_is_linear(head, layer, z, own)
-            chosen = _rows(z, own, outputs)
+            chosen = _rows(z, told, outputs)
             z = (z if chosen is None else chosen).flatten(0, -2)
             labels = batch.tensor_labels()
             labels = labels if classes else labels.to(torch.float32)
@@ -307,6 +312,21 @@ def _check_is_linear(name: str, layer: nn.Linear, z: Tensor, own: Tensor) -> Non
             f"the outputs of the last layer '{name}' are not its weight times its "
             "inputs plus its bias: a method of its class, or a hook, changes them"
         )
+
+
+def _told_apart(
+    layer: nn.Linear, args: Any, kwargs: Any, output: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return a layer's inputs, and outputs that differ wherever the inputs differ.
+
+    The outputs of a layer of zeros would not show which of them the model returns.
+    """
+    z, shape = (
+        args[0] if args else kwargs["input"],
+        (layer.out_features, layer.in_features),
+    )
+    probe = torch.arange(prod(shape), device=output.device).cos().view(shape)
+    return z, output + F.linear(z.to(output.dtype), probe.to(output.dtype) / shape[1])
 
 
 def _rows(z: Tensor, own: Tensor, outputs: Tensor) -> Tensor | None:
