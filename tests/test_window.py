@@ -277,6 +277,24 @@ def test_a_round_that_others_follow_is_not_opened_again(tmp_path):
         start(LocalGrid(quick_app(), 3), **options, resume=True, reopen=True)
 
 
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        *(Waiting(enough_fraction=0.6), Waiting(enough_replies=2)),
+        Waiting(window=DAY, enough_replies=2),
+    ],
+)
+def test_enough_replies_are_not_enough_for_a_round_that_is_reopened(
+    waiting, clock, tmp_path
+):
+    slow = Behaviour(seconds=lambda times: 1.0 if times else 99.0)
+    grid, options = ClockedGrid(Watched(), {1: slow}, clock, 3), {"timeout": 500}
+    options["checkpoint_dir"] = tmp_path
+    assert clients_of(start(grid, waiting, **options)) == [0, 2]
+    again = start(grid, waiting, resume=True, reopen=True, **options)
+    assert clients_of(again) == [0, 1, 2]
+
+
 def test_without_a_window_those_who_were_missing_are_asked_again(clock, tmp_path):
     slow = Behaviour(seconds=lambda times: inf if times == 0 else 1.0)
     app = Watched()

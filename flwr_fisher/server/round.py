@@ -260,7 +260,9 @@ class ExchangeRun(Generic[P]):
             # Those whom a step needs again were enough, and all of them are waited for.
             optional = self.exchange.optional and self.strategy.secure is None
             if self._numbers is None or optional:
-                enough = waiting.enough(len(record.clients))
+                enough = min(enough, waiting.enough(self.cohort.sampled or None))
+        if record.reopened:  # for all that were not waited for
+            enough = math.inf
         if not begins and (others := self._unasked()):
             logger.info("%s: asking %s", self.exchange.log_name, listed(others))
         if not begins and self.exchange.optional:
@@ -281,7 +283,7 @@ class ExchangeRun(Generic[P]):
         """
         left_out, closed = self.door.left_out, None
         if record is not None:
-            self.door.expected = len(record.clients or ())
+            self._expect(record.clients)
             self.cohort.connected, closed = record.connected, record.closed
         if record is not None and closed is not None:
             left_out.missing |= record.missing
@@ -307,6 +309,7 @@ class ExchangeRun(Generic[P]):
         """
         opened, told = time.time(), self._told
         if self._window is not None:
+            self._expect(None)
             return self.journal.note(ExchangeRecord(None, 0, opened, told)), []
         nodes = self._sample() if self._numbers is None else self._named()
         names = [self.cohort.name(node) for node in nodes]
@@ -315,12 +318,18 @@ class ExchangeRun(Generic[P]):
         connected, optional = self.cohort.connected, self.exchange.optional
         record = ExchangeRecord(names, connected, opened, told, optional)
         self.journal.note(record)
-        self.door.expected = len(names)
+        self._expect(names)
         # Before anybody trains: leave out whose parameters cannot be merged, and end
         # the round if too few are left.
         nodes = self._without_mismatched(self.door.without_done(nodes))
         self.door.check_enough(self.needed, len(nodes))
         return record, self._ask(nodes)
+
+    def _expect(self, names: list[str] | None) -> None:
+        """Note whom the exchange asks; None is everybody who connects."""
+        self.door.expected = len(names or ())
+        if self.exchange.clients != "previous":
+            self.cohort.sampled = self.door.expected
 
     def _sample(self) -> list[int]:
         """Return the sampled nodes."""
