@@ -26,7 +26,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from flwr.app import ArrayRecord
@@ -56,7 +55,6 @@ GRADIENT, LOSS = "gradient", "loss"
 _CURVATURE = PREFIX.removesuffix("/")
 SUMS = (PARAMS, FISHER, POINT)  # what FedFisher needs to merge diagonals
 _OTHERS = {*SUMS, PRODUCT}  # all other parts are vectors
-_DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
 
 
 PRODUCT_STEP = f"step of the {PRODUCT}"  # to which it would lead by itself
@@ -80,7 +78,7 @@ class Additive(Payload):
     (['product/w'], {'w': tensor([1., 1.])})
     """
 
-    disagreement: ClassVar[tuple[str, str]] = _DISAGREEMENT
+    disagreement = ("arrays", "covers other parameters than most clients' does")
 
     parts: Mapping[str, Params]
 

@@ -29,14 +29,9 @@ from flwr_fisher.params import Params, all_finite
 # header, and a few thousand bytes can drive it into deep recursion.
 _HEADER_BYTES = 1024
 _READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-_DTYPES = {
-    np.dtype(name)  # native: '>f4' is another dtype than '<f4'
-    for name in (
-        *("bool", "uint8", "uint16", "uint32", "uint64"),
-        *("int8", "int16", "int32", "int64"),
-        *("float16", "float32", "float64"),
-    )
-}
+_INTEGERS = [f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64)]
+_NAMES = ("bool", *_INTEGERS, "float16", "float32", "float64")
+_DTYPES = {np.dtype(name) for name in _NAMES}  # native: '>f4' is not '<f4'
 _WRAP = 2**64  # node ids are unsigned, and tensors' integers are not
 _MOST_DIMENSIONS = 64  # as NumPy has it
 _FEW = 8

@@ -77,12 +77,10 @@ class FisherUpload(Payload):
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
         """Return it with a smaller step, and layers' curvatures scaled down."""
-        blocks = [
-            block.scaled(factors.get(trace_name(block), 1.0))
-            for block in self.curvature.blocks()
-        ]
+        blocks = self.curvature.blocks()
+        lighter = [b.scaled(factors.get(trace_name(b), 1.0)) for b in blocks]
         params = drawn_back(self.params, like, factors)
-        return replace(self, params=params, curvature=BlockDiagonal(blocks))
+        return replace(self, params=params, curvature=BlockDiagonal(lighter))
 
     def posterior(self, num_examples: float) -> LocalPosterior:
         """Return it as a posterior, with the client's weight, for a merge."""
@@ -174,10 +172,8 @@ def _read_packed(
     curvature_keys = _curvature_keys(entries, like, structure)
     params = {k: decode_param(entries[k], v, field=k) for k, v in like.items()}
     checked = {key: check_part(entries[key], like, field=key) for key in curvature_keys}
-    blocks = [
-        _deferred({key: checked[key] for key in keys}, like)
-        for keys in keys_by_block(checked, like)
-    ]
+    by_block = keys_by_block(checked, like)
+    blocks = [_deferred({k: checked[k] for k in keys}, like) for keys in by_block]
     return params, join_blocks(blocks)
 
 

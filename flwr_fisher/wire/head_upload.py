@@ -22,7 +22,7 @@ and the count must not exceed the metrics' number of examples.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from flwr.app import ArrayRecord
@@ -55,10 +55,7 @@ class HeadUpload(Payload):
         The sums over the client's data.
     """
 
-    disagreement: ClassVar[tuple[str, str]] = (
-        "head/format",
-        "has another head than most clients'",
-    )
+    disagreement = ("head/format", "has another head than most clients'")
 
     about: dict[str, Any] = description("head/format")
     gram: Tensor = part(
@@ -109,11 +106,8 @@ class HeadUpload(Payload):
         """Return the largest linear layer's numbers of features and classes."""
         shapes = [value.shape for value in like.values() if value.dim() == 2]
         most = 1 + max((features for _, features in shapes), default=0)
-        return {
-            "t": most * (most + 1) // 2,
-            "f": most,
-            "C": max((classes for classes, _ in shapes), default=0),
-        }
+        classes = max((rows for rows, _ in shapes), default=0)
+        return {"t": most * (most + 1) // 2, "f": most, "C": classes}
 
     def check(self, like: Params) -> None:
         """Raise :class:`WireError` unless the model has such a head."""
@@ -153,12 +147,8 @@ class HeadUpload(Payload):
         """Return it with scaled sums; one factor for all keeps the solution."""
         factor = factors.get("head/gram", 1.0)
         shorter = min(factor, factors.get("head/cross", 1.0))
-        return replace(
-            self,
-            gram=self.gram * factor,
-            cross=self.cross * shorter,
-            square=self.square * shorter,
-        )
+        gram, cross = self.gram * factor, self.cross * shorter
+        return replace(self, gram=gram, cross=cross, square=self.square * shorter)
 
 
 @dataclass(frozen=True)
@@ -173,7 +163,7 @@ class NoHead(Payload):
         A zero, so that a secure sum has something to sum.
     """
 
-    disagreement: ClassVar[tuple[str, str]] = HeadUpload.disagreement
+    disagreement = HeadUpload.disagreement
 
     about: dict[str, Any] = description("head/none/format")
     nothing: Tensor = part("head/zero", torch.float64, low=0, summed=True)

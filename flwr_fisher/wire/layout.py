@@ -153,10 +153,8 @@ def check_shape(key: str, shape: Sequence[int], params: Params) -> None:
             raise WireError(reason, field=key)
         inputs = weight[1:].numel()
         widths = {inputs, inputs + (bias_of(parsed.name, params) is not None)}
-        rows = (
-            parsed.structure.rows(parsed.letter, weight[0] // groups, width)
-            for width in widths
-        )
+        outputs = weight[0] // groups
+        rows = (parsed.structure.rows(parsed.letter, outputs, n) for n in widths)
         expected = {(groups, n, n) for n in rows}
     if shape not in expected:
         wanted = " or ".join(map(str, sorted(expected)))
@@ -213,12 +211,9 @@ def checked_to_curvature(tensors: Parts, params: Params) -> BlockDiagonal:
     In float64 the check would refuse what it allows for in float32: the rounding of the
     smallest floats.
     """
-    return join_blocks(
-        [
-            block_of({key: tensors[key] for key in keys}, params)
-            for keys in keys_by_block(tensors, params)
-        ]
-    )
+    by_block = keys_by_block(tensors, params)
+    blocks = [block_of({k: tensors[k] for k in keys}, params) for keys in by_block]
+    return join_blocks(blocks)
 
 
 def keys_by_block(keys: Iterable[str], params: Params) -> list[list[str]]:

@@ -8,7 +8,7 @@ differ have other features, so their tensors cannot be combined.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class TangentUpload(Payload):
         As :func:`about_features` returns it.
     """
 
-    disagreement: ClassVar[tuple[str, str]] = (
+    disagreement = (
         KEYS,
         "has other features (p, seed, head, network) than most clients'",
     )
@@ -83,9 +83,7 @@ class FeatureUpload(TangentUpload):
 
     def check(self, like: Params) -> None:
         """Raise :class:`WireError` unless the description has what the server needs."""
-        digest, head, classes = (
-            self.about.get(k) for k in ("digest", "head", "classes")
-        )
+        digest, head, classes = map(self.about.get, ("digest", "head", "classes"))
         if not (isinstance(digest, str) and isinstance(head, str)):
             raise WireError("names no features or no head", field=_FORMAT)
         # The server allocates weights for so many classes.
