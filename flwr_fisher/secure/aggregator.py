@@ -108,20 +108,16 @@ class Aggregator:
     def received_by(self, number: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
         """Return the sealed shares and commitments of a client's neighbours for it."""
         others = {n: self.sealed[n] for n in self.peers(number) if n != number}
-        return (
-            {n: sealed.shares[number] for n, sealed in others.items()},
-            {n: sealed.commitments[number] for n, sealed in others.items()},
-        )
+        shares = {n: sealed.shares[number] for n, sealed in others.items()}
+        return shares, {n: sealed.commitments[number] for n, sealed in others.items()}
 
     def split(
         self, number: int, survivors: Sequence[int]
     ) -> tuple[list[int], list[int]]:
         """Return a client's peers in a sum, and those that have left."""
         present, peers = set(survivors), self.peers(number)
-        return (
-            [n for n in peers if n in present],
-            [n for n in peers if n not in present],
-        )
+        left = [n for n in peers if n not in present]
+        return [n for n in peers if n in present], left
 
     def unmask(
         self,

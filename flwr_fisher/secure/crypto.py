@@ -38,11 +38,8 @@ _BYTES = "bytes"  # the only key of a dict that stands for bytes
 
 def public_of(seed: bytes) -> bytes:
     """Return the compressed public key for the private key of a seed."""
-    return (
-        _private(seed)
-        .public_key()
-        .public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
-    )
+    key = _private(seed).public_key()
+    return key.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
 
 
 def public_key(public: bytes) -> ec.EllipticCurvePublicKey:

@@ -17,7 +17,6 @@ masks: they describe it, and are equal for all clients.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -60,7 +59,7 @@ class SecureUpload(Payload):
         Bytes, and words.
     """
 
-    disagreement: ClassVar[tuple[str, str]] = (
+    disagreement = (
         SECURE.removesuffix("/"),
         "has other arrays than most clients' have",
     )
@@ -69,10 +68,8 @@ class SecureUpload(Payload):
 
     def layout(self) -> tuple[str, ...]:
         """Return what must be equal for all clients: shapes, and descriptions."""
-        return tuple(
-            f"{name} {_content(name, value)}"
-            for name, value in sorted(self.tensors.items())
-        )
+        every = sorted(self.tensors.items())
+        return tuple(f"{name} {_content(name, value)}" for name, value in every)
 
     def part(self, name: str) -> Tensor:
         """Return a tensor by its name.
@@ -233,9 +230,8 @@ class Contribution:
                 )
         if metric is None:
             return cls(tensors)
-        metrics: dict[str, object] = {}
-        for record in reply.content.metric_records.values():
-            metrics |= record
+        records = reply.content.metric_records.values()
+        metrics = {name: value for record in records for name, value in record.items()}
         weight = metrics.get(metric)
         if not isinstance(weight, int | float) or not weight > 0:
             raise ClientError(f"the reply's metrics need a positive number '{metric}'")
