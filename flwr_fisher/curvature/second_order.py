@@ -1,6 +1,7 @@
 """The exact product of a mean loss's Hessian with a vector."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,11 +83,10 @@ def gradient_and_hvp(
     device_of(model)
     parameters = trainable(model)
     leaves, vectors = list(parameters.values()), _vectors(parameters, probe)
+    grad = partial(torch.autograd.grad, inputs=leaves, allow_unused=True)
 
     def derivatives(loss: Tensor) -> Derivatives:
-        gradients = torch.autograd.grad(
-            loss, leaves, create_graph=True, allow_unused=True
-        )
+        gradients = grad(loss, create_graph=True)
         # Only these depend on the parameters: those of linear ones are constants.
         pairs = [
             (gradient, vectors[name])
@@ -96,9 +96,7 @@ def gradient_and_hvp(
         if not pairs:
             return gradients, [None] * len(leaves)
         slopes, directions = zip(*pairs, strict=True)
-        return gradients, torch.autograd.grad(
-            slopes, leaves, directions, allow_unused=True
-        )
+        return gradients, grad(slopes, grad_outputs=directions)
 
     # The fused kernels of attention can only be differentiated once.
     with sdpa_kernel(SDPBackend.MATH):

@@ -134,7 +134,8 @@ class KroneckerAccumulator(LayerAccumulator):
             self.G.add(side_by_side(_joined(gradients, 0)), weight)
             return
         if share is not None:
-            gradients = [g / _rows(share, g).sqrt() for g in gradients]
+            shares = share.to(gradients[0])[:, None, None, None]
+            gradients = [g / shares.sqrt() for g in gradients]
         if gradients[0].device.type != "cpu":  # few launches
             columns = _joined([g.permute(1, 2, 0, 3) for g in gradients], 3)
             self.G.add(columns.flatten(2), weight)
@@ -160,7 +161,7 @@ class ReducedKroneckerAccumulator(KroneckerAccumulator):
         """Add the mean inputs' second moment."""
         means = columns.mean(3, keepdim=True)
         if share is not None:
-            means = means / _rows(share, means)
+            means = means / share.to(means)[:, None, None, None]
         super().observe(means, 1, None)
 
     def add_gradients(self, gradients: Columns, weight: float, share: Share) -> None:
@@ -231,10 +232,6 @@ def diagonal_of(layer: KroneckerLayer) -> DiagonalAccumulator:
     if isinstance(layer, ConvolutionLayer) and layer.is_grouped:
         return GroupedDiagonalAccumulator(layer)
     return DiagonalAccumulator(layer)
-
-
-def _rows(share: Tensor, like: Tensor) -> Tensor:
-    return share.to(like).view(-1, 1, 1, 1)
 
 
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:

@@ -363,8 +363,7 @@ class Engine:
         if accumulator.takes_inputs:
             accumulator.add_pairs(columns[name], gradients)
         else:
-            share = shares.get(name)
-            accumulator.add_gradients(gradients, weights[name], share)
+            accumulator.add_gradients(gradients, weights[name], shares.get(name))
 
 
 def _share(active: Tensor) -> Tensor:

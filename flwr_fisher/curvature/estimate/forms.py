@@ -353,11 +353,8 @@ def _fits(layer: Layer, call: Tap, count: int) -> bool:
         return False  # a subclass that looks up something else
     # `shape[0]`, too: a norm's or an embedding's shapes fit with any rows.
     has_rows = len(call.inputs) == count and call.shape[:1] == (count,)
-    return (
-        call.output is not None
-        and has_rows
-        and layer.fits(call.inputs.shape, call.shape)
-    )
+    used = call.output is not None and has_rows
+    return used and layer.fits(call.inputs.shape, call.shape)
 
 
 def _passes_alone(seen: _Seen, c: Tensor) -> bool:

@@ -399,9 +399,12 @@ class ConvolutionLayer(KroneckerLayer):
 class DirectLayer(Layer):
     """A layer with cheap per-example gradients."""
 
-    @abstractmethod
     def entries(self, inputs: Tensor) -> int:
-        """Return how many entries an example's gradient takes, for such inputs."""
+        """Return how many entries an example's gradient takes, for such inputs.
+
+        A norm has one for each of the example's inputs, and a repeated row its own.
+        """
+        return inputs[:1].numel()
 
     @abstractmethod
     def prepared(self, inputs: Tensor) -> Any:
@@ -417,10 +420,6 @@ class AffineNorm(DirectLayer):
         trailing = isinstance(self.layer, _FEATURE_NORMS)
         features = inputs[-len(shape) :] if trailing else inputs[1:2]
         return inputs == output and features == shape
-
-    def entries(self, inputs: Tensor) -> int:
-        """Return an example's inputs, of which each is normalised."""
-        return inputs[:1].numel()
 
     def prepared(self, inputs: Tensor) -> Tensor:
         """Return the normalised input, which the norm multiplies by the weight."""
@@ -480,10 +479,6 @@ class RepeatedRow(DirectLayer):
         """Return whether there is a row for each example."""
         return inputs == output
 
-    def entries(self, inputs: Tensor) -> int:
-        """Return a row's entries."""
-        return inputs[:1].numel()
-
     def prepared(self, inputs: Tensor) -> None:
         """Return nothing: the rows' gradients are the examples'."""
 
@@ -507,7 +502,7 @@ class EmbeddingRows(DirectLayer):
 
     def entries(self, inputs: Tensor) -> int:
         """Return an example's number of indices times a row's length."""
-        return inputs[:1].numel() * self.layer.embedding_dim
+        return super().entries(inputs) * self.layer.embedding_dim
 
     def prepared(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return each pair of example and row, and the pair of every index."""
@@ -547,12 +542,9 @@ class SquaredGradients:
 
     def __init__(self, layers: Mapping[str, DirectLayer]) -> None:
         self.layers = layers
-        self.dense = {
-            k: v for k, v in layers.items() if isinstance(v, AffineNorm | RepeatedRow)
-        }
-        self.embeddings = {
-            k: v for k, v in layers.items() if isinstance(v, EmbeddingRows)
-        }
+        each = layers.items()
+        self.dense = {k: v for k, v in each if isinstance(v, AffineNorm | RepeatedRow)}
+        self.embeddings = {k: v for k, v in each if isinstance(v, EmbeddingRows)}
         self._of_dense = {
             name: parameter
             for layer in self.dense.values()

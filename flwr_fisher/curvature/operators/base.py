@@ -556,9 +556,8 @@ class BlockDiagonal(Curvature):
         self, *, shrink: float = 0.0, damping: float = 0.0
     ) -> "BlockDiagonal":
         """Return the curvature with each child regularised."""
-        return BlockDiagonal(
-            [c.regularised(shrink=shrink, damping=damping) for c in self.children]
-        )
+        parts = [c.regularised(shrink=shrink, damping=damping) for c in self.children]
+        return BlockDiagonal(parts)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "BlockDiagonal":
         """Return the curvature with a function applied to the children's tensors."""

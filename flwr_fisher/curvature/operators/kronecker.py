@@ -28,10 +28,8 @@ def from_matrices(
     """Return the weight and bias of such matrices: the inverse of `to_matrices`."""
     if bias is None:
         return {weight: matrices.reshape(shape)}
-    return {
-        weight: matrices[..., :-1].reshape(shape),
-        bias: matrices[..., -1].reshape(-1),
-    }
+    columns, last = matrices[..., :-1], matrices[..., -1]
+    return {weight: columns.reshape(shape), bias: last.reshape(-1)}
 
 
 ScaledFactor = tuple[SymmetricFactor, Tensor]
@@ -145,10 +143,8 @@ class Kronecker(Curvature):
         al. 2023), and :math:`G \leftarrow (1 - t) G + t\,(\operatorname{tr} G/m)\,I`
         (Ledoit & Wolf 2004), group by group. Traces stay as they are.
         """
-        return self.with_factors(
-            self.A_factor.towards_diagonal(shrink),
-            self.G_factor.towards_identity(damping),
-        )
+        A = self.A_factor.towards_diagonal(shrink)
+        return self.with_factors(A, self.G_factor.towards_identity(damping))
 
     def partial_traces(self) -> tuple[ScaledFactor, ScaledFactor]:
         r"""Return the partial traces: over the outputs, and over the inputs.
@@ -168,9 +164,8 @@ class Kronecker(Curvature):
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Kronecker":
         """Return the curvature with a function applied to both factors' tensors."""
-        return self.with_factors(
-            self.A_factor.mapped(function), self.G_factor.mapped(function)
-        )
+        A = self.A_factor.mapped(function)
+        return self.with_factors(A, self.G_factor.mapped(function))
 
     def solver(self, damping: float) -> Solver:
         """Return a solver by the eigenvalues of both factors."""

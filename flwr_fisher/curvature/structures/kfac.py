@@ -50,10 +50,9 @@ class KFAC(Structure):
         self, name: str, shape: torch.Size, parts: Parts, bias: str | None
     ) -> Kronecker:
         """Return the Kronecker product of two factors."""
-        covers_bias = parts["A"].shape[-1] > shape[1:].numel()
-        return Kronecker(
-            name, shape, parts["A"], parts["G"], bias if covers_bias else None
-        )
+        if parts["A"].shape[-1] <= shape[1:].numel():  # it has no column for a bias
+            bias = None
+        return Kronecker(name, shape, parts["A"], parts["G"], bias)
 
     def rows(self, letter: str, outputs: int, inputs: int) -> int:
         """Return the inputs for `A`, and the outputs for `G`."""
