@@ -383,13 +383,12 @@ class CurvatureStrategy(Strategy):
         check_whole("num_rounds", num_rounds, 0)
         check_range("timeout", timeout, 0)
         _check_hooks(type(self))
-        if self.secure is not None:
-            self.check_secure()
-            if reopen:
-                raise ConfigurationError(
-                    "reopen=True with secure=: a second sum over other clients would "
-                    "reveal the difference; leave one of them out"
-                )
+        self.check_secure()
+        if self.secure is not None and reopen:
+            raise ConfigurationError(
+                "reopen=True with secure=: a second sum over other clients would "
+                "reveal the difference; leave one of them out"
+            )
         self.timeout, self.partial_result = timeout, None
         self.cohort = Cohort(self.seed, allow_foreign=False)  # of this run
         self.num_rounds = num_rounds
@@ -498,9 +497,8 @@ class CurvatureStrategy(Strategy):
 def _check_hooks(strategy: type) -> None:
     """Raise :class:`ConfigurationError` for a user's hooks that nobody would call."""
     for base in strategy.__mro__:
-        if issubclass(CurvatureStrategy, base) or base.__module__.startswith(
-            "flwr_fisher."
-        ):
+        is_ours = base.__module__.startswith("flwr_fisher.")
+        if is_ours or issubclass(CurvatureStrategy, base):
             continue
         for hook in vars(base).keys() & _FLOWERS_HOOKS:
             raise ConfigurationError(

@@ -198,10 +198,8 @@ class Scaffold(CurvatureStrategy):
         """Return one exchange: training with corrected steps."""
         read = Additive.reader("params", _CONTROL)
         request = {"job": "scaffold"}
-        return [
-            Exchange(request, read, self._step, send=_send, kept=_CONTROL),
-            *refinements(self, server_round),
-        ]
+        exchange = Exchange(request, read, self._step, send=_send, kept=_CONTROL)
+        return [exchange, *refinements(self, server_round)]
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return a step to the mean model, with the new control variate."""
@@ -229,11 +227,8 @@ class Scaffold(CurvatureStrategy):
             k: stepped[k].to(v.dtype) if k in stepped else averaged[k]
             for k, v in state.params.items()
         }
-        lost = lost_states(uploads)
-        metrics = {
-            "num-lost-states": lost,
-            "control-norm": float(norm(double(control, names))),
-        }
+        length = float(norm(double(control, names)))
+        metrics = {"num-lost-states": lost_states(uploads), "control-norm": length}
         return Step(ServerState(params, groups), metrics, control)
 
     def settings(self) -> dict[str, Any]:
@@ -304,10 +299,8 @@ class AFL(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return one exchange, which asks for sums over every client's data."""
-        return [
-            head_exchange(ridge=self.ridge, head=self.head),
-            *refinements(self, server_round),
-        ]
+        exchange = head_exchange(ridge=self.ridge, head=self.head)
+        return [exchange, *refinements(self, server_round)]
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""

@@ -212,10 +212,8 @@ class FedFish(CurvatureStrategy):
             for k, v in state.params.items()
         }
         zeros = [not any(v.any() for v in fisher.values()) for fisher in fishers]
-        metrics = {
-            "num-zero-fishers": sum(zeros),
-            "pseudo-gradient-norm": float(norm(gradient)),
-        }
+        length = float(norm(gradient))
+        metrics = {"num-zero-fishers": sum(zeros), "pseudo-gradient-norm": length}
         return Step(ServerState(params, {_OPTIMIZER: kept}), metrics, gradient)
 
     def settings(self) -> dict[str, Any]:

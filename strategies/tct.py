@@ -215,7 +215,8 @@ class TCT(CurvatureStrategy):
     def _convexifying(self) -> Sequence[Exchange[Any]]:
         """Return the exchanges of the convexifying round, which ask all clients."""
         config, options = self._features(), self.regression
-        features = Exchange(
+        of_all = partial(Exchange[Any], send=send, start=network, clients="all")
+        features = of_all(
             config | {"job": "tct-features"},
             partial(FeatureUpload.read, p=self.num_features),
             partial(
@@ -223,21 +224,15 @@ class TCT(CurvatureStrategy):
                 seed=self._features_seed,
                 standardise=options.standardise,
             ),
-            send,
-            network,
-            clients="all",
             additive=Summation(weighted=False, bits=64),
         )
         # The largest of all clients' eigenvalues is no sum, but a histogram has one.
         if self.secure is not None:
             config["aggregate"] = "sums"
-        spectrum = Exchange[Any](
+        spectrum = of_all(
             config | {"job": "tct-spectrum"},
             EigenvalueUpload.read,
             partial(agree_on_rate, lr=self.lr, control=options.control_variates),
-            send,
-            network,
-            clients="all",
             additive=Summation[Any](False, read=EigenvalueCounts.read, bits=64),
         )
         return [features, spectrum]

@@ -95,10 +95,8 @@ def standardise_features(
         "head": bytes_of(about["head"]),
     }
     params = state.params | {f"{KEYS}{k}": v for k, v in model.items()}
-    groups = {
-        MEMBERSHIP: state.group(MEMBERSHIP),
-        _FACTS: {_DIGEST: bytes_of(about["digest"])},
-    }
+    facts = {_DIGEST: bytes_of(about["digest"])}
+    groups = {MEMBERSHIP: state.group(MEMBERSHIP), _FACTS: facts}
     return Step(ServerState(params, groups), {"stage": 2, "num-features": len(mean)})
 
 
