@@ -155,14 +155,10 @@ def report_one_shot(
         upload.client: class_hits(model, [params], [1.0], loader)
         for upload, params in zip(uploads, members, strict=True)
     }
+    counted = zip(of_clients.items(), weights, merged.shares, strict=True)
     clients: list[dict[str, Any]] = [
-        {
-            "client": name,
-            "examples": weights[i],
-            "share": merged.shares[i],
-            "accuracy": accuracy_of(of_client),
-        }
-        for i, (name, of_client) in enumerate(of_clients.items())
+        {"client": name, "examples": n, "share": share, "accuracy": accuracy_of(own)}
+        for (name, own), n, share in counted
     ]
     if uploads:
         accuracy["ensemble"] = ensemble_accuracy(model, members, weights, loader)
