@@ -33,9 +33,8 @@ class _Beside(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != f"{__name__}.strategies":
             return None
-        return spec_from_file_location(
-            fullname, _HERE.parent / "strategies/__init__.py"
-        )
+        beside = _HERE.parent / "strategies/__init__.py"
+        return spec_from_file_location(fullname, beside)
 
 
 if not (_HERE / "strategies").exists():

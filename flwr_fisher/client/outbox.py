@@ -230,13 +230,9 @@ class TrainingCheckpoint:
         try:
             torch.save({"state": dict(state), "random": generator_states()}, data)
             tensors = {"data": torch.frombuffer(data.getbuffer(), dtype=torch.uint8)}
-            self._disk.save(
-                _TRAINING,
-                tensors,
-                step=self._step,
-                keep=range(1, self._step),  # a job that starts again runs these, too
-                note=self._note,
-            )
+            step, note = self._step, self._note
+            former = range(1, step)  # a job that starts again runs these, too
+            self._disk.save(_TRAINING, tensors, step=step, keep=former, note=note)
         except _UNSAVED as error:
             logger.warning("Cannot save this training: %s", error)
 

@@ -493,10 +493,8 @@ class Door(Generic[P]):
         for client, reason in mismatched.items():
             stage = self.left_out.stage
             logger.warning("%s: metrics without %s: it %s", stage, client, reason)
-        counts = {
-            "num-replies": len(uploads),
-            "num-rejected": len(self.left_out.rejected),
-        }
+        rejected = len(self.left_out.rejected)
+        counts = {"num-replies": len(uploads), "num-rejected": rejected}
         if self.left_out.missing:
             counts["num-missing"] = len(self.left_out.missing)
         return MetricRecord({**self._aggregated(good.values(), aggregate), **counts})

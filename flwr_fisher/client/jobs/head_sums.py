@@ -88,9 +88,8 @@ def head_losses_job(problem: LocalProblem, request: Request) -> Reply:
     head = find_head(problem.model, layers.pop() if len(layers) == 1 else None)
     names = [name for name in head_names(problem, head) if name is not None]
     state = state_of(problem.model)
-    fits = solved.keys() == set(names) and all(
-        solved[name].shape == state[name].shape for name in names
-    )
+    shapes = {name: value.shape for name, value in solved.items()}
+    fits = shapes == {name: state[name].shape for name in names}
     scales = request.options.get("scales")
     if not fits or not isinstance(scales, list):
         raise ClientError("the server sent no head that fits this model, or no scales")
