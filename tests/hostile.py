@@ -22,9 +22,9 @@ from flwr.app import Array, ArrayRecord
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from virtual import Remembering
+from virtual import Remembering, app_by_partition
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.merge.options import SOLVERS
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import (
@@ -152,8 +152,7 @@ def make_app(victim, state_dir, attack=None, kinds=("train",)):
     What an honest client has answered is not computed again for another attack.
     """
 
-    def client_fn(context):
-        partition = int(context.node_config["partition-id"])
+    def make(partition):
         shares = [1.0, 1.0, 1.0]
         shares[partition % 3] = 2.0
         data = TensorDataset(*points(partition, 60 + 6 * partition, tuple(shares)))
@@ -168,7 +167,7 @@ def make_app(victim, state_dir, attack=None, kinds=("train",)):
         )
 
     made_of = repr(victim.train), victim.model
-    app = Remembering(make_client_app(client_fn), lambda partition: made_of)
+    app = Remembering(app_by_partition(make), lambda partition: made_of)
 
     class Hostile(ClientApp):
         def __call__(self, message, context):

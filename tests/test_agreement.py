@@ -10,6 +10,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
+from virtual import app_by_partition
 
 from flwr_fisher.client import (
     ClientApp,
@@ -18,7 +19,6 @@ from flwr_fisher.client import (
     check_fisher,
     fisher_arrays,
     identify,
-    make_client_app,
 )
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import RoundError, WireError
@@ -58,9 +58,7 @@ def app_of(make, trained, likelihoods=("categorical",)):
     """
     data = examples()
 
-    def client_fn(context):
-        partition = int(context.node_config["partition-id"])
-
+    def noting(partition):
         class Noted(LocalSGD):
             def __call__(self, *args, **options):
                 trained.append(partition)
@@ -70,7 +68,7 @@ def app_of(make, trained, likelihoods=("categorical",)):
         own = likelihoods[partition % len(likelihoods)]
         return FisherClient(make(partition), loader, likelihood=own, train_fn=Noted())
 
-    return make_client_app(client_fn)
+    return app_by_partition(noting)
 
 
 def grid_of(frozen, count, trained, kind=LocalGrid):
@@ -160,8 +158,8 @@ def table(classes):
 def test_classes_have_the_same_numbers_on_all_clients(kind, caplog):
     """A folder for each class gives other numbers where a class is missing."""
 
-    def client_fn(context):
-        lacks = context.node_config["partition-id"] == 1
+    def client_of(partition):
+        lacks = partition == 1
         classes = ["cat", "dog"] if lacks else ["ant", "cat", "dog"]
         own = {
             "folders": lambda: folders(classes),
@@ -172,7 +170,7 @@ def test_classes_have_the_same_numbers_on_all_clients(kind, caplog):
         }[kind]()
         return FisherClient(model(), DataLoader(own, 4))
 
-    grid, strategy = LocalGrid(make_client_app(client_fn), 4), FedFisherOneShot()
+    grid, strategy = LocalGrid(app_by_partition(client_of), 4), FedFisherOneShot()
     result = strategy.start(grid, arrays(shared_state(model())))
     refused = kind in ("folders", "subset", "table")
     assert len(result.uploads) == 4 - refused
@@ -299,10 +297,10 @@ def test_that_factors_of_a_product_are_merged_apart_is_told_once(freeze, caplog)
     start = arrays(shared_state(make(0)))
     strategy = FedFisherOneShot(fraction_evaluate=0.0)
     strategy.start(LocalGrid(app_of(make, []), 3), start, num_rounds=2)
-    told = [r for r in caplog.records if "both factors of adapters" in r.getMessage()]
+    told = [m for m in caplog.messages if "both factors of adapters" in m]
     assert len(told) == (not freeze)
     if told:
-        assert "'lora_A.default.weight' and its lora_B" in told[0].getMessage()
+        assert "'lora_A.default.weight' and its lora_B" in told[0]
 
 
 def plain_app(make, tells, mods=(), likelihoods=("categorical",)):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     Watched,
+    app_by_partition,
     ask,
     close,
     same_bits,
@@ -22,7 +23,7 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.client import FisherClient, make_client_app
+from flwr_fisher.client import FisherClient
 from flwr_fisher.curvature import gradient_and_hvp
 from flwr_fisher.curvature.second_order import random_probe
 from flwr_fisher.errors import (
@@ -63,12 +64,11 @@ def data(partition, black=False):
 
 
 def app_of(model=net, black=False, loss_fn=F.cross_entropy):
-    def client_fn(context):
-        held = data(int(context.node_config["partition-id"]), black)
-        loader = DataLoader(held, batch_size=4)
+    def make(partition):
+        loader = DataLoader(data(partition, black), batch_size=4)
         return FisherClient(model(), loader, loss_fn=loss_fn, device="cpu")
 
-    return make_client_app(client_fn)
+    return app_by_partition(make)
 
 
 def fagh(**options):

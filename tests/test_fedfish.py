@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from virtual import (
     LIFTED,
     Watched,
+    app_by_partition,
     ask,
     change_array,
     half_square,
@@ -30,7 +31,7 @@ from virtual import (
 )
 from virtual import start as run
 
-from flwr_fisher.client import ClientLimits, FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import ClientLimits, FisherClient, LocalSGD
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.strategies import FedFish
@@ -66,8 +67,8 @@ def fedfish(**options):
 HOLDINGS = [([[1, 0]], [[4]]), ([[1, 1], [0, 1]], [[2], [3]])]
 
 
-def on_the_plane(context):
-    x, y = HOLDINGS[int(context.node_config["partition-id"])]
+def on_the_plane(partition):
+    x, y = HOLDINGS[partition]
     data = TensorDataset(torch.tensor(x).float(), torch.tensor(y).float())
     train = LocalSGD(lr=0.5, momentum=0.0, loss_fn=half_square)
     loader = DataLoader(data, batch_size=1)
@@ -107,7 +108,7 @@ CASES = [
 )
 def test_one_round_is_what_a_pencil_gives(options, expected):
     start = ArrayRecord(shared_state(plane()))
-    result = run(fedfish(**options), make_client_app(on_the_plane), 2, start)
+    result = run(fedfish(**options), app_by_partition(on_the_plane), 2, start)
     got = arrays_to_tensors(result.arrays)["weight"]
     torch.testing.assert_close(got, torch.tensor([expected]))
     assert "regression" not in result.train_metrics_clientapp[1]  # FedFisher reads it
@@ -119,7 +120,7 @@ def test_one_round_is_what_a_pencil_gives(options, expected):
 
 
 def test_by_default_fishers_are_rooted_and_balanced():
-    start, app = ArrayRecord(shared_state(plane())), make_client_app(on_the_plane)
+    start, app = ArrayRecord(shared_state(plane())), app_by_partition(on_the_plane)
     own = FedFish(fraction_evaluate=0.0, codec="lossless")
     mended = run(fedfish(power=0.5, balance=1.0), app, 2, start)
     assert_same(run(own, app, 2, start), mended)

@@ -18,6 +18,7 @@ from tasks import load_task
 from torch import nn
 from virtual import (
     Remembering,
+    app_by_partition,
     fedfisher_with,
     quick_app,
     same_bits,
@@ -25,7 +26,7 @@ from virtual import (
     tiny_arrays,
 )
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
+from flwr_fisher.client import FisherClient, LocalSGD, score
 from flwr_fisher.curvature import Kronecker
 from flwr_fisher.errors import RoundError
 from flwr_fisher.params import shared_state, trainable_names
@@ -49,13 +50,11 @@ def digits():
 
 
 def grid_of(task, make, epochs, lr=0.05):
-    def client_fn(context):
-        loader = task.train_loader(int(context.node_config["partition-id"]), 32)
-        return FisherClient(
-            make(), loader, train_fn=LocalSGD(epochs=epochs, lr=lr), device="cpu"
-        )
+    def client_of(partition):
+        loader, train = task.train_loader(partition, 32), LocalSGD(epochs=epochs, lr=lr)
+        return FisherClient(make(), loader, train_fn=train, device="cpu")
 
-    return LocalGrid(make_client_app(client_fn), CLIENTS)
+    return LocalGrid(app_by_partition(client_of), CLIENTS)
 
 
 def accuracy(task, make, arrays):
@@ -115,11 +114,9 @@ def test_a_regression_takes_one_iteration():
     adam = partial(torch.optim.Adam, lr=3e-3)
     train = LocalSGD(epochs=10, loss_fn=F.mse_loss, optimizer=adam)
 
-    def client_fn(context):
-        own = data[context.node_config["partition-id"]]
-        return FisherClient(net(), own, train_fn=train, likelihood="gaussian")
-
-    app = Remembering(make_client_app(client_fn), lambda partition: "regression")
+    own = {"train_fn": train, "likelihood": "gaussian"}
+    app = app_by_partition(lambda i: FisherClient(net(), data[i], **own))
+    app = Remembering(app, lambda partition: "regression")
 
     def unexplained(**options):
         grid = LocalGrid(app, len(data))

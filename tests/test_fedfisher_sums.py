@@ -6,6 +6,7 @@ from flwr.app import ArrayRecord
 from virtual import (
     LIFTED,
     Watched,
+    app_by_partition,
     fedfisher_with,
     quick_app,
     tiny_arrays,
@@ -13,7 +14,7 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.client import LocalSGD, make_client_app
+from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.secure import SecureSums
 from flwr_fisher.testing import LocalGrid
@@ -36,11 +37,9 @@ def app_of(folder, lost=None, **options):
             raise ClientError("gone")
         return call_next(message, context)
 
-    def client_of(context):
-        partition = int(context.node_config["partition-id"])
-        return tiny_client(partition, state_dir=folder, **options)
-
-    return make_client_app(client_of, mods=[mod])
+    return app_by_partition(
+        lambda i: tiny_client(i, state_dir=folder, **options), mods=[mod]
+    )
 
 
 def merged(app, clients=4, rounds=1, **options):

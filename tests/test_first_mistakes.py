@@ -10,6 +10,7 @@ from flwr.serverapp import strategy as flowers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
+    app_by_partition,
     ask,
     metrics_of,
     tiny_app,
@@ -351,12 +352,12 @@ def test_a_schedule_that_changes_its_config_leaves_the_callers():
 
 
 def app_of(model=None, **options):
-    def client_fn(context):
-        client = tiny_client(int(context.node_config["partition-id"]), **options)
+    def make(partition):
+        client = tiny_client(partition, **options)
         client.problem.model = client.problem.model if model is None else model
         return client
 
-    return make_client_app(client_fn)
+    return app_by_partition(make)
 
 
 def test_the_loss_that_clients_train_with_is_the_one_that_they_differentiate():

@@ -6,9 +6,9 @@ The oracle takes each example by itself and without padding, in float64.
 import pytest
 import torch
 from flwr.app import ArrayRecord
-from virtual import close, start
+from virtual import app_by_partition, close, start
 
-from flwr_fisher.client import FisherClient, LocalSGD, cross_entropy, make_client_app
+from flwr_fisher.client import FisherClient, LocalSGD, cross_entropy
 from flwr_fisher.client.training import score
 from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.errors import FlwrFisherError
@@ -187,16 +187,16 @@ def test_a_round_of_ones_own_loop_is_that_of_local_sgd(name, lora):
     results = []
     for train_fn in (own_loop, LocalSGD(lr=0.1)):
 
-        def client_fn(context, train_fn=train_fn):
+        def client_of(partition, train_fn=train_fn):
             model = make(name, lora)
             for module in model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0
-            data = batches(name, seed=context.node_config["partition-id"])
+            data = batches(name, seed=partition)
             return FisherClient(model, data, data, train_fn=train_fn, device="cpu")
 
         arrays = ArrayRecord(shared_state(make(name, lora)))
-        app = make_client_app(client_fn)
+        app = app_by_partition(client_of)
         results.append(start(FedFisherOneShot(), app, clients=2, arrays=arrays))
     one, other = results
     assert close(one.arrays, other.arrays, 1e-4)
@@ -206,11 +206,6 @@ def test_a_round_of_ones_own_loop_is_that_of_local_sgd(name, lora):
 def test_pefts_stripped_keys_are_named():
     model = make("bert", lora=True)
     stripped = ArrayRecord(peft.get_peft_model_state_dict(model))
-
-    def client_fn(context):
-        return FisherClient(model, batches("bert"), device="cpu")
-
+    app = FisherClient(model, batches("bert"), device="cpu").as_client_app()
     with pytest.raises(FlwrFisherError, match=r"no such entry: start from shared"):
-        start(
-            FedFisherOneShot(), make_client_app(client_fn), clients=2, arrays=stripped
-        )
+        start(FedFisherOneShot(), app, clients=2, arrays=stripped)

@@ -6,9 +6,9 @@ import re
 import pytest
 from flwr.serverapp import strategy as flowers
 from torch.utils.data import DataLoader
-from virtual import tiny_arrays, tiny_client, tiny_data, tiny_model
+from virtual import app_by_partition, tiny_arrays, tiny_client, tiny_data, tiny_model
 
-from flwr_fisher.client import FisherClient, make_client_app
+from flwr_fisher.client import FisherClient
 from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.log_lines import Failures
 from flwr_fisher.strategies import FedAvg
@@ -28,13 +28,12 @@ def messages(caplog, level=logging.INFO):
 
 
 def without_valloader(*partitions):
-    def client_fn(context):
-        partition = int(context.node_config["partition-id"])
+    def make(partition):
         batches = DataLoader(tiny_data(partition), batch_size=4)
         held_out = None if partition in partitions else batches
         return FisherClient(tiny_model(), batches, held_out, device="cpu")
 
-    return make_client_app(client_fn)
+    return app_by_partition(make)
 
 
 def test_a_client_without_valloader_is_left_out_quietly(caplog):
@@ -78,12 +77,12 @@ def failing(error, *, at="train"):
     def loop(model, loader, device, config):
         raise error
 
-    def client_fn(context):
+    def make(partition):
         if at == "build":
             raise error
-        return tiny_client(int(context.node_config["partition-id"]), train_fn=loop)
+        return tiny_client(partition, train_fn=loop)
 
-    return make_client_app(client_fn)
+    return app_by_partition(make)
 
 
 def test_one_exception_of_many_clients_has_one_traceback(caplog):

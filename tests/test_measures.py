@@ -9,9 +9,9 @@ from flwr.serverapp.strategy import FedAvg
 from measures import ClientServerBarrier, MeasuredGrid, Personalisation, combine, costs
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
-from virtual import tiny_data
+from virtual import app_by_partition, tiny_data
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFish
 from flwr_fisher.testing import LocalGrid
@@ -35,11 +35,9 @@ LOADERS = [loader(client) for client in range(CLIENTS)]
 
 
 def measured_grid(**options):
-    def client_fn(context):
-        data = LOADERS[int(context.node_config["partition-id"])]
-        return FisherClient(net(), data, train_fn=TRAIN, device="cpu")
-
-    return MeasuredGrid(LocalGrid(make_client_app(client_fn), CLIENTS), **options)
+    own = {"train_fn": TRAIN, "device": "cpu"}
+    app = app_by_partition(lambda i: FisherClient(net(), LOADERS[i], **own))
+    return MeasuredGrid(LocalGrid(app, CLIENTS), **options)
 
 
 def start():

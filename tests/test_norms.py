@@ -13,12 +13,14 @@ from oracles import randn
 from test_pairings import Plain
 from test_secure_sums import secure_app
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from virtual import (
     LIFTED,
     Watched,
+    app_by_partition,
     ask,
     change_array,
+    left_out,
     quick_app,
     same_bits,
     set_array,
@@ -30,7 +32,7 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.client import FisherClient, LocalSGD, identify, make_client_app
+from flwr_fisher.client import FisherClient, LocalSGD, identify
 from flwr_fisher.client.jobs import train as train_job
 from flwr_fisher.errors import ConfigurationError, DataError, ParamsError
 from flwr_fisher.merge import refresh_norms
@@ -380,11 +382,11 @@ def test_only_norms_that_are_refreshed_are_counted(secure, tmp_path):
     own.register_buffer(VARIANCE, torch.ones(3))
     model = nn.Sequential(own, nn.BatchNorm1d(3), nn.Linear(3, 3))
 
-    def client_fn(context):
-        data = tiny_data(int(context.node_config["partition-id"]))
-        return FisherClient(copy.deepcopy(model), DataLoader(data, 4), device="cpu")
+    def make(partition):
+        loader = DataLoader(tiny_data(partition), 4)
+        return FisherClient(copy.deepcopy(model), loader, device="cpu")
 
-    app = make_client_app(client_fn, mods=[SecureSumsMod(state_dir=tmp_path)])
+    app = app_by_partition(make, mods=[SecureSumsMod(state_dir=tmp_path)])
     options = {"arrays": ArrayRecord(shared_state(model)), "num_rounds": 1}
     result = start(FedAvg(**OPTIONS, **REFRESH, secure=secure), app, **options)
     assert result.train_metrics_clientapp[1]["num-norms-refreshed"] == 1
@@ -424,11 +426,7 @@ def in_eval_mode(model, loader, device, config):
 
 
 def test_norms_that_clients_keep_in_eval_mode_are_left_alone():
-    def client_fn(context):
-        own = int(context.node_config["partition-id"])
-        return tiny_client(own, train_fn=in_eval_mode)
-
-    app = Watched(make_client_app(client_fn))
+    app = Watched(app_by_partition(lambda i: tiny_client(i, train_fn=in_eval_mode)))
     result = start(FedFisherOneShot(**OPTIONS), app)
     state = arrays_to_tensors(result.arrays)
     assert torch.allclose(state[f"1.{MEAN}"], torch.zeros(4), atol=1e-6)
@@ -443,13 +441,11 @@ def with_frozen_norm():
 
 
 def test_where_no_training_moves_statistics_frozen_norms_keep_theirs():
-    def client_fn(context):
-        data = tiny_data(int(context.node_config["partition-id"]))
-        return FisherClient(
-            with_frozen_norm(), DataLoader(data, batch_size=4), device="cpu"
-        )
+    def make(partition):
+        loader = DataLoader(tiny_data(partition), batch_size=4)
+        return FisherClient(with_frozen_norm(), loader, device="cpu")
 
-    arrays, app = shared_state(with_frozen_norm()), make_client_app(client_fn)
+    arrays, app = shared_state(with_frozen_norm()), app_by_partition(make)
     assert f"0.{MEAN}" in arrays
     assert "0.weight" not in arrays
     strategy = FAGH(**OPTIONS, **REFRESH)
@@ -467,17 +463,12 @@ def test_nothing_more_is_asked_without_batch_norm_or_by_other_strategies():
         start(make(**OPTIONS), app)
         assert not requests(app)
 
-    def client_fn(context):
-        x, y = tiny_data(int(context.node_config["partition-id"])).tensors
-        loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    def without(partition):
+        loader = DataLoader(tiny_data(partition), batch_size=4)
         return FisherClient(nn.Linear(3, 3), loader, device="cpu")
 
-    app = Watched(make_client_app(client_fn))
-    start(
-        FedFisherOneShot(**OPTIONS),
-        app,
-        arrays=ArrayRecord(shared_state(nn.Linear(3, 3))),
-    )
+    app, arrays = Watched(app_by_partition(without)), shared_state(nn.Linear(3, 3))
+    start(FedFisherOneShot(**OPTIONS), app, arrays=ArrayRecord(arrays))
     assert not requests(app)
     assert len(app.trained) == 3
 
@@ -492,8 +483,7 @@ def test_noise_of_clients_is_not_gone_round():
 
 
 def warned(caplog):
-    lines = [record.getMessage() for record in caplog.records]
-    return [line for line in lines if line.startswith("norm statistics")]
+    return [line for line in caplog.messages if line.startswith("norm statistics")]
 
 
 def test_where_nobody_is_left_the_mean_stays_and_a_warning_says_so(clock, caplog):
@@ -555,10 +545,9 @@ def test_who_tells_what_cannot_be_is_left_out_by_name(how, caplog):
     refreshed = start(FedFisherOneShot(**OPTIONS), app)
     averaged = start(FedFisherOneShot(**OPTIONS, **AVERAGE))
     assert_refresh_of(averaged, refreshed, clients=2)
-    lines = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
-    assert len(lines) == 1
-    assert "partition-2" in lines[0]
-    assert reason in lines[0]
+    (line,) = left_out(caplog)
+    assert "partition-2" in line
+    assert reason in line
 
 
 def float32(tamper):

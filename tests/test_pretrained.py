@@ -7,6 +7,7 @@ from test_secure_sums import secure_app
 from torch import nn
 from torch.utils.data import DataLoader
 from virtual import (
+    app_by_partition,
     close,
     killing_app,
     same_bits,
@@ -16,7 +17,7 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.errors import ConfigurationError, RoundError
 from flwr_fisher.secure import SecureSums
 from flwr_fisher.strategies import (
@@ -39,11 +40,7 @@ MAKES = [
 
 
 def app_of(train_fn):
-    return make_client_app(
-        lambda context: tiny_client(
-            context.node_config["partition-id"], train_fn=train_fn
-        )
-    )
+    return app_by_partition(lambda i: tiny_client(i, train_fn=train_fn))
 
 
 @pytest.mark.parametrize(("make", "own"), MAKES)
@@ -133,13 +130,13 @@ def test_features_far_from_zero_have_a_good_first_head():
             first, norm, relu, head = self
             return head(10 + relu(norm(first(x))))
 
-    def client_fn(context):
-        loader = DataLoader(tiny_data(context.node_config["partition-id"]), 4)
+    def shifted(partition):
+        loader = DataLoader(tiny_data(partition), 4)
         return FisherClient(Shifted(*tiny_model()), loader, train_fn=LocalSGD())
 
     losses = [
         run(app=app, **KNOWN).train_metrics_clientapp[1]["first-head-loss"]
-        for app in (make_client_app(client_fn), app_of(LocalSGD()))
+        for app in (app_by_partition(shifted), app_of(LocalSGD()))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
@@ -187,23 +184,23 @@ def test_a_model_without_such_a_head_is_refused_before_training():
         def forward(self, x):
             return self.body(x).tanh()
 
-    def client_fn(context):
-        loader = DataLoader(tiny_data(context.node_config["partition-id"]), 4)
+    def squashed(partition):
+        loader = DataLoader(tiny_data(partition), 4)
         return FisherClient(Squashed(), loader, train_fn=lambda *_: 1 / 0)
 
     arrays = type(tiny_arrays())(shared_state(Squashed()))
     with pytest.raises(RoundError, match=r"not those of an nn\.Linear"):
-        run(app=make_client_app(client_fn), arrays=arrays, **KNOWN)
+        run(app=app_by_partition(squashed), arrays=arrays, **KNOWN)
 
 
 def test_where_only_the_head_is_trained_afl_is_named():
-    def client_fn(context):
-        client = tiny_client(context.node_config["partition-id"])
+    def frozen(partition):
+        client = tiny_client(partition)
         client.problem.model[:3].requires_grad_(False)
         return client
 
     with pytest.raises(RoundError, match=r"use AFL\(\)"):
-        run(app=make_client_app(client_fn), **KNOWN)
+        run(app=app_by_partition(frozen), **KNOWN)
 
 
 def test_the_round_that_begins_with_a_head_is_not_skipped():

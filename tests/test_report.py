@@ -15,9 +15,9 @@ from oracles import randn, rng, seeded
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from virtual import start, tiny_app, tiny_data, tiny_model
+from virtual import app_by_partition, start, tiny_app, tiny_data, tiny_model
 
-from flwr_fisher.client import FisherClient, make_client_app
+from flwr_fisher.client import FisherClient
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.errors import (
     ConfigurationError,
@@ -46,7 +46,6 @@ from flwr_fisher.strategies import (
     Refinement,
     Upload,
 )
-from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import FisherUpload
 
 X, Y = randn(1, 30, 3), torch.randint(4, (30,), generator=rng(2))
@@ -125,6 +124,7 @@ def test_there_must_be_examples():
 # One shot
 
 EXAMPLES = (70, 20, 10)
+HELD_OUT = DataLoader(tiny_data(9, n=50), batch_size=25)
 TEST = [(randn(5, 90, 6), torch.randint(3, (90,), generator=rng(6)))]
 
 
@@ -193,14 +193,13 @@ def test_every_methods_accuracy_is_as_by_hand(tmp_path, caplog):
 
 @pytest.mark.usefixtures("empty_pictures")
 def test_with_batch_norm_the_model_is_the_runs_result(tmp_path):
-    loader = DataLoader(TensorDataset(*tiny_data(9, n=50).tensors), batch_size=25)
     result = start(FedFisherOneShot(fraction_evaluate=0.0))
-    found = report_one_shot(str(tmp_path), tiny_model(), loader, result)
+    found = report_one_shot(str(tmp_path), tiny_model(), HELD_OUT, result)
     models = {
         "fedfisher": result.arrays.to_torch_state_dict(),
         "fedfisher_averaged": result.details.params,
     }
-    expected = accuracies(tiny_model(), models, loader)
+    expected = accuracies(tiny_model(), models, HELD_OUT)
     assert {name: found[name] for name in expected} == expected
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[k], v) for k, v in models["fedfisher"].items())
@@ -210,12 +209,11 @@ def test_with_batch_norm_the_model_is_the_runs_result(tmp_path):
 
 
 def test_the_log_has_the_reports_numbers(tmp_path, caplog):
-    loader = DataLoader(TensorDataset(*tiny_data(9, n=50).tensors), batch_size=25)
     result = start(FedFisherOneShot(fraction_evaluate=0.0))
     where = tmp_path / "a" / "new"  # neither folder is there
     with caplog.at_level("INFO", "flwr"):
-        report_one_shot(where, tiny_model(), loader, result)
-        report_one_shot(where, tiny_model(), loader, result)  # written again
+        report_one_shot(where, tiny_model(), HELD_OUT, result)
+        report_one_shot(where, tiny_model(), HELD_OUT, result)  # written again
     metrics = json.loads((where / "metrics.json").read_text())
     assert metrics["rounds"]["1"]["train"]["num-replies"] == 3
     for row in metrics["clients"]:
@@ -264,30 +262,28 @@ def test_the_output_folder_is_an_absolute_path(tmp_path):
 
 
 def rounds_with(make, num_rounds=3, every=1):
-    data = DataLoader(TensorDataset(*tiny_data(9, n=50).tensors), batch_size=25)
-    evaluate_fn = evaluate_on_test(tiny_model(), data, every=every)
-    result = make(
-        fraction_evaluate=0.0, min_train_nodes=2, min_available_nodes=2
-    ).start(
-        LocalGrid(tiny_app(), 3),
-        ArrayRecord(shared_state(tiny_model())),
-        num_rounds=num_rounds,
-        evaluate_fn=evaluate_fn,
-    )
-    return data, result
+    evaluate_fn = evaluate_on_test(tiny_model(), HELD_OUT, every=every)
+    strategy = make(fraction_evaluate=0.0, min_train_nodes=2, min_available_nodes=2)
+    own = {"num_rounds": num_rounds, "evaluate_fn": evaluate_fn}
+    return start(strategy, tiny_app(), **own)
 
 
 @pytest.mark.usefixtures("empty_pictures")
 @pytest.mark.parametrize("make", [FedAvg, FlowersFedAvg])
 def test_rounds_of_any_strategy_are_reported(make, tmp_path, caplog):
-    data, result = rounds_with(make, every=2)
+    result = rounds_with(make, every=2)
     assert sorted(result.evaluate_metrics_serverapp) == [0, 2]
     with caplog.at_level("INFO", logger="flwr"):
         got = report_rounds(
-            tmp_path, tiny_model(), data, result, method="FedAvg", marks={2: "middle"}
+            tmp_path,
+            tiny_model(),
+            HELD_OUT,
+            result,
+            method="FedAvg",
+            marks={2: "middle"},
         )
     model = result.arrays.to_torch_state_dict()
-    last = accuracies(tiny_model(), {"last": model}, data)["last"]
+    last = accuracies(tiny_model(), {"last": model}, HELD_OUT)["last"]
     middle = result.evaluate_metrics_serverapp[2]["accuracy"]
     assert got == {"fedavg": pytest.approx(last), "middle": middle}
     metrics = json.loads((tmp_path / "metrics.json").read_text())
@@ -373,17 +369,15 @@ def test_a_client_of_one_class_has_not_failed(tmp_path, caplog):
         model[-1].bias.data = torch.tensor([9.0, 0.0, 0.0])
         return {"train_loss": 1.4}
 
-    def client_fn(context):
+    def make(partition):
         x, y = tiny_data(0).tensors
-        own = TensorDataset(x, y * (context.node_config["partition-id"] != 0))
+        own = TensorDataset(x, y * (partition != 0))
         return FisherClient(tiny_model(), DataLoader(own, 4), train_fn=loop)
 
-    app, arrays = make_client_app(client_fn), ArrayRecord(shared_state(tiny_model()))
     strategy = FedFisherOneShot(fraction_evaluate=0.0, refine=Refinement(head=True))
-    result = strategy.start(LocalGrid(app, 3), arrays)
-    loader = DataLoader(TensorDataset(*tiny_data(9, n=50).tensors), batch_size=25)
+    result = start(strategy, app_by_partition(make))
     with caplog.at_level("INFO", logger="flwr"):
-        report_one_shot(tmp_path, tiny_model(), loader, result, method="Mine")
+        report_one_shot(tmp_path, tiny_model(), HELD_OUT, result, method="Mine")
     assert "partition-0's model gives" not in caplog.text
     assert "partition-1's model gives every test example the same" in caplog.text
     assert "Mine, the merge" in caplog.text
@@ -416,12 +410,12 @@ def test_the_log_names_classes_that_depend_on_one_client():
 def test_fedavg_of_the_last_rounds_models_stands_beside_any_method(
     refine, tmp_path, caplog
 ):
-    data, result = rounds_with(partial(FedFish, refine=refine))
+    result = rounds_with(partial(FedFish, refine=refine))
     with caplog.at_level("INFO", logger="flwr"):
-        got = report_rounds(tmp_path, tiny_model(), data, result, method="FedFish")
+        got = report_rounds(tmp_path, tiny_model(), HELD_OUT, result, method="FedFish")
     models = [upload.payload.params for upload in result.uploads]
     mean = weighted_mean(models, [upload.num_examples for upload in result.uploads])
-    want = accuracies(tiny_model(), {"mean": mean}, data)["mean"]
+    want = accuracies(tiny_model(), {"mean": mean}, HELD_OUT)["mean"]
     assert got["fedavg"] == want
     assert "FedAvg's mean of the same models" in caplog.text
     assert ("FedFish, before it is refined," in caplog.text) == bool(refine)

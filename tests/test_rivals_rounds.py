@@ -9,9 +9,9 @@ from oracles import randn, relative, seeded
 from rivals import DONE, GIANT, FedExP, FedGA, FedPM
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from virtual import half_square, plane, start, tiny_data
+from virtual import app_by_partition, half_square, plane, start, tiny_data
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -19,12 +19,11 @@ from flwr_fisher.wire import arrays_to_tensors
 def run(strategy, make, data, train=None, rounds=1, **options):
     """Return the result of clients that have these data, in batches of 4."""
 
-    def client_fn(context):
-        held = TensorDataset(*data[int(context.node_config["partition-id"])])
-        loader = DataLoader(held, batch_size=4)
+    def client_of(partition):
+        loader = DataLoader(TensorDataset(*data[partition]), batch_size=4)
         return FisherClient(make(), loader, train_fn=train, device="cpu", **options)
 
-    app, begin = make_client_app(client_fn), ArrayRecord(shared_state(make()))
+    app, begin = app_by_partition(client_of), ArrayRecord(shared_state(make()))
     return start(strategy, app, len(data), begin, num_rounds=rounds)
 
 

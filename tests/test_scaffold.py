@@ -13,10 +13,19 @@ from clocked import Behaviour, ClockedGrid
 from flwr.app import ArrayRecord
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
-from virtual import Watched, ask, close, plane, same_bits, tiny_client, tiny_data
+from virtual import (
+    Watched,
+    app_by_partition,
+    ask,
+    close,
+    plane,
+    same_bits,
+    tiny_client,
+    tiny_data,
+)
 from virtual import start as run
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.server.membership import Membership
@@ -57,10 +66,9 @@ def by_sgd(rounds, epochs, lr):
 
 
 def test_identical_clients_are_sgd():
-    def client_fn(context):
-        return tiny_client(1, train_fn=plain_sgd(lr=0.1, epochs=2))
-
-    result = run(scaffold(), make_client_app(client_fn), 4, num_rounds=3)
+    train = plain_sgd(lr=0.1, epochs=2)
+    app = app_by_partition(lambda _: tiny_client(1, train_fn=train))
+    result = run(scaffold(), app, 4, num_rounds=3)
     expected = ArrayRecord(shared_state(by_sgd(3, 2, 0.1)))
     assert close(result.arrays, expected, 1e-5)
 
@@ -87,13 +95,13 @@ def optimum():
 
 
 def line_app(lr=0.02, epochs=20, **options):
-    def client_fn(context):
-        data = TensorDataset(*holding(int(context.node_config["partition-id"])))
+    def make(partition):
+        data = TensorDataset(*holding(partition))
         train = plain_sgd(epochs=epochs, lr=lr, loss_fn=F.mse_loss)
         loader = DataLoader(data, batch_size=len(data))
         return FisherClient(plane(), loader, train_fn=train, device="cpu", **options)
 
-    return make_client_app(client_fn)
+    return app_by_partition(make)
 
 
 def on_lines(strategy, rounds, app=None):

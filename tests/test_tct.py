@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     CLASSES,
     Watched,
+    app_by_partition,
     change_array,
     close,
     drop_array,
@@ -26,7 +27,7 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.client.jobs import tct_features as client_tangent
 from flwr_fisher.client.jobs.tct_features import read_examples
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
@@ -66,12 +67,11 @@ def tct(**options):
 
 
 def client_app(change=None, **options):
-    def client_fn(context):
-        partition = int(context.node_config["partition-id"])
+    def make(partition):
         client = tiny_client(partition, **options)
         return (change and change(partition, client)) or client
 
-    return make_client_app(client_fn)
+    return app_by_partition(make)
 
 
 def run(strategy, app=None, clients=CLIENTS, num_rounds=ROUNDS, **options):
@@ -375,13 +375,10 @@ def test_a_steep_client_moves_no_optimum(policy):
     """
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
 
-    def client_fn(context):
-        batch = steep(int(context.node_config["partition-id"]))
-        train = LocalSGD(lr=0.1, momentum=0.0)
-        return FisherClient(model, [batch], train_fn=train, device="cpu")
-
+    own = {"train_fn": LocalSGD(lr=0.1, momentum=0.0), "device": "cpu"}
+    app = app_by_partition(lambda i: FisherClient(model, [steep(i)], **own))
     strategy = tct(stage1_rounds=0, num_features=2, local_steps=3, policy=policy)
-    grid = LocalGrid(make_client_app(client_fn), 5)
+    grid = LocalGrid(app, 5)
     result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=19)
     assert metric(result, "num-rejected") == [0] * 19
     tensors = arrays_to_tensors(result.arrays)

@@ -77,14 +77,22 @@ def tiny_arrays(seed=0):
     return ArrayRecord(shared_state(tiny_model(seed)))
 
 
+def app_by_partition(make, **options):
+    """An app whose partition i is the client ``make(i)``."""
+
+    def client_fn(context):
+        return make(int(context.node_config["partition-id"]))
+
+    return make_client_app(client_fn, **options)
+
+
 def tiny_app(holdings=None, **options):
     """An app whose partition i holds ``holdings[i]``, by default i."""
 
-    def client_fn(context):
-        partition = int(context.node_config["partition-id"])
+    def make(partition):
         return tiny_client(partition if holdings is None else holdings[partition])
 
-    return make_client_app(client_fn, **options)
+    return app_by_partition(make, **options)
 
 
 _ANSWERS = {}

@@ -13,10 +13,17 @@ from test_secure_sums import STRATEGIES as SUMS
 from test_tct import tct
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from virtual import ask, fedfisher_with, tensors_of, tiny_arrays, tiny_client
+from virtual import (
+    app_by_partition,
+    ask,
+    fedfisher_with,
+    tensors_of,
+    tiny_arrays,
+    tiny_client,
+)
 
 from flwr_fisher.callbacks import BestModel
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
+from flwr_fisher.client import FisherClient, LocalSGD, score
 from flwr_fisher.merge.fedfisher import merge_posteriors
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
@@ -35,11 +42,9 @@ def nothing_out_of_range():
 
 
 def app_on(device, mods=None, **options):
-    def client_fn(context):
-        partition = int(context.node_config["partition-id"])
-        return tiny_client(partition, device=device, **options)
-
-    return make_client_app(client_fn, mods)
+    return app_by_partition(
+        lambda i: tiny_client(i, device=device, **options), mods=mods
+    )
 
 
 def merged(make, app, clients=3, num_rounds=2, **options):
