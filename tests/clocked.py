@@ -52,8 +52,14 @@ class Asked:
     expires: float
 
 
+class KilledError(Exception):
+    """The server is killed."""
+
+
 class ClockedGrid(LocalGrid):
     """Replies come when their time has come; the link answers for who is gone."""
+
+    server_dies = inf  # when: it ends with a KilledError
 
     def __init__(self, app, behaviours, clock, num_supernodes):
         super().__init__(app, num_supernodes, seed=3)
@@ -66,8 +72,13 @@ class ClockedGrid(LocalGrid):
     def behaviour(self, node):
         return self.behaviours.get(self.nodes[node], Behaviour())
 
+    def now(self):
+        if self.clock.now > self.server_dies:
+            raise KilledError
+        return self.clock.now
+
     def get_node_ids(self):
-        now = self.clock.now
+        now = self.now()
         nodes = [n for n in self.nodes if self.behaviour(n).connected(now)]
         alive = [n for n in nodes if now < self.behaviour(n).dies]
         return random.sample(alive, len(alive))
@@ -92,9 +103,9 @@ class ClockedGrid(LocalGrid):
         return ids
 
     def pull_messages(self, message_ids):
-        replies = []
+        replies, now = [], self.now()
         for id_ in sorted(set(message_ids) & self.under_way.keys()):
-            asked, now = self.under_way[id_], self.clock.now
+            asked = self.under_way[id_]
             node = asked.message.metadata.dst_node_id
             if asked.expires < now:
                 replies.append(self.link_answers(asked.message, EXPIRED))

@@ -1,10 +1,9 @@
 """Who is who: restarts, claims, registrations and errors count nobody twice."""
 
 import re
-from math import inf
 
 import pytest
-from clocked import Behaviour, ClockedGrid, options_of
+from clocked import Behaviour, ClockedGrid, KilledError, options_of
 from flwr.app import Error, Message
 from virtual import LIFTED, Node, Watched, quick_app, tiny_arrays
 
@@ -26,17 +25,11 @@ def clients_of(result):
     return [upload.client for upload in result.uploads]
 
 
-class KilledError(Exception):
-    """The server is killed."""
-
-
 class Named(ClockedGrid):
     """Some nodes are registered by name; some claim others' partitions.
 
     Both are given by the place of a node.
     """
-
-    dies = inf
 
     def __init__(self, *args, registered=None, claims=None):
         super().__init__(*args)
@@ -44,11 +37,6 @@ class Named(ClockedGrid):
         for node, place in self.nodes.items():
             own = self._contexts[node].node_config
             own["partition-id"] = (claims or {}).get(place, place)
-
-    def get_node_ids(self):
-        if self.clock.now > self.dies:
-            raise KilledError
-        return super().get_node_ids()
 
     def get_nodes(self):
         named = self.registered
@@ -115,7 +103,7 @@ def test_a_node_that_is_registered_between_two_lives_counts_once(clock, tmp_path
     app, waiting = Watched(CLIENTS), Waiting(window=1000)
 
     grid = Named(app, comes, clock, 3)
-    grid.dies = 90
+    grid.server_dies = 90
     with pytest.raises(KilledError):
         start(grid, waiting, checkpoint_dir=tmp_path)
     comes = {0: Behaviour(connected=lambda now: False)}
@@ -163,7 +151,7 @@ def test_a_client_known_better_in_the_next_life_counts_once(clock, tmp_path):
     waiting = Waiting(window=1000)
     comes = {2: Behaviour(connected=lambda now: now > 95)}
     dying = Named(Fails(100), comes, clock, 3)
-    dying.dies = 90
+    dying.server_dies = 90
     with pytest.raises(KilledError):
         start(dying, waiting, checkpoint_dir=tmp_path)
     app = Watched(CLIENTS)

@@ -4,7 +4,7 @@ import shutil
 from math import inf
 
 import pytest
-from clocked import Behaviour, ClockedGrid, options_of
+from clocked import Behaviour, ClockedGrid, KilledError, options_of
 from virtual import LIFTED, Watched, quick_app, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
@@ -99,26 +99,6 @@ def test_what_asks_known_clients_again_waits_for_no_other(clock, tmp_path, monke
     assert clock.now < DAY + HOUR
 
 
-class KilledError(Exception):
-    """The server is killed."""
-
-
-class MortalGrid(ClockedGrid):
-    """Its server dies at a time."""
-
-    dies = inf
-
-    def pull_messages(self, message_ids):
-        if self.clock.now > self.dies:
-            raise KilledError
-        return super().pull_messages(message_ids)
-
-    def get_node_ids(self):
-        if self.clock.now > self.dies:
-            raise KilledError
-        return super().get_node_ids()
-
-
 def test_a_window_over_three_server_lives(clock, tmp_path):
     """Clients come and go, none is connected at the end; all that came are merged."""
     hour = HOUR
@@ -131,12 +111,12 @@ def test_a_window_over_three_server_lives(clock, tmp_path):
     }
     app, waiting = Watched(), Waiting(window=DAY)
     for life, dies in enumerate((5 * hour, 12 * hour)):
-        grid = MortalGrid(app, comes, clock, 5)
-        grid.dies = dies
+        grid = ClockedGrid(app, comes, clock, 5)
+        grid.server_dies = dies
         with pytest.raises(KilledError):
             start(grid, waiting, checkpoint_dir=tmp_path, resume=life > 0)
         clock.now += hour  # until somebody starts it again
-    grid = MortalGrid(app, comes, clock, 5)
+    grid = ClockedGrid(app, comes, clock, 5)
     result = start(grid, waiting, checkpoint_dir=tmp_path, resume=True)
     assert list(grid.get_node_ids()) == []
     assert DAY <= clock.now < DAY + 10
@@ -148,12 +128,12 @@ def test_a_window_over_three_server_lives(clock, tmp_path):
 def test_a_window_that_closed_while_the_server_was_away(clock, tmp_path):
     app, waiting = Watched(), Waiting(window=DAY)
     comes = dict.fromkeys(range(3), between(0, HOUR))
-    grid = MortalGrid(app, comes, clock, 3)
-    grid.dies = 2 * HOUR
+    grid = ClockedGrid(app, comes, clock, 3)
+    grid.server_dies = 2 * HOUR
     with pytest.raises(KilledError):
         start(grid, waiting, checkpoint_dir=tmp_path)
     clock.now += 30 * DAY
-    again = MortalGrid(app, comes, clock, 3)
+    again = ClockedGrid(app, comes, clock, 3)
     result = start(again, waiting, checkpoint_dir=tmp_path, resume=True)
     assert same_bits(result.arrays, merged_of(0, 1, 2).arrays)
     assert again.sent == []
