@@ -6,7 +6,7 @@ says why.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -22,6 +22,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from virtual import (
     Clock,
     Watched,
+    app_by_partition,
     ask,
     change_array,
     close,
@@ -44,7 +45,7 @@ from virtual import (
 )
 
 from flwr_fisher import __version__
-from flwr_fisher.client import LocalSGD, make_client_app
+from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import ConfigurationError, RoundError
 from flwr_fisher.params import trainable_names
 from flwr_fisher.randomness import seed_of_clients
@@ -76,7 +77,7 @@ class Row:
         Makes it; takes the shared base's keywords.
     own : dict
         Its own arguments.
-    lacks : frozenset[str]
+    lacks : Set[str]
         The names of the tests that it need not pass.
     plain_sgd : bool
         Whether its clients train without momentum.
@@ -86,7 +87,7 @@ class Row:
 
     make: Callable[..., CurvatureStrategy]
     own: dict[str, Any]
-    lacks: frozenset[str] = frozenset()
+    lacks: Set[str] = frozenset()
     plain_sgd: bool = False
     extras: bool = False
 
@@ -95,28 +96,22 @@ class Row:
 
 
 HAS_DETAILS = "test_the_result_has_uploads_and_weighted_metrics"
-# Where no model is uploaded, of which the new one is some mean.
-OF_MODELS = {
-    "test_identical_clients_get_their_model",
-    "test_all_bad_replies_at_once_spoil_nothing",
-    "test_too_few_usable_replies_end_the_round_with_every_reason",
-}
-# Where a round asks twice, which Flower's hooks do not know.
-OF_ONE_EXCHANGE = {
-    "test_all_bad_replies_at_once_spoil_nothing",
-    "test_too_few_usable_replies_end_the_round_with_every_reason",
-    HAS_DETAILS,
-}
+ALL_BAD = "test_all_bad_replies_at_once_spoil_nothing"
+TOO_FEW = "test_too_few_usable_replies_end_the_round_with_every_reason"
 GOES_ON = "test_the_model_is_not_the_start_and_each_round_goes_on"  # with no state
 RATIO = "test_the_scale_of_weights_does_not_matter_but_their_ratio_does"
 IDENTICAL = "test_identical_clients_get_their_model"
+# Where no model is uploaded, of which the new one is some mean.
+OF_MODELS = {IDENTICAL, ALL_BAD, TOO_FEW}
+# Where a round asks twice, which Flower's hooks do not know.
+OF_ONE_EXCHANGE = {ALL_BAD, TOO_FEW, HAS_DETAILS}
 # What a second request for batch norms' statistics makes untrue: the clients' are not
 # the model's, and Flower's hooks know one request.
 OF_AVERAGES = {IDENTICAL}
 # Where the step counts clients that were asked and did not answer, as FedDyn's does: it
 # is another than in a run without them.
 COUNTS_ABSENT = {
-    "test_all_bad_replies_at_once_spoil_nothing",
+    ALL_BAD,
     "test_a_client_that_never_answers_costs_the_timeout_and_no_more",
 }
 # What the base class does alone is tried with a few.
@@ -139,66 +134,51 @@ OF_THE_BASE = {
 OF_ROUNDS = {
     "test_another_default_dtype_changes_nothing",
     "test_node_ids_and_the_order_of_replies_do_not_matter",
-    "test_the_model_is_not_the_start_and_each_round_goes_on",
+    GOES_ON,
     "test_a_stopped_run_goes_on_bit_for_bit",
 }
-VARIANTS = {
-    "fedfisher-adam",
-    "fedfish-last-epoch",
-    "fagh-random",
-    "fagh-momentum",
-    "fagh-none",
-}
+PROBES = ("first", "random", "momentum", "none")
+VARIANTS = {"fedfisher-adam", "fedfish-last-epoch", *(f"fagh-{p}" for p in PROBES[1:])}
 FEW = ("fedfisher-kfac", "fedfish")
 # Lossless, so that what comes back is exact and has keys to tamper with. A structure
 # or a solver more has the same rounds: one each that reads twice, and that scores.
 PLAIN = {"codec": "lossless"}
 FEDFISHER = partial(Row, fedfisher_with, extras=True)
+LAST_EPOCH = {"fisher_source": "last-epoch", "reduction": "mean"}
 STRATEGIES = {
     # As it is by default: a second request a round, for batch norms' statistics.
-    "fedfisher": Row(
-        fedfisher_with,
-        PLAIN | {"norm_statistics": "refresh"},
-        frozenset(OF_AVERAGES),
-        extras=True,
-    ),
+    "fedfisher": FEDFISHER(PLAIN | {"norm_statistics": "refresh"}, OF_AVERAGES),
     "fedfisher-kfac": FEDFISHER(PLAIN),
     "fedfisher-adam": FEDFISHER(PLAIN | {"solver": "adam", "iterations": 30}),
     "fedfish": Row(FedFish, PLAIN, extras=True),
-    "fedfish-last-epoch": Row(
-        FedFish,
-        PLAIN | {"fisher_source": "last-epoch", "reduction": "mean"},
-        extras=True,
-    ),
+    "fedfish-last-epoch": Row(FedFish, PLAIN | LAST_EPOCH, extras=True),
     # Float32 sums are equal up to rounding, and weigh by the examples alone.
     "fedfisher-sums": Row(
         fedfisher_with,
         {"structure": "diagonal", "aggregate": "sums"},
-        frozenset({IDENTICAL, RATIO}),
+        {IDENTICAL, RATIO},
     ),
-    "fedavg": Row(OurFedAvg, {}, frozenset({HAS_DETAILS})),
-    "scaffold": Row(Scaffold, {}, frozenset({GOES_ON}), plain_sgd=True),
+    "fedavg": Row(OurFedAvg, {}, {HAS_DETAILS}),
+    "scaffold": Row(Scaffold, {}, {GOES_ON}, plain_sgd=True),
     # A user's own, of the tutorial. It goes beyond the mean of the models.
     "own-feddyn": Row(
         tutorials.load("own_state", "Two runs").FedDyn,
         {"trained": trainable_names(tiny_model())},
-        frozenset({IDENTICAL, GOES_ON, HAS_DETAILS} | COUNTS_ABSENT),
+        {IDENTICAL, GOES_ON, HAS_DETAILS} | COUNTS_ABSENT,
     ),
     # Another user's own, of several exchanges.
     "own-regmean": Row(
         tutorials.load("own_exchanges", "Three runs").RegMeanPlusPlus,
         {"layers": ["0.weight", "3.weight"]},
-        frozenset(OF_ONE_EXCHANGE),
+        OF_ONE_EXCHANGE,
     ),
     **{
         f"fagh-{probe}": Row(
-            FAGH,
-            {"lr": 0.3, "rho": 0.5, "probe": probe},
-            frozenset(OF_MODELS | {GOES_ON}),
+            FAGH, {"lr": 0.3, "rho": 0.5, "probe": probe}, OF_MODELS | {GOES_ON}
         )
-        for probe in ("first", "random", "momentum", "none")
+        for probe in PROBES
     },
-    "afl": Row(AFL, {}, frozenset(OF_MODELS | {GOES_ON, RATIO, HAS_DETAILS})),
+    "afl": Row(AFL, {}, OF_MODELS | {GOES_ON, RATIO, HAS_DETAILS}),
 }
 
 
@@ -269,13 +249,13 @@ def test_node_ids_and_the_order_of_replies_do_not_matter(row):
 def in_float32(dtype):
     """Clients in float32, in a process whose default dtype is another."""
 
-    def client_fn(context):
+    def make(partition):
         torch.set_default_dtype(torch.float32)
-        client = tiny_client(int(context.node_config["partition-id"]))
+        client = tiny_client(partition)
         torch.set_default_dtype(dtype)
         return client
 
-    return make_client_app(client_fn)
+    return app_by_partition(make)
 
 
 def check_default_dtype(row, dtype):
@@ -523,11 +503,7 @@ def test_a_users_own_keys_reach_the_training_loop_untouched(row):
             seen.append(dict(config))
             return super().__call__(model, loader, device, config, **o)
 
-    app = make_client_app(
-        lambda context: tiny_client(
-            int(context.node_config["partition-id"]), train_fn=Noting(lr=0.1)
-        )
-    )
+    app = app_by_partition(lambda i: tiny_client(i, train_fn=Noting(lr=0.1)))
     result = run(row(), app, train_config=ConfigRecord(mine))
     assert same_bits(result.arrays, plain(row).arrays)
     assert seen == [{**mine, "server-round": 1}] * 3
