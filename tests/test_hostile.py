@@ -93,117 +93,97 @@ def times_if_no_params(pattern, factor):
 INDEFINITE = both(
     times(r"^\d", -1), edit("/kfac/.*/A$", arrow), times("/kfac/.*/G$", 1 / 3e-7)
 )
-TOO_MANY, NORMS = says(num_examples=2**62), "FedFisher, batch norm"
+TOO_MANY = says(num_examples=2**62)
 HUGE, NEGATIVE = "of size .*, which is not possible", "/A': has a negative eigenvalue"
 STEP_OF_PRODUCT = limited(".*step of the product x")
-# A strategy, what the hostile client does, and what the log says of it.
-CASES = {
-    "F = 1e30 I": (
-        "FedFisher",
-        edit(CURVATURE, lambda a: 1e30 * identity(a)),
-        left(HUGE),
-    ),
-    "F x 1e-20": ("FedFisher", times(CURVATURE, 1e-20), ""),
-    "packed F x 1e-20": (PACKED, times(CURVATURE, 1e-20), ""),
-    "a factor with negative eigenvalues": (
-        "FedFisher",
-        edit("/kfac/.*/A$", lambda a: 2 * a - a * identity(a)),
-        left(NEGATIVE),
-    ),
-    "an indefinite factor whose diagonal ends with 0": (
-        "FedFisher",
-        INDEFINITE,
-        left(NEGATIVE),
-    ),
-    "2^62 examples": ("FedFisher", TOO_MANY, left(r"a positive number up to 1e\+15")),
-    "1e9 examples, random": (
-        "FedFisher",
-        MANY_RANDOM,
-        limited(r"weight x 8.*e-08, parameters x"),
-    ),
-    # A hundred thousand take as many times longer in Flower's own serialisation.
-    "10 000 keys": ("FedFisher", adds(10**4), left("")),
-    "a key of a megabyte": ("FedFisher", adds(1, LONG_KEY), left("")),
-    "an error of a megabyte": ("FedFisher", raising, left("the client failed")),
-    "a variance below zero": (
-        NORMS,
-        edit("running_var", lambda a: np.where(a == a.min(), a - 10, a)),
-        left("'1.running_var': a variance below 0"),
-    ),
-    "-37 batches": (NORMS, counting(-37), left("-37 batches, after 0")),
-    "2^62 batches": (NORMS, counting(2**62), left(r"46\d+ batches, after 0")),
-    "step x 1e4": ("FedAvg", times(ANY, 1e4), limited("parameters x")),
-    "change x -1e4": (
-        "SCAFFOLD",
-        times(ANY, -1e4),
-        limited("control x .*, parameters x"),
-    ),
-    "FedFish, F x 1e6": (
-        "FedFish",
-        times(CURVATURE, 1e6),
-        limited(".*curvature of 0.weight x"),
-    ),
-    "gradients of 1e30": ("FAGH", constant(ANY, 1e30), left(f"'gradient': is {HUGE}")),
-    "30 000 examples": (
-        "TCT",
-        says(num_examples=30_000),
-        limited(r"weight x 0\.00\d+"),
-    ),
-    "means of 1e300": (
-        "TCT",
-        constant("^tct/sum$", 1e300),
-        left(f"'features': is {HUGE}"),
-    ),
-    "eigenvalue 1e9": (
-        "TCT",
-        constant("^tct/largest", 1e9),
-        limited("tct/largest-eigenvalue x"),
-    ),
-    "labels x -1e4": (
-        "AFL",
-        times("^head/cross$", -1e4),
-        left("'head/cross': is larger than its squares allow"),
-    ),
-    "sums of 1e30": (
-        "AFL",
-        constant("^head/", 1e30),
-        left("'head/cross': has other counts than rows"),
-    ),
-    "sums for a head x 1e9, of other labels": (
-        "FedFisher, pretrained",
-        both(
-            times("^head/(gram|square)$", 1e9),
-            edit("^head/cross$", lambda a: 1e9 * np.roll(a, 1, axis=-1)),
+MUCH_CURVATURE = limited(".*curvature of 0.weight x")
+MANY_COUNTS = limited(r"weight x 8.*e-08, parameters x")
+CONTROL = limited("control x .*, parameters x")
+SQUARES = left("'head/cross': is larger than its squares allow")
+ROWS = left("'head/cross': has other counts than rows")
+VARIANCE = left("'1.running_var': a variance below 0")
+
+
+def impossible(what):
+    return left(f"{what}: is {HUGE}")
+
+
+def below_zero(a):
+    return np.where(a == a.min(), a - 10, a)
+
+
+def other_labels(a):
+    return 1e9 * np.roll(a, 1, axis=-1)
+
+
+# By strategy, what the hostile client does, and what the log says of it.
+BY_STRATEGY = {
+    "FedFisher": {
+        "F = 1e30 I": (edit(CURVATURE, lambda a: 1e30 * identity(a)), left(HUGE)),
+        "F x 1e-20": (times(CURVATURE, 1e-20), ""),
+        "a factor with negative eigenvalues": (
+            edit("/kfac/.*/A$", lambda a: 2 * a - a * identity(a)),
+            left(NEGATIVE),
         ),
-        limited(".*head"),
-    ),
-    "steps, F x 1e8": (
-        "FedFisher, refined",
-        times_if_no_params(CURVATURE, 1e8),
-        limited(".*curvature"),
-    ),
-    "sums, F x 1e6": (
-        "FedFisher, sums",
-        times(CURVATURE, 1e6),
-        limited("fisher/0.weight x"),
-    ),
-    "products that cannot be": (
-        PRODUCTS,
-        constant("^product/", 3e38),
-        left(f"product': is {HUGE}"),
-    ),
-    "products the other way": (
-        PRODUCTS,
-        times("^product/", -1e6),
-        limited(".*product x"),
-    ),
-    "products that are random": (PRODUCTS, RANDOM, STEP_OF_PRODUCT),
-    "1e9 examples, random products": (PRODUCTS, MANY_RANDOM, STEP_OF_PRODUCT),
-    "F of products x 1e6": (
-        PRODUCTS,
-        times(CURVATURE, 1e6),
-        limited(".*curvature of 0.weight x"),
-    ),
+        "an indefinite factor whose diagonal ends with 0": (INDEFINITE, left(NEGATIVE)),
+        "2^62 examples": (TOO_MANY, left(r"a positive number up to 1e\+15")),
+        "1e9 examples, random": (MANY_RANDOM, MANY_COUNTS),
+        # A hundred thousand take as many times longer in Flower's own serialisation.
+        "10 000 keys": (adds(10**4), left("")),
+        "a key of a megabyte": (adds(1, LONG_KEY), left("")),
+        "an error of a megabyte": (raising, left("the client failed")),
+    },
+    "FedFisher, batch norm": {
+        "a variance below zero": (edit("running_var", below_zero), VARIANCE),
+        "-37 batches": (counting(-37), left("-37 batches, after 0")),
+        "2^62 batches": (counting(2**62), left(r"46\d+ batches, after 0")),
+    },
+    "FedAvg": {"step x 1e4": (times(ANY, 1e4), limited("parameters x"))},
+    "SCAFFOLD": {"change x -1e4": (times(ANY, -1e4), CONTROL)},
+    "FedFish": {"FedFish, F x 1e6": (times(CURVATURE, 1e6), MUCH_CURVATURE)},
+    "FAGH": {"gradients of 1e30": (constant(ANY, 1e30), impossible("'gradient'"))},
+    "TCT": {
+        "30 000 examples": (says(num_examples=30_000), limited(r"weight x 0\.00\d+")),
+        "means of 1e300": (constant("^tct/sum$", 1e300), impossible("'features'")),
+        "eigenvalue 1e9": (
+            constant("^tct/largest", 1e9),
+            limited("tct/largest-eigenvalue x"),
+        ),
+    },
+    "AFL": {
+        "labels x -1e4": (times("^head/cross$", -1e4), SQUARES),
+        "sums of 1e30": (constant("^head/", 1e30), ROWS),
+    },
+    "FedFisher, pretrained": {
+        "sums for a head x 1e9, of other labels": (
+            both(
+                times("^head/(gram|square)$", 1e9), edit("^head/cross$", other_labels)
+            ),
+            limited(".*head"),
+        )
+    },
+    "FedFisher, refined": {
+        "steps, F x 1e8": (times_if_no_params(CURVATURE, 1e8), limited(".*curvature"))
+    },
+    "FedFisher, sums": {
+        "sums, F x 1e6": (times(CURVATURE, 1e6), limited("fisher/0.weight x"))
+    },
+    PRODUCTS: {
+        "products that cannot be": (
+            constant("^product/", 3e38),
+            impossible("product'"),
+        ),
+        "products the other way": (times("^product/", -1e6), limited(".*product x")),
+        "products that are random": (RANDOM, STEP_OF_PRODUCT),
+        "1e9 examples, random products": (MANY_RANDOM, STEP_OF_PRODUCT),
+        "F of products x 1e6": (times(CURVATURE, 1e6), MUCH_CURVATURE),
+    },
+    PACKED: {"packed F x 1e-20": (times(CURVATURE, 1e-20), "")},
+}
+CASES = {
+    case: (strategy, *how)
+    for strategy, cases in BY_STRATEGY.items()
+    for case, how in cases.items()
 }
 
 
