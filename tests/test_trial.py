@@ -1,5 +1,7 @@
 """The check of the first batch, the count of examples, and the dry run."""
 
+from functools import partial
+
 import pytest
 import torch
 from flwr.app import ArrayRecord
@@ -119,59 +121,45 @@ def fails(error, text, **case):
     return case, error, text
 
 
+odd, misread = partial(fails, StructureError), partial(fails, DataError)
 FAILURES = {
     "no-parameters": fails(ConfigurationError, "no trainable parameter", model=frozen),
-    "one-class": fails(
-        StructureError, "2 classes", model=lambda: nn.Linear(3, 1), loader=None
-    ),
-    "two-outputs": fails(
-        StructureError, "it returned a tuple", model=lambda: TwoOutputs(3, 3)
-    ),
-    "no-pair": fails(DataError, "label", loader=[{"a": REAL, "b": REAL}]),
-    "label-range": fails(
-        DataError,
+    "one-class": odd("2 classes", model=lambda: nn.Linear(3, 1), loader=None),
+    "two-outputs": odd("it returned a tuple", model=lambda: TwoOutputs(3, 3)),
+    "no-pair": misread("label", loader=[{"a": REAL, "b": REAL}]),
+    "label-range": misread(
         r"label 7 is outside \[0, 3\)",  # on a GPU, training would end the process
         loader=with_inputs(lambda x: x, torch.full((12,), 7)),
     ),
-    "classes-second": fails(
-        StructureError,
+    "classes-second": odd(
         r"outputs, of shape \(4, 3, 5\), is the classes: .*movedim",
         model=lambda: nn.Conv1d(1, 3, 1),
         loader=[(torch.rand(4, 1, 5), torch.arange(20).view(4, 5) % 3)],
     ),
-    "dtype": fails(
-        DataError,
+    "dtype": misread(
         r"model fails on .*, \(12, 3\) of torch.float64: .*Double.*batch_fn",
         loader=with_inputs(lambda x: x.double()),
     ),
-    "broadcast": fails(
-        DataError,
+    "broadcast": misread(
         r"labels of shape \(12,\) do not fit outputs of shape \(12, 1\)",
         model=lambda: nn.Linear(3, 1),
         loader=with_inputs(lambda x: x, REAL),
         likelihood="gaussian",
     ),
-    "likelihood": fails(
-        StructureError, "no label can be drawn", likelihood=WrongLikelihood()
-    ),
+    "likelihood": odd("no label can be drawn", likelihood=WrongLikelihood()),
     "nan-inputs": fails(
         ClientError, "NaN", loader=with_inputs(lambda x: x * float("nan"))
     ),
     **{
-        name: fails(
-            StructureError,
+        name: odd(
             "depend on the other examples",
             model=lambda mix=mix: Mixes(mix),
             loader=with_inputs(lambda x: x),
         )
         for name, mix in MIXES.items()
     },
-    "no-gradients": fails(
-        StructureError, "gradient", model=lambda: WithoutGradients(3, 3)
-    ),
-    "reentrant": fails(
-        StructureError, "use_reentrant", model=lambda: Checkpointed(3, 3)
-    ),
+    "no-gradients": odd("gradient", model=lambda: WithoutGradients(3, 3)),
+    "reentrant": odd("use_reentrant", model=lambda: Checkpointed(3, 3)),
     "nan-model": fails(ClientError, "hold NaN", model=lambda: NaN(3, 3)),
 }
 
