@@ -1,6 +1,7 @@
 """Small models that are awkward each in its own way, and inputs for them."""
 
 from collections.abc import Callable, Set
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -68,11 +69,15 @@ class RawParameter(nn.Module):
         return self.fc(x) * self.temperature
 
 
-class CalledTwice(nn.Module):
+class TwoLayers(nn.Module):
+    """What others use, each in its own way."""
+
     def __init__(self):
         super().__init__()
         self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
 
+
+class CalledTwice(TwoLayers):
     def forward(self, x):
         return self.head(self.fc(self.fc(x).tanh()).tanh())
 
@@ -101,21 +106,13 @@ class TiedLinear(nn.Module):
         return self.up(self.down(x).tanh())
 
 
-class UsedOutside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
-
+class UsedOutside(TwoLayers):
     def forward(self, x):
         return self.head(F.linear(self.fc(x).tanh(), self.fc.weight))
 
 
-class NotCalled(nn.Module):
+class NotCalled(TwoLayers):
     """A layer whose weight is used, but never through its own forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x):
         return self.head(F.linear(x, self.fc.weight, self.fc.bias).tanh())
@@ -229,6 +226,10 @@ def on_images(*layers):
     return lambda: headed(nn.Sequential(*(make() for make in layers)), IMAGES.shape[1:])
 
 
+def on_normed(norm, *sizes):
+    return on_images(lambda: nn.Conv2d(2, 4, 2), lambda: with_statistics(norm(*sizes)))
+
+
 def frozen(*names):
     return lambda: freeze(then_tanh(nn.Linear, 3, 3)(), *names)
 
@@ -247,7 +248,12 @@ class Net(NamedTuple):
     slow: Set[str] | None = None  # by each example's gradient; None: all of these
 
 
-FC, FIRST, IN_MIDDLE, BEHIND = (
+def all_of(net, name):
+    return {f"{name}.{key}" for key in net.get_submodule(name).state_dict()}
+
+
+quick = partial(Net, slow=set())  # nothing by each example's gradient
+FC, FIRST, IN_BODY, BEHIND = (
     {f"{name}.weight", f"{name}.bias"} for name in ("fc", "0", "0.0", "0.1")
 )
 NETS = {
@@ -258,39 +264,14 @@ NETS = {
     "over time, no bias": Net(lambda: OverTime(False), SERIES),
     "one slope": Net(lambda: slopes(1), VECTORS, {"1.weight"}),
     "slopes": Net(lambda: slopes(4), VECTORS, {"1.weight"}),
-    "embedding": Net(Sentence, TOKENS, {"embedding.weight"}, slow=set()),
-    "layer norm": Net(
-        lambda: mlp(with_statistics(nn.LayerNorm(3)), nn.GELU()),
-        VECTORS,
-        FIRST,
-        slow=set(),
+    "embedding": quick(Sentence, TOKENS, {"embedding.weight"}),
+    "layer norm": quick(
+        lambda: mlp(with_statistics(nn.LayerNorm(3)), nn.GELU()), VECTORS, FIRST
     ),
-    "group norm": Net(
-        on_images(
-            lambda: nn.Conv2d(2, 4, 2), lambda: with_statistics(nn.GroupNorm(2, 4))
-        ),
-        IMAGES,
-        BEHIND,
-        slow=set(),
-    ),
-    "batch norm": Net(
-        on_images(
-            lambda: nn.Conv2d(2, 4, 2), lambda: with_statistics(nn.BatchNorm2d(4))
-        ),
-        IMAGES,
-        BEHIND,
-        slow=set(),
-    ),
-    "attention": Net(
-        Attention,
-        randn(5, 5, 3, 4),
-        {f"attention.{name}" for name in Attention().attention.state_dict()},
-    ),
-    "encoder": Net(
-        Encoder,
-        randn(7, 3, 2, 4),
-        {f"encoder.{name}" for name in Encoder().encoder.state_dict()},
-    ),
+    "group norm": quick(on_normed(nn.GroupNorm, 2, 4), IMAGES, BEHIND),
+    "batch norm": quick(on_normed(nn.BatchNorm2d, 4), IMAGES, BEHIND),
+    "attention": Net(Attention, randn(5, 5, 3, 4), all_of(Attention(), "attention")),
+    "encoder": Net(Encoder, randn(7, 3, 2, 4), all_of(Encoder(), "encoder")),
     "raw parameter": Net(RawParameter, VECTORS, {"temperature"}),
     "in place": Net(lambda: mlp(nn.Linear(3, 3), nn.ReLU(inplace=True)), VECTORS),
     "called twice": Net(CalledTwice, VECTORS, FC),
@@ -308,9 +289,7 @@ NETS = {
         VECTORS,
         {"0.layer.weight", "0.layer.bias"},
     ),
-    "pads itself": Net(
-        on_images(lambda: PadsItself(2, 2, 2)), IMAGES, {"0.0.weight", "0.0.bias"}
-    ),
+    "pads itself": Net(on_images(lambda: PadsItself(2, 2, 2)), IMAGES, IN_BODY),
     "weight norm": Net(
         lambda: mlp(weight_norm(nn.Linear(3, 3)), nn.Tanh()),
         VECTORS,

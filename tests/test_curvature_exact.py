@@ -7,7 +7,11 @@ import rivals_path  # noqa: F401
 import torch
 import torch.nn.functional as F
 from nets import (
+    BEHIND,
+    FC,
+    FIRST,
     IMAGES,
+    IN_BODY,
     NETS,
     SERIES,
     TOKENS,
@@ -15,9 +19,11 @@ from nets import (
     Net,
     OverTime,
     SquaredWeight,
+    TwoLayers,
     Watched,
     freeze,
     mlp,
+    quick,
     then_tanh,
     with_statistics,
 )
@@ -55,6 +61,7 @@ from flwr_fisher.curvature.estimate.forms import Forms
 conv1d, conv2d, conv3d = (
     partial(partial, layer) for layer in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 )
+wide = partial(conv2d, 2, 2, 5, groups=2)
 LAYERS = {
     "no bias": (partial(nn.Linear, 4, 3, bias=False), (4,)),
     "one position": (conv2d(2, 3, (4, 5)), (2, 4, 5)),
@@ -68,16 +75,10 @@ LAYERS = {
     "groups": (conv2d(4, 6, 2, groups=2), (4, 3, 3)),
     "wide groups": (conv2d(18, 4, 2, groups=2), (18, 3, 3)),
     "depthwise": (conv2d(3, 6, 2, groups=3, stride=2), (3, 4, 4)),
-    "5x5": (conv2d(2, 2, 5, groups=2, padding=2), (2, 4, 3)),
+    "5x5": (wide(padding=2), (2, 4, 3)),
     "5x5, stride": (conv2d(2, 2, 5, 2, 2, groups=2, bias=False), (2, 6, 5)),
-    "5x5, dilated": (
-        conv2d(2, 2, 5, groups=2, padding="same", dilation=(2, 1)),
-        (2, 4, 4),
-    ),
-    "5x5, circular": (
-        conv2d(2, 2, 5, groups=2, padding=2, padding_mode="circular"),
-        (2, 3, 4),
-    ),
+    "5x5, dilated": (wide(padding="same", dilation=(2, 1)), (2, 4, 4)),
+    "5x5, circular": (wide(padding=2, padding_mode="circular"), (2, 3, 4)),
     "many positions": (conv2d(2, 2, 4, groups=2, bias=False), (2, 12, 13)),
     "circular": (conv2d(1, 2, 3, padding=1, padding_mode="circular"), (1, 3, 4)),
     "reflect": (conv2d(1, 2, 3, padding=1, padding_mode="reflect"), (1, 3, 4)),
@@ -248,45 +249,35 @@ def hooked():
     return model
 
 
-FC, FIRST, BEHIND = ({f"{name}.weight", f"{name}.bias"} for name in ("fc", "0", "0.1"))
-IN_BODY = {"0.0.weight", "0.0.bias"}
 MORE = {
-    "batch norm, vectors": Net(
-        lambda: nn.Sequential(with_statistics(nn.BatchNorm1d(3)), nn.Linear(3, 3)),
-        VECTORS,
-        FIRST,
-        slow=set(),
+    "batch norm, vectors": quick(
+        lambda: mlp(with_statistics(nn.BatchNorm1d(3))), VECTORS, FIRST
     ),
-    "layer norm, series": Net(
-        lambda: on_series(nn.LayerNorm(3)), SERIES, IN_BODY, slow=set()
+    "layer norm, series": quick(lambda: on_series(nn.LayerNorm(3)), SERIES, IN_BODY),
+    "layer norm, two axes": quick(
+        lambda: on_series(nn.LayerNorm(SERIES.shape[1:])), SERIES, IN_BODY
     ),
-    "layer norm, two axes": Net(
-        lambda: on_series(nn.LayerNorm(SERIES.shape[1:])), SERIES, IN_BODY, slow=set()
-    ),
-    "rms norm": Net(
-        lambda: on_series(nn.RMSNorm(3)), SERIES, {"0.0.weight"}, slow=set()
-    ),
-    "a frozen bias": Net(
+    "rms norm": quick(lambda: on_series(nn.RMSNorm(3)), SERIES, {"0.0.weight"}),
+    "a frozen bias": quick(
         lambda: freeze(after_conv(nn.BatchNorm2d(4)), "0.1.bias"),
         IMAGES,
         {"0.1.weight"},
-        slow=set(),
     ),
-    "padded": Net(lambda: Lookup(padding_idx=2), TOKENS, {"rows.weight"}, slow=set()),
+    "padded": quick(lambda: Lookup(padding_idx=2), TOKENS, {"rows.weight"}),
     "sparse": Net(lambda: Lookup(sparse=True), TOKENS, {"rows.weight"}),
     "channels last": Net(lambda: after_conv(ChannelsLast(4)), IMAGES, BEHIND),
     "norm called twice": Net(Twice, VECTORS, {"norm.weight", "norm.bias"}),
     "positions": Net(
         Places, TOKENS, {"rows.weight", "places.weight"}, slow={"places.weight"}
     ),
-    "tokens": Net(Tokens, SERIES, {"token", "places"}, slow=set()),
+    "tokens": quick(Tokens, SERIES, {"token", "places"}),
     **{
         f"tokens, {how}": Net(
             partial(Tokens, use), SERIES, {"token", "places"}, slow=slow
         )
         for how, (use, slow) in ODD_USES.items()
     },
-    "read at one token": Net(ReadAtOne, SERIES, set(), slow=set()),
+    "read at one token": quick(ReadAtOne, SERIES, set()),
     "doubled": Net(then_tanh(Doubled, 3), VECTORS, {"0.weight"}),
     # The gradient of its weight is far below that of its bias.
     "small inputs": Net(then_tanh(SquaredWeight, 3, 3), VECTORS / 1000, FIRST),
@@ -475,19 +466,16 @@ def test_batching_does_not_matter(name):
             assert relative(parts.to_dense(), whole.to_dense()) <= 2e-6
 
 
-class Confident(nn.Module):
+class Confident(nn.Sequential):
     """Logits scaled by 50: most probabilities are 0 or 1 to float32."""
 
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
-
     def forward(self, x):
-        return 50 * self.net(x)
+        return 50 * super().forward(x)
 
 
 def test_a_confident_model_in_float32_keeps_its_digits():
-    model, x = seeded(Confident), 3 * randn(1, 20, 4)
+    model = seeded(lambda: Confident(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5)))
+    x = 3 * randn(1, 20, 4)
     top = model(x).softmax(1).max(1).values
     assert (top > 1 - 1e-6).any()
     assert (top < 0.99).any()
@@ -585,12 +573,8 @@ def test_what_has_no_gradient_is_tried_by_itself(make, layer, blank, others):
     assert Forms.of(model, Inputs((blank,))).others == others
 
 
-class Silence(nn.Module):
+class Silence(TwoLayers):
     """Fails on anything that is not a loudness, or not a mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x, mask):
         x, mask = self.fc(x.sqrt()).tanh(), torch.tensor([1, 0])[mask.long()]
@@ -602,13 +586,18 @@ def test_the_first_batch_is_taken_as_it_is():
     assert not Forms.of(Silence().eval(), Inputs(blank)).others
 
 
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift, self.head = nn.Parameter(randn(0, 1, 3)), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head((x + self.shift).tanh())
+
+
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_a_row_that_is_added_to_an_examples_parts(parts):
-    class Parts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shift, self.head = nn.Parameter(randn(0, 1, 3)), nn.Linear(3, 3)
-
+    class Parts(Shifted):
         def forward(self, x):
             return self.head((x + self.shift).tanh().mean(1))
 
@@ -664,15 +653,6 @@ def test_parameters_that_a_forward_pass_changes_are_as_before(table):
     assert torch.equal(model.table.weight, before)
     model(TOKENS)
     assert not torch.equal(model.table.weight, before)
-
-
-class Shifted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.shift, self.head = nn.Parameter(randn(0, 1, 3)), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.head((x + self.shift).tanh())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")

@@ -419,15 +419,11 @@ def test_a_layer_that_is_never_called_is_no_head_of_tct():
 
 
 def test_features_that_are_no_numbers_lead_to_the_inputs():
-    class NoNumber(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = tiny_model()
-
+    class NoNumber(nn.Sequential):
         def forward(self, x):
-            return self.net(x / 0.0)
+            return super().forward(x / 0.0)
 
-    model = NoNumber()
+    model = NoNumber(*tiny_model())
     app = app_of(model=model)
     with pytest.raises(RoundError, match="check its inputs for such values"):
         TCT(stage1_rounds=0, fraction_evaluate=0.0).start(

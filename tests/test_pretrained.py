@@ -20,13 +20,7 @@ from virtual import (
 from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.errors import ConfigurationError, RoundError
 from flwr_fisher.secure import SecureSums
-from flwr_fisher.strategies import (
-    FedAvg,
-    FedFisherOneShot,
-    Refinement,
-    Waiting,
-    shared_state,
-)
+from flwr_fisher.strategies import FedAvg, FedFisherOneShot, Refinement, Waiting
 from flwr_fisher.wire import arrays_to_tensors
 
 KNOWN = {"pretrained": True, "refine": Refinement()}
@@ -176,21 +170,16 @@ def test_only_the_first_round_begins_with_a_head():
 
 
 def test_a_model_without_such_a_head_is_refused_before_training():
-    class Squashed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = tiny_model()
-
+    class Squashed(nn.Sequential):
         def forward(self, x):
-            return self.body(x).tanh()
+            return super().forward(x).tanh()
 
     def squashed(partition):
         loader = DataLoader(tiny_data(partition), 4)
-        return FisherClient(Squashed(), loader, train_fn=lambda *_: 1 / 0)
+        return FisherClient(Squashed(*tiny_model()), loader, train_fn=lambda *_: 1 / 0)
 
-    arrays = type(tiny_arrays())(shared_state(Squashed()))
     with pytest.raises(RoundError, match=r"not those of an nn\.Linear"):
-        run(app=app_by_partition(squashed), arrays=arrays, **KNOWN)
+        run(app=app_by_partition(squashed), **KNOWN)
 
 
 def test_where_only_the_head_is_trained_afl_is_named():

@@ -13,6 +13,7 @@ from nets import (
     VECTORS,
     Tied,
     TiedLinear,
+    TwoLayers,
     Unused,
     freeze,
     with_statistics,
@@ -79,12 +80,8 @@ class OwnParameter(nn.Module):
         return self.head((self.fc(x) * self.temperature).tanh())
 
 
-class Sorted(nn.Module):
+class Sorted(TwoLayers):
     """Sorts its examples, as for a packed sequence, and unsorts its outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x):
         order = x[:, 0].argsort()
