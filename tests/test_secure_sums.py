@@ -61,6 +61,7 @@ def secure_app(
     folder,
     spoil=lambda message, context, stage: None,
     change=lambda reply, context, stage: None,
+    says=None,
     **options,
 ):
     """An app that takes part in secure sums; each message finds a new process's mod.
@@ -75,11 +76,13 @@ def secure_app(
             change(reply.content, context, stage)
             return reply
 
-    return make_client_app(client_of, mods=[Spoiling()])
+    return make_client_app(partial(client_of, says=says), mods=[Spoiling()])
 
 
-def client_of(context):
-    return tiny_client(int(context.node_config["partition-id"]))
+def client_of(context, says=None):
+    """A client; partition 1 may say that it has more examples than its loader gives."""
+    partition = int(context.node_config["partition-id"])
+    return tiny_client(partition, num_examples=says if partition == 1 else None)
 
 
 def stage_of(message):
@@ -118,7 +121,7 @@ STRATEGIES = {
     ("name", "bits"), [*((name, 32) for name in STRATEGIES), ("fedfisher", 64)]
 )
 def test_a_secure_sum_gives_the_model_of_the_plain_one(name, bits, tmp_path):
-    make, app = STRATEGIES[name], secure_app(tmp_path)
+    make, app = STRATEGIES[name], secure_app(tmp_path, says=14)
     of = {"clients": 3, "rounds": 1 + bool(make().initial_groups())}
     plain = merged(make(policy=LIFTED), app, **of)
     secure = merged(make(secure=SecureSums(bits=bits)), app, **of)

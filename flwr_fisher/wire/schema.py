@@ -243,12 +243,12 @@ class Payload(ABC):  # noqa: B024
                 reason = f"{float(value):g} examples, but the metrics say {weight:g}"
                 raise WireError(reason, field=part.key)
 
-    def counting(self, most: int | None) -> Self:
-        """Return the upload of a client that has at most `most` examples."""
+    def counting(self, examples: int | None) -> Self:
+        """Return the upload of a client that says it has so many examples."""
         counts = [float(v) for _, part, v in self._tensors() if part.counts]
-        if most is None or not counts or counts[0] <= most:
+        if examples is None or not counts or not counts[0]:
             return self
-        return self.reweighted(most / counts[0])
+        return self.reweighted(examples / counts[0])
 
     def reweighted(self, factor: float) -> Self:
         """Return the upload of a client with `factor` times as many examples.
