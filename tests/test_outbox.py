@@ -431,11 +431,13 @@ def test_a_loss_of_other_settings_hands_over_nothing(tmp_path):
 
 
 def test_another_layer_or_a_frozen_one_makes_another_upload(tmp_path):
-    tanh, slow, frozen, same = every = [client(tmp_path) for _ in range(4)]
+    tanh, slow, frozen, two, four, same = every = [client(tmp_path) for _ in range(6)]
     tanh.problem.model[2] = nn.Tanh()
     slow.problem.model[1].momentum = 0.01  # a layer of other settings
     frozen.problem.model[0].requires_grad_(False)
-    assert len({digest_of(one) for one in every}) == 4
+    for heads, one in ((2, two), (4, four)):  # which the layer's text leaves out
+        one.problem.model[2] = nn.MultiheadAttention(4, heads)
+    assert len({digest_of(one) for one in every}) == 6
     assert digest_of(same) == digest_of(client(tmp_path))
 
 

@@ -61,10 +61,18 @@ def settings_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return digest_of(name, {"": value})
     if isinstance(value, torch.nn.Module):
-        public = {k: v for k, v in vars(value).items() if not k.startswith("_")}
-        plain = {k: v for k, v in public.items() if isinstance(v, _PLAIN)}
-        return [repr(value), plain, digest_of(name, value.state_dict())]
+        return [attributes_of(value), digest_of(name, value.state_dict())]
     return repr(value) if isinstance(value, torch.dtype | np.generic) else name
+
+
+def attributes_of(module: torch.nn.Module) -> list[Any]:
+    """Return the settings of the layers: their texts, and what these leave out."""
+
+    def plain(layer: torch.nn.Module) -> dict[str, Any]:
+        named = {k: v for k, v in vars(layer).items() if isinstance(v, _PLAIN)}
+        return {k: v for k, v in named.items() if k != "training" and k[0] != "_"}
+
+    return [repr(module), *map(plain, module.modules())]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
-from flwr_fisher.client.outbox import TrainingCheckpoint, settings_of
+from flwr_fisher.client.outbox import TrainingCheckpoint, attributes_of, settings_of
 from flwr_fisher.client.request import ClientLimits
 from flwr_fisher.client.training import (
     EvaluateFn,
@@ -193,8 +193,8 @@ class LocalProblem:
         """Return what a reply depends on besides the request and the data."""
         functions = self.train_fn, self.loss_fn, self.likelihood, self.batch_fn
         numbers = self.limits.max_examples, self.num_examples
-        # A model's text has its layers' settings, such as a dropout's rate.
-        of_model = trainable_names(self.model), repr(self.model)
+        # A layer's settings, such as a dropout's rate, change what it computes.
+        of_model = trainable_names(self.model), attributes_of(self.model)
         return {"functions": settings_of([*functions, *numbers, *of_model])}
 
     @property
