@@ -248,7 +248,9 @@ class EarlyStopping:
     """Ends a run if its metric has not improved for `patience` rounds.
 
     It checks all rounds each time, so a resumed run ends in the same round as an
-    uninterrupted one. To continue a run that has ended, resume it with more patience.
+    uninterrupted one. The score of a refined last round does not count any more when
+    further rounds follow it, because they begin from the model before the refinement.
+    To continue a run that has ended, resume it with more patience.
 
     Parameters
     ----------

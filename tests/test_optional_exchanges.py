@@ -205,6 +205,21 @@ def test_a_run_that_stops_in_any_exchange_ends_in_the_same_bits(asked, tmp_path)
     assert len(again.trained) == 3 * CLIENTS - asked  # nobody does anything twice
 
 
+@pytest.mark.parametrize("request_number", [1, 3], ids=["training", "head"])
+def test_who_left_while_the_server_was_dead_is_named(request_number, tmp_path, caplog):
+    """Also by the exchange that was open when it died."""
+
+    def die(content):
+        raise KeyboardInterrupt
+
+    deaths = {p: at_request(request_number, die) for p in range(CLIENTS)}
+    with pytest.raises(KeyboardInterrupt):
+        run(WithHead, Watched(tamper=deaths), checkpoint_dir=tmp_path)
+    run(WithHead, clients=CLIENTS - 1, checkpoint_dir=tmp_path, resume=True, timeout=1)
+    gone = f"left out partition-{CLIENTS - 1}: no reply, it did not connect"
+    assert gone in caplog.text
+
+
 def test_an_exchange_that_failed_is_not_tried_again_after_a_crash(tmp_path):
     """Which of the clients are there is another matter in another life."""
 
@@ -230,9 +245,9 @@ def test_an_exchange_that_failed_is_not_tried_again_after_a_crash(tmp_path):
 def test_who_had_no_part_in_the_first_exchange_cannot_join_the_last(tmp_path, caplog):
     sums, again = {"aggregate": "sums"}, {"resume": True, "reopen": True}
     run(FedFisherOneShot, options=sums, checkpoint_dir=tmp_path)
-    assert "new can join" not in caplog.text
+    assert "no client joins" not in caplog.text
     run(FedFisherOneShot, options=sums, clients=4, checkpoint_dir=tmp_path, **again)
-    assert "last exchange is repeated: nobody new can join it" in caplog.text
+    assert "no client joins it that it had not asked" in caplog.text
 
 
 def test_reopening_a_round_opens_its_merge(tmp_path):

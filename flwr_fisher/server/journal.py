@@ -255,7 +255,8 @@ class Journal:
             )
         self.read(before, "resume without reopen=True")
         if merge.index > 1 and merge.record.clients is not None:
-            logger.warning("Only the last exchange is repeated: nobody new can join it")
+            text = "Only the round's last exchange is repeated: no client joins it that"
+            logger.warning("%s it had not asked", text)
         self._open(merge, replace(merge.record, reopened=True))
         self._state(last).unlink()  # now the round is given up
         return True

@@ -274,6 +274,7 @@ class ExchangeRun(Generic[P]):
         self.door.left_out.mark_missing(
             sorted(self._unasked()), "it did not connect, or could not be asked"
         )
+        self.door.left_out.log_missing()
 
     def _restore(self, record: ExchangeRecord | None) -> None:
         """Admit the uploads of an interrupted run, even of disconnected clients.
@@ -457,7 +458,6 @@ class ExchangeRun(Generic[P]):
             cohort.missed(silent, self.journal.server_round)
         if are_enough() or time.monotonic() > deadline:
             door.left_out.mark_missing(map(cohort.name, silent), reason)
-        door.left_out.log_missing()
 
     # --- nodes that connect during the exchange
 
