@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
 from oracles import randn, relative
 from test_secure_sums import secure_app
 from torch import nn
@@ -325,6 +325,28 @@ def test_steps_of_a_regression_do_not_depend_on_the_targets_unit(unit):
     result = run(app=make_client_app(client_fn), arrays=arrays, refine=refine)
     metrics = result.train_metrics_clientapp[1]
     assert metrics["loss-after-steps"] < 0.9 * metrics["loss-before-steps"]
+
+
+def test_slopes_of_usual_length_that_lead_far_are_limited():
+    """A liar's point where the features of its own sums hardly vary."""
+    flattest = []
+
+    def lie(content):
+        (record,) = content.array_records.values()
+        if "head/gram" in record:
+            upper, gram = record["head/gram"].numpy(), torch.zeros(5, 5)
+            gram[tuple(torch.triu_indices(5, 5))] = torch.from_numpy(upper).float()
+            flattest[:] = [torch.linalg.eigh(gram + gram.triu(1).mT)[1][:, 0]]
+        if "slopes" in record:
+            slopes = torch.from_numpy(record["slopes"].numpy().copy())
+            lengths = slopes.norm(dim=(1, 2), keepdim=True)
+            direction = torch.outer(torch.eye(CLASSES)[0], flattest[0])
+            record["slopes"] = Array((lengths * direction).numpy())
+
+    strict = {"refine": Refinement(), "policy": Policy.strict()}
+    result = run(app=Watched(tamper={1: lie}), clients=5, **strict)
+    parts = {u.client: u.limited for u in result.exchange_uploads["head losses"]}
+    assert parts["partition-1"]["slopes"] < 0.5
 
 
 def test_slopes_are_the_gradients_of_the_losses():

@@ -222,6 +222,7 @@ def _losses_of(
         step,
         send=lambda state: {_SOLVED: state.group(solved)},
         additive=Summation(),
+        measure=partial(_measure_step, scales),
         name=f"{name} losses",
         **asking,
     )
@@ -244,6 +245,23 @@ def _losses_of(
         )
 
     return replace(losses, prepare=compared)
+
+
+def _measure_step(
+    scales: str, state: ServerState
+) -> Callable[[HeadLossUpload], dict[str, float]]:
+    """Return a function that measures the step to which a client's slopes lead.
+
+    Ordinary slopes lead far where the clients' features hardly vary.
+    """
+    majorizer = state.group(scales).get("majorizer")
+
+    def measure(upload: HeadLossUpload) -> dict[str, float]:
+        if majorizer is None:
+            return {}
+        return {"slopes": float((upload.slopes.double() @ majorizer).norm())}
+
+    return measure
 
 
 def _total(uploads: Uploads[HeadUpload]) -> HeadSums:
