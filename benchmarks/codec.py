@@ -10,10 +10,7 @@ bits, not 4, and from which budget on parameters have 8 was chosen by the three 
 validation splits, with a look at the test set; so was how a diagonal's few values of
 half the bits are spread. Three splits say little about a codec's noise, so a second
 table has five validation splits of `fedfisher_defaults.py`: three of LeNet on MNIST,
-and two of the CNN on CIFAR-10, whose largest factor is, up to a budget of 0.5, cut to
-its leading vectors without a full eigendecomposition.
-
-Budgets of 0.5 and less are version 0.3's, which sent weights in 8 and 4 bits.
+and two of the CNN on CIFAR-10.
 """
 
 from collections.abc import Mapping
