@@ -278,7 +278,8 @@ def packed(numbers: Numbers) -> Found:
     )
     return Found(
         f"MNIST: {mean(plain):.2f} before; within FedAvg's bytes {mean(paper):.2f} by "
-        f"the paper's codec, {mean(small):.2f} by ours, {mean(half):.2f} within .55 of them",
+        f"the paper's codec, {mean(small):.2f} by ours, {mean(half):.2f} within .55 of "
+        "them",
         [mean(plain) - mean(each) <= 2 for each in (paper, small)],
         "Within FedAvg's bytes ours takes 8 bits an entry and leaves nothing out.",
         "python benchmarks/codec.py",
