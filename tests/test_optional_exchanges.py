@@ -148,6 +148,18 @@ def test_the_same_clients_are_asked_in_all_of_them():
     assert {len(uploads) for uploads in result.exchange_uploads.values()} == {6}
 
 
+def test_whom_a_head_took_is_waited_for_in_what_follows():
+    """A head takes half of those that it asks, also where fewer are enough."""
+    own = {"fraction_train": 0.5, "waiting": Waiting(enough_replies=3)}
+    strategy = FedAvg(fraction_evaluate=0.0, refine=Refinement(), **own)
+    result = strategy.start(LocalGrid(tiny_app(), 8), tiny_arrays())
+    every = result.exchange_uploads.items()
+    assert {k: len(uploads) for k, uploads in every if "head" in k} == {
+        "head": 4,
+        "head losses": 4,
+    }
+
+
 @pytest.mark.parametrize("kind", [FedAvg, FedFisherOneShot])
 def test_a_head_asks_more_clients_than_a_round_samples(kind, tmp_path):
     for again in ({}, {"resume": True, "reopen": True}):

@@ -8,7 +8,7 @@ from clocked import Behaviour, ClockedGrid, KilledError, options_of
 from virtual import LIFTED, Watched, quick_app, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
-from flwr_fisher.strategies import FedFisherOneShot, Waiting
+from flwr_fisher.strategies import FedFisherOneShot, Refinement, Waiting
 from flwr_fisher.testing import LocalGrid
 
 
@@ -29,7 +29,7 @@ def between(first, last):
 
 
 def start(grid, waiting=None, **options):
-    own = {"policy": options.pop("policy")} if "policy" in options else {}
+    own = {key: options.pop(key) for key in ("policy", "refine") if key in options}
     strategy = FedFisherOneShot(**options_of(waiting=waiting, **own))
     return strategy.start(grid, tiny_arrays(), **options)
 
@@ -267,12 +267,15 @@ def test_a_round_that_others_follow_is_not_opened_again(tmp_path):
 def test_enough_replies_are_not_enough_for_a_round_that_is_reopened(
     waiting, clock, tmp_path
 ):
-    slow = Behaviour(seconds=lambda times: 1.0 if times else 99.0)
-    grid, options = ClockedGrid(Watched(), {1: slow}, clock, 3), {"timeout": 500}
-    options["checkpoint_dir"] = tmp_path
-    assert clients_of(start(grid, waiting, **options)) == [0, 2]
-    again = start(grid, waiting, resume=True, reopen=True, **options)
+    slow = Behaviour(seconds=lambda times: 9.0 if times else 99.0)
+    grid, refine = ClockedGrid(Watched(), {1: slow}, clock, 3), Refinement()
+    options = {"timeout": 500, "checkpoint_dir": tmp_path}
+    first = start(grid, waiting, refine=refine, **options)
+    assert clients_of(first) == [0, 2]
+    options |= {"resume": True, "reopen": True}
+    again = start(grid, waiting, refine=refine, **options)
     assert clients_of(again) == [0, 1, 2]
+    assert {len(every) for every in again.exchange_uploads.values()} == {3}
 
 
 def test_without_a_window_those_who_were_missing_are_asked_again(clock, tmp_path):

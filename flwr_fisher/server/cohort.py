@@ -165,8 +165,8 @@ class Cohort:
         Nodes that can do every job, not only a training.
     connected : int
         The number of nodes at the last sampling.
-    sampled : int
-        How many the last exchange asked that drew its clients; 0 in a window.
+    enough : float
+        How many usable replies ended the last exchange that drew its clients.
     abstaining : set[int]
         Nodes without data for evaluation.
     """
@@ -177,7 +177,7 @@ class Cohort:
         self.refused: dict[int, str] = {}
         self.foreign: dict[int, str] = {}
         self.do_any_job: set[int] = set()
-        self.connected, self.sampled = 0, 0
+        self.connected, self.enough = 0, 0.0
         self.abstaining: set[int] = set()
         self._mailbox: Mailbox | None = None
         self._known: dict[int, Identity] = {}

@@ -244,25 +244,20 @@ class ExchangeRun(Generic[P]):
                     f"it, or {self.journal.way_out}"
                 )
             self.cohort.recall_absences(record.absences)
+            self._enough(record)  # for the exchanges that follow
             return  # all that the step used is here: it is taken again
         # From here on the exchange is open. It begins, or goes on after a restart with
         # the clients that its record names.
         begins = record is None
         if record is None:
             record, messages = self._open()
-        waiting, timeout = self.strategy.waiting, self.strategy.timeout
+        timeout, enough = self.strategy.timeout, self._enough(record)
         if record.clients is None:
             # Also if it is resumed with enough uploads, and so asks nobody.
             self.cohort.connected = len(self.cohort.present(self.grid, timeout))
-            timeout, enough = self._window_left(record), waiting.enough(None)
+            timeout = self._window_left(record)
         else:
-            self._sampled, enough = set(record.clients), float(len(record.clients))
-            # Those whom a step needs again were enough, and all of them are waited for.
-            optional = self.exchange.optional and self.strategy.secure is None
-            if self._numbers is None or optional:
-                enough = min(enough, waiting.enough(self.cohort.sampled or None))
-        if record.reopened:  # for all that were not waited for
-            enough = math.inf
+            self._sampled = set(record.clients)
         if not begins and (others := self._unasked()):
             logger.info("%s: asking %s", self.exchange.log_name, listed(others))
         if not begins and self.exchange.optional:
@@ -284,7 +279,7 @@ class ExchangeRun(Generic[P]):
         """
         left_out, closed = self.door.left_out, None
         if record is not None:
-            self._expect(record.clients)
+            self.door.expected = len(record.clients or ())
             self.cohort.connected, closed = record.connected, record.closed
         if record is not None and closed is not None:
             left_out.missing |= record.missing
@@ -310,7 +305,6 @@ class ExchangeRun(Generic[P]):
         """
         opened, told = time.time(), self._told
         if self._window is not None:
-            self._expect(None)
             return self.journal.note(ExchangeRecord(None, 0, opened, told)), []
         nodes = self._sample() if self._numbers is None else self._named()
         names = [self.cohort.name(node) for node in nodes]
@@ -319,18 +313,27 @@ class ExchangeRun(Generic[P]):
         connected, optional = self.cohort.connected, self.exchange.optional
         record = ExchangeRecord(names, connected, opened, told, optional)
         self.journal.note(record)
-        self._expect(names)
+        self.door.expected = len(names)
         # Before anybody trains: leave out whose parameters cannot be merged, and end
         # the round if too few are left.
         nodes = self._without_mismatched(self.door.without_done(nodes))
         self.door.check_enough(self.needed, len(nodes))
         return record, self._ask(nodes)
 
-    def _expect(self, names: list[str] | None) -> None:
-        """Note whom the exchange asks; None is everybody who connects."""
-        self.door.expected = len(names or ())
+    def _enough(self, record: ExchangeRecord) -> float:
+        """Return how many usable replies end the exchange.
+
+        Those whom a step needs again were enough, and all of them are waited for. For a
+        refinement, as many are enough as for the exchange that drew its clients.
+        """
+        asked = None if record.clients is None else len(record.clients)
         if self.exchange.clients != "previous":
-            self.cohort.sampled = self.door.expected
+            enough = max(self.strategy.waiting.enough(asked), self.needed)
+            # It is reopened for all that were not waited for.
+            self.cohort.enough = math.inf if record.reopened else enough
+        optional = self.exchange.optional and self.strategy.secure is None
+        most = self.cohort.enough if self._numbers is None or optional else math.inf
+        return min(most, math.inf if asked is None else asked)
 
     def _sample(self) -> list[int]:
         """Return the sampled nodes."""
