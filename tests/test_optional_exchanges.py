@@ -170,6 +170,27 @@ def test_a_head_asks_more_clients_than_a_round_samples(kind, tmp_path):
         assert len(result.exchange_uploads["head"]) == 5
 
 
+@pytest.mark.parametrize("later", [3, 10])
+def test_a_heads_half_is_of_those_that_it_asked(later, tmp_path):
+    """Other clients may be here when a killed run goes on."""
+
+    def dies(content):
+        if any("slopes" in record for record in content.array_records.values()):
+            raise KeyboardInterrupt
+
+    def start(app, clients, **options):
+        own = {"fraction_train": 0.5, "fraction_evaluate": 0.0, "refine": Refinement()}
+        return FedAvg(**own).start(LocalGrid(app, clients), tiny_arrays(), **options)
+
+    dying = Watched(tamper=dict.fromkeys(range(4), dies))
+    with pytest.raises(KeyboardInterrupt):
+        start(dying, 4, checkpoint_dir=tmp_path)
+    resumed = start(Watched(), later, checkpoint_dir=tmp_path, resume=True)
+    assert len(resumed.exchange_uploads["head"]) == 4
+    if later > 4:
+        assert same_bits(resumed.arrays, start(Watched(), 4).arrays)
+
+
 class StopsAfterTwo:
     def on_round_end(self, server_round, arrays, history):
         return server_round == 2

@@ -395,6 +395,36 @@ def test_the_head_is_the_layer_that_computes_the_outputs():
         nn.init.zeros_(model.score.weight)
 
 
+class Reshaping(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).reshape(len(x), 2, -1)
+
+
+class Named(nn.Linear):
+    def forward(self, *, data):
+        return super().forward(data)
+
+
+class Pairs(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[..., :3]).chunk(2, -1)
+
+
+def test_linear_layers_below_the_head_may_be_called_in_other_ways():
+    class Unusual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.three = Reshaping(4, 6), Named(3, 4), Pairs(3, 4)
+            self.head = nn.Linear(2, CLASSES)
+
+        def forward(self, x):
+            left, right = self.three(self.two(data=self.one(x).mean(1)))
+            return self.head(left * right)
+
+    x, y = torch.randn(6, 4), torch.zeros(6).long()
+    assert output_layer(Unusual().eval(), [(x, y)]) == "head"
+
+
 def zeros_of(model):
     """A model of zeros: what it computes does not show what becomes of its outputs."""
     for parameter in model.parameters():

@@ -182,11 +182,13 @@ class ExchangeRun(Generic[P]):
         if callable(exchange.clients):  # it may draw from all who are here
             self.cohort.present(grid, strategy.timeout)
         self._numbers = exchange.numbers(state, previous)
-        half = (len(self._numbers or ()) + 1) // 2
+        record, asked = journal.record, self._numbers or ()
+        if callable(exchange.clients) and record is not None and record.clients:
+            asked = record.clients  # of those that are here now, there may be others
+        half = (len(asked) + 1) // 2
         self.needed = max(1, half) if exchange.optional else strategy.min_train_nodes
         # A collection window asks whoever connects, so it has no sample.
         self._window = strategy.waiting.window if self._numbers is None else None
-        record = journal.record
         if self._window is not None and record is not None and record.clients:
             logger.warning("the round began without a window, and goes on without one")
             self._window = None

@@ -104,7 +104,8 @@ def output_layer(model: nn.Module, loader: Iterable[Any]) -> str:
 
     def record(name: str, layer: nn.Linear, *called: Any) -> Tensor:
         _, told = _told_apart(layer, *called)
-        calls.append((name, told.clone()))  # what follows may change it in place
+        if isinstance(told, Tensor):  # what follows may change it in place
+            calls.append((name, told.clone()))
         return told
 
     batch = next(batches_of(loader, model, place_of(model), report=False), None)
@@ -319,12 +320,13 @@ def _told_apart(
 ) -> tuple[Tensor, Tensor]:
     """Return a layer's inputs, and outputs that differ wherever the inputs differ.
 
-    The outputs of a layer of zeros would not show which of them the model returns.
+    The outputs of a layer of zeros would not show which of them the model returns. A
+    subclass may return something else than rows of outputs, which stays as it is.
     """
-    z, shape = (
-        args[0] if args else kwargs["input"],
-        (layer.out_features, layer.in_features),
-    )
+    z, shape = (*args, *kwargs.values())[0], (layer.out_features, layer.in_features)
+    is_linear = isinstance(output, Tensor) and z.shape[-1] == shape[1]
+    if not is_linear or output.shape != (*z.shape[:-1], shape[0]):
+        return z, output
     probe = torch.arange(prod(shape), device=output.device).cos().view(shape)
     return z, output + F.linear(z.to(output.dtype), probe.to(output.dtype) / shape[1])
 
