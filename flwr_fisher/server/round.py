@@ -182,10 +182,10 @@ class ExchangeRun(Generic[P]):
         if callable(exchange.clients):  # it may draw from all who are here
             self.cohort.present(grid, strategy.timeout)
         self._numbers = exchange.numbers(state, previous)
-        record, asked = journal.record, self._numbers or ()
+        record, asked = journal.record, len(self._numbers or ())
         if callable(exchange.clients) and record is not None and record.clients:
-            asked = record.clients  # of those that are here now, there may be others
-        half = (len(asked) + 1) // 2
+            asked = len(record.clients)  # others may be here now
+        half = (asked + 1) // 2
         self.needed = max(1, half) if exchange.optional else strategy.min_train_nodes
         # A collection window asks whoever connects, so it has no sample.
         self._window = strategy.waiting.window if self._numbers is None else None
