@@ -87,7 +87,9 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-BUILT = re.compile(r"(docs/(more|benchmarks)|benchmarks/cache|build|dist|outputs|\.[^/]*)/")
+BUILT = re.compile(
+    r"(docs/(more|benchmarks)|benchmarks/cache|build|dist|outputs|\.[^/]*)/"
+)
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 FENCE = re.compile(r"(?ms)^ *(`{3,})([^`\n]*)$(.*?)^ *\1$")
 ROLE = re.compile(r"\{[\w:.+-]+\}$")
