@@ -66,7 +66,10 @@ def settings_of(value: Any) -> Any:
 
 
 def attributes_of(module: torch.nn.Module) -> list[Any]:
-    """Return the settings of the layers: their texts, and what these leave out."""
+    """Return a module's text, and the plain attributes of each of its layers.
+
+    The text leaves some of them out, such as the number of attention heads.
+    """
 
     def plain(layer: torch.nn.Module) -> dict[str, Any]:
         named = {k: v for k, v in vars(layer).items() if isinstance(v, _PLAIN)}

@@ -288,9 +288,15 @@ def solve(
                 traces.append(held)
                 progress.advance()
     unsolved = [name for name, move in moves.items() if move is None]
-    residuals, shares = relative_norms(curves), _shares(traces, examples)
-    steps = max(0, len(residuals) - 1)
-    return MergeResult(moved(mean, moves), residuals, steps, shares, unsolved, options)
+    residuals = relative_norms(curves)
+    return MergeResult(
+        moved(mean, moves),
+        residuals,
+        max(0, len(residuals) - 1),
+        shares=_shares(traces, examples),
+        unsolved=unsolved,
+        options=options,
+    )
 
 
 def _solved(

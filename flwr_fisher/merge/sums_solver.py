@@ -129,10 +129,10 @@ def advanced(
 def begun_again(
     traces: Curvature, layers: Sequence[Iterate], pull: Params, anchor: float
 ) -> list[Iterate]:
-    r"""Return the layers' states where they are, for the Fishers of fewer clients.
+    r"""Return the layers' states with new residuals, after some clients have left.
 
-    The next directions are conjugate to none before them. The systems' preconditioners
-    remain those of all clients.
+    The solutions stay. The next directions are conjugate to none before them. The
+    systems' preconditioners remain those of all clients.
 
     Parameters
     ----------

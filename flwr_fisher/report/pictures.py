@@ -100,7 +100,7 @@ def plot_rounds(
 
 
 def points_of(history: History, name: str) -> list[tuple[int, float]]:
-    """Return a metric's value in each round that has one; NaN is none."""
+    """Return the rounds that have a metric, with its values; NaN is left out."""
     return [
         (number, value)
         for number, record in sorted(history.items())

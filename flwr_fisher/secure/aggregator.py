@@ -116,8 +116,10 @@ class Aggregator:
     ) -> tuple[list[int], list[int]]:
         """Return a client's peers in a sum, and those that have left."""
         present, peers = set(survivors), self.peers(number)
-        left = [n for n in peers if n not in present]
-        return [n for n in peers if n in present], left
+        return (
+            [n for n in peers if n in present],
+            [n for n in peers if n not in present],
+        )
 
     def unmask(
         self,

@@ -242,5 +242,8 @@ def _scales(bits: int, known: SecureState, number: int) -> dict[str, Tensor]:
 
 
 def _sets(known: SecureState, number: int) -> dict[str, Tensor]:
-    sets = map(numbers_to_tensor, known.aggregator.split(number, known.present))
-    return dict(zip(("survivors", "dropped"), sets, strict=True))
+    survivors, dropped = known.aggregator.split(number, known.present)
+    return {
+        "survivors": numbers_to_tensor(survivors),
+        "dropped": numbers_to_tensor(dropped),
+    }

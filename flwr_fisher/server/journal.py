@@ -255,8 +255,8 @@ class Journal:
             )
         self.read(before, "resume without reopen=True")
         if merge.index > 1 and merge.record.clients is not None:
-            text = "Only the round's last exchange is repeated: no client joins it that"
-            logger.warning("%s it had not asked", text)
+            text = "Only the round's last exchange is repeated: "
+            logger.warning(text + "no client joins it that it had not asked")
         self._open(merge, replace(merge.record, reopened=True))
         self._state(last).unlink()  # now the round is given up
         return True

@@ -315,7 +315,10 @@ def _limited(
 def limits_of(
     limited: Mapping[str, Mapping[str, float]], clients: Sequence[str]
 ) -> dict[str, int | list[float]]:
-    """Return ``num-limited``, and what was left of each of these `clients`' parts."""
+    """Return the metrics of a round's limits: how many clients, and what was left.
+
+    ``limited-weights`` and ``limited-parts`` have an entry for each of these `clients`.
+    """
     every = [{WEIGHT: 1.0} | dict(limited.get(client, {})) for client in clients]
     weights = {"limited-weights": [parts.pop(WEIGHT) for parts in every]}
     parts = {"limited-parts": [min([1.0, *parts.values()]) for parts in every]}

@@ -244,7 +244,7 @@ class Payload(ABC):  # noqa: B024
                 raise WireError(reason, field=part.key)
 
     def counting(self, examples: int | None) -> Self:
-        """Return the upload of a client that says it has so many examples."""
+        """Return the upload with its sums scaled to this number of examples."""
         counts = [float(v) for _, part, v in self._tensors() if part.counts]
         if examples is None or not counts or not counts[0]:
             return self

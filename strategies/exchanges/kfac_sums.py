@@ -184,13 +184,11 @@ class KfacSums:
         elif groups[_COUNT] == state.group(_COUNT):
             layers = advanced(traces, layers, product, self.merge)
         else:  # The product is not with the matrix of the right-hand side.
-            text = (
-                "merge: iteration %d changes nothing, as only %d clients are left: %s"
-            )
+            groups, left = {}, len(uploads[0].members)
             last = iteration == self.merge.iterations
             after = "it was the last one" if last else "the next one begins with these"
-            logger.warning(text, iteration, len(uploads[0].members), after)
-            groups = {}
+            text = "merge: iteration %d changes nothing, as only %d clients are left: "
+            logger.warning(text + after, iteration, left)
         if iteration < self.merge.iterations:
             begun = ServerState(state.params, {**state.without(_COUNT), **groups})
             return Step(_with(begun, layers))
@@ -251,11 +249,8 @@ def _place(state: ServerState) -> Params:
     """Return the mean, or the place of the merge if clients must send their pull."""
     if _COUNT in state.groups:
         return state.params
-    moves = state.group("solution")
-    return {
-        **state.params,
-        **{k: (state.params[k] + v).to(state.params[k]) for k, v in moves.items()},
-    }
+    mean, moves = state.params, state.group("solution")
+    return {**mean, **{k: mean[k] + move.to(mean[k]) for k, move in moves.items()}}
 
 
 def _direction(state: ServerState) -> Groups:
