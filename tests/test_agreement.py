@@ -32,7 +32,8 @@ from flwr_fisher.strategies import (
     Refinement,
     Waiting,
 )
-from flwr_fisher.strategies.baselines import AFL
+from flwr_fisher.strategies.baselines import AFL, Scaffold
+from flwr_fisher.strategies.tct import TCT
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire.options import split_not_sent
 
@@ -51,12 +52,12 @@ def examples():
     return TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
 
 
-def app_of(make, trained, likelihoods=("categorical",)):
+def app_of(make, trained, likelihoods=("categorical",), data=None):
     """Return clients with a model for each partition; `trained` notes who trains.
 
     They have these likelihoods in turn.
     """
-    data = examples()
+    data = data or examples()
 
     def noting(partition):
         class Noted(LocalSGD):
@@ -176,6 +177,34 @@ def test_classes_have_the_same_numbers_on_all_clients(kind, caplog):
     assert len(result.uploads) == 4 - refused
     said = "its classes cat, dog, and those of most ant, cat, dog: number them"
     assert caplog.text.count(said) == refused
+
+
+def class_lists(partition):
+    """Return a client; that of partition 1 lacks a class, and says so."""
+    classes = ["cat", "dog"] if partition == 1 else ["ant", "cat", "dog"]
+    loader = DataLoader(folders(classes), 4)
+    return FisherClient(model(), loader, train_fn=LocalSGD(momentum=0))
+
+
+WINDOW = {"waiting": Waiting(window=60, enough_replies=4)}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(FedFisherOneShot, refine=None, **WINDOW),
+        partial(AFL, **WINDOW),
+        partial(FedAvg, **WINDOW),
+        FedAvg,
+        Scaffold,
+        partial(TCT, stage1_rounds=1, num_features=5, local_steps=1),
+    ],
+)
+def test_classes_have_the_same_numbers_for_every_strategy(make, caplog):
+    grid, strategy = LocalGrid(app_by_partition(class_lists), 4), make()
+    result = strategy.start(grid, arrays(shared_state(model())), num_rounds=3)
+    assert 1 not in clients_of(result)
+    assert re.search("partition-1: .*its data set names its classes", caplog.text)
 
 
 def test_who_was_left_out_is_left_out_after_a_restart(tmp_path):
@@ -411,19 +440,27 @@ def test_what_an_upload_says_is_frozen_outlives_its_server(tmp_path):
     assert counts[1] - counts[0] <= 4  # who they are is asked once more
 
 
-@pytest.mark.parametrize("change", ["frozen", "likelihood"])
+@pytest.mark.parametrize(
+    ("change", "method"),
+    [
+        ("frozen parameters, which", FedFisherOneShot),
+        ("likelihood differs", FedFisherOneShot),
+        ("data set names its classes", FedFisherOneShot),
+        ("data set names its classes", FedAvg),
+    ],
+)
 def test_uploads_on_disk_are_compared_with_those_that_come_later(
-    change, tmp_path, caplog
+    change, method, tmp_path, caplog
 ):
     """Clients that are asked in the second life only were not compared with them."""
-    other = change == "likelihood"
     start, trained = arrays(shared_state(on_a_base(0))), []
     lives = (
-        app_of(lambda partition: on_a_base(0), trained),
+        app_of(lambda partition: on_a_base(0), trained, data=folders(["cat", "dog"])),
         app_of(
-            lambda partition: on_a_base(int(not other)),
+            lambda partition: on_a_base(int("frozen" in change)),
             [],
-            [Softmax() if other else "categorical"],
+            [Softmax() if "likelihood" in change else "categorical"],
+            folders(["dog", "cat"] if "classes" in change else ["cat", "dog"]),
         ),
     )
 
@@ -434,15 +471,14 @@ def test_uploads_on_disk_are_compared_with_those_that_come_later(
             return super().pull_messages(ids)
 
     def go_on(grid, **options):
-        strategy = FedFisherOneShot(fraction_evaluate=0.0)
+        strategy = method(fraction_evaluate=0.0)
         return strategy.start(grid, start, checkpoint_dir=tmp_path, **options)
 
     with pytest.raises(KeyboardInterrupt):
         go_on(Dies(lives[0], 4))
     result = go_on(LocalGrid(lives[1], 4), resume=True)
     assert clients_of(result) == sorted(trained)
-    what = "likelihood differs" if other else "frozen parameters, which"
-    assert f"its {what}" in caplog.text
+    assert f"its {change}" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["plain", "FisherClient"])

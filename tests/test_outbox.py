@@ -441,7 +441,7 @@ def test_another_layer_or_a_frozen_one_makes_another_upload(tmp_path):
     assert digest_of(same) == digest_of(client(tmp_path))
 
 
-@pytest.mark.parametrize("tells", [{}, {"tell-frozen": True}], ids=["", "window"])
+@pytest.mark.parametrize("tells", [{}, {"tell": "parameters"}], ids=["", "window"])
 def test_another_frozen_backbone_is_trained_with(tmp_path, tells):
     """The upload and its digest belong to one backbone."""
 

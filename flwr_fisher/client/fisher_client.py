@@ -165,7 +165,7 @@ class FisherClient:
         problem.load(request.params)
         if request.from_library:
             problem.check_dtypes(request.params)
-        told, tells = "", request.options.get("tell-frozen")
+        told, tells = "", request.options.get("tell")
         if tells or "run" in request.options:
             told = not_sent(problem, request.params)
         with watching(name_of(context), unit=None):
@@ -184,6 +184,8 @@ class FisherClient:
                     if kept is None:
                         outbox.keep(reply)
         arrays = reply.arrays
+        if tells == "labels":  # here each client may freeze what it likes
+            told = f" {told.partition(' ')[2]}"
         if arrays is not None and tells:
             arrays = with_not_sent(arrays, told)
         return _message(message, MetricRecord({**reply.metrics}), arrays)

@@ -170,16 +170,18 @@ def asks_for_parameters(message: Message) -> bool:
 def not_sent(problem: LocalProblem, sent: Collection[str]) -> str:
     """Return a text by which the server finds clients that are unlike the others.
 
-    It tells what no array of an upload shows, and all clients must have in common: a
-    digest of the frozen parameters that the server does not send, a blank, and the
-    likelihood's name. The digest is "" if there are no such parameters, or if it cannot
-    be computed.
+    It tells what no array of an upload shows, and all clients must have in common, with
+    blanks between: a digest of the frozen parameters that the server does not send, one
+    of the names of the classes, and the likelihood's name. A digest is "" if there are
+    no such parameters or names, or if it cannot be computed.
     """
     frozen = {k: v for k, v in _frozen(problem.model).items() if k not in sent}
     digest = ""
     with suppress(Exception):  # as above
         digest = digest_of(list(frozen), frozen)[:_DIGITS] if frozen else ""
-    return f"{digest} {problem.likelihood_name}"
+    names = problem.class_names
+    classes = digest_of(list(names), {})[:_DIGITS] if names else ""
+    return f"{digest} {classes} {problem.likelihood_name}"
 
 
 def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -463,13 +463,19 @@ class Cohort:
     # --- trained and frozen parameters
 
     def mismatched(
-        self, grid: Grid, nodes: Sequence[int], like: Params, timeout: float
+        self,
+        grid: Grid,
+        nodes: Sequence[int],
+        like: Params,
+        timeout: float,
+        *,
+        parameters: bool,
     ) -> dict[int, ClientError]:
-        """Return the nodes with other parameters than most nodes', with the difference.
+        """Return the nodes that are unlike most nodes, with the difference.
 
-        They train other parameters of `like`, which the server sends, or their frozen
-        parameters, which it does not send, have other values, or their labels have
-        another likelihood, or their data sets other names of classes. The server
+        Their labels have another likelihood, or their data sets other names of classes;
+        with `parameters`, also those that train other parameters of `like`, which the
+        server sends, or whose frozen parameters have other values. The server
         queries each node once, before it trains, and waits at most a minute. A node
         that does not answer is not returned: it may fail later, by itself. A node that
         does not report its frozen parameters may have any. The order of `nodes` is the
@@ -485,14 +491,12 @@ class Cohort:
         # All that have answered in this run are compared, not these nodes alone.
         known = sorted(self._trained, key=self.order)
         trained = {n: t for n in known if (t := self._trained[n]) is not None}
-        if text := adapter_warning(frozenset[str]().union(*trained.values())):
-            self.warn_once(text, "products of adapters")
-        answers: tuple[tuple[Mapping[int, Any], Callable[..., str]], ...] = (
-            (trained, _difference),
-            (self._frozen, _other_values),
-            (self._likelihoods, _other_labels),
-            (self._classes, _other_classes),
-        )
+        answers: list[tuple[Mapping[int, Any], Callable[..., str]]] = []
+        if parameters:
+            if text := adapter_warning(frozenset[str]().union(*trained.values())):
+                self.warn_once(text, "products of adapters")
+            answers += [(trained, _difference), (self._frozen, _other_values)]
+        answers += [(self._likelihoods, _other_labels), (self._classes, _other_classes)]
         errors: dict[int, ClientError] = {}
         for said, difference in answers:
             left = {n: said[n] for n in known if n in said and n not in errors}

@@ -45,6 +45,8 @@ TRAIN = "aggregate_train"  # the beginning of a log line
 _DIFFERENCES = (  # of what no array of an upload shows
     "its frozen parameters, which the server does not send, differ from those of {}: "
     + FREEZE_THE_SAME,
+    "its data set names its classes otherwise than those of {}: number them by one "
+    "list, with a target_transform",
     "its likelihood differs from that of {}: give all clients the same",
 )
 
@@ -343,7 +345,7 @@ class Door(Generic[P]):
         self._clients[upload.client], self._sizes[upload.client] = identity, sizes
         for claim in (name, number):
             self._claims[claim].add(name)
-        self._not_sent[upload.client] = not_sent.partition(" ")[::2]
+        self._not_sent[upload.client] = (*not_sent.split(" ", 2), "", "")
         self.left_out.missing.pop(upload.client, None)
         if not self.exchange.quiet:
             count = len(self.admitted) + len(self.left_out.rejected)

@@ -33,7 +33,7 @@ _GROUPS = "groups/"
 *_, _COUNT = NORM_STATISTICS
 _CLIENTS = ("sampled", "all", "previous")
 # options that the library sets itself
-_RESERVED = ("query", "run", "seed", "tell-frozen")
+_RESERVED = ("query", "run", "seed", "tell")
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,8 @@ class ExchangeRun(Generic[P]):
         # Who takes part in a refinement is compared, too.
         refined = strategy.refine is not None
         self._compares = exchange.require_same_parameters or refined
-        if tells and self._compares:
-            options["tell-frozen"] = True
+        if tells:
+            options["tell"] = "parameters" if self._compares else "labels"
         self.config = ConfigRecord({**config, **named_options(options)})
         # Only trainings need have the strategy's own weight among their metrics.
         weighted_by = NUM_EXAMPLES if exchange.optional else strategy.weighted_by_key
@@ -376,8 +376,8 @@ class ExchangeRun(Generic[P]):
         return nodes
 
     def _without_mismatched(self, nodes: list[int]) -> list[int]:
-        """Reject the nodes with parameters that cannot be merged; return the rest."""
-        if not nodes or not self._compares:
+        """Reject the nodes with what cannot be merged; return the rest."""
+        if not nodes:
             return nodes
         # Those asked before count, too, and after a restart those that have replied: a
         # newcomer is compared with all.
@@ -386,7 +386,10 @@ class ExchangeRun(Generic[P]):
             here = cohort.present(self.grid, timeout)
             again = [n for n in here if cohort.name(n) in self._sampled]
         everyone = [*dict.fromkeys([*self._requests, *again, *nodes])]
-        mismatched = cohort.mismatched(self.grid, everyone, self.state.params, timeout)
+        like = self.state.params
+        mismatched = cohort.mismatched(
+            self.grid, everyone, like, timeout, parameters=self._compares
+        )
         for node in mismatched.keys() & set(nodes):
             name, error = cohort.name(node), mismatched[node]
             self.door.left_out.reject(name, error, node, stage="configure_train")
