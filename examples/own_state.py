@@ -148,7 +148,7 @@ class FedDyn(CurvatureStrategy):
         """Return the next model and h."""
         before = Membership.from_tensors(state.group("membership"))
         members = before.after(uploads, self.cohort.connected)
-        weights = [upload.num_examples for upload in uploads]
+        weights = members.weights_of(uploads)
         models = [upload.payload.part("params") for upload in uploads]
         means = weighted_mean(models, weights)
         start, mean = (select(params, self.trained) for params in (state.params, means))

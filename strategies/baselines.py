@@ -15,7 +15,6 @@ from flwr_fisher.server.exchange import (
     Summation,
     Uploads,
     mean_vector,
-    weights_of,
 )
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.server.privacy import Privacy
@@ -164,10 +163,12 @@ class Scaffold(CurvatureStrategy):
     The paper weights clients equally. Here :math:`c` is the mean of all clients'
     :math:`c_i` weighted by their examples, as the model is, so that the optimum is that
     of the mean over examples. For the paper's method, give all clients the same weight.
-    Accordingly, :math:`|S|/N` is the cohort's share of all clients' weight. N is the
-    number of nodes that are connected, or of those that have taken part, whichever is
-    larger. Nodes that have never replied count with the mean weight of the others. When
-    the server knows more, it rescales :math:`c`.
+    A client keeps the weight of its first round, whatever its data, the policy or who
+    else takes part make of it later: the log says so, and the optimum is that of these
+    weights. Accordingly, :math:`|S|/N` is the cohort's share of all clients' weight. N
+    is the number of nodes that are connected, or of those that have taken part,
+    whichever is larger. Nodes that have never replied count with the mean weight of the
+    others. When the server knows more, it rescales :math:`c`.
 
     A client whose disk lost its :math:`c_i` starts from zero, and its log says so. What
     it had added to :math:`c` stays there, and shifts the optimum: look at
@@ -203,11 +204,11 @@ class Scaffold(CurvatureStrategy):
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return a step to the mean model, with the new control variate."""
-        weights = weights_of(uploads)
         changes = [upload.payload.part(_CONTROL) for upload in uploads]
         models = [upload.payload.part("params") for upload in uploads]
         before = Membership.from_tensors(state.group(_MEMBERSHIP))
         members = before.after(uploads, self.cohort.connected)
+        weights = members.weights_of(uploads)
         names = changes[0].keys()
         known = state.group(_CONTROL) if before.steps else changes[0]
         start = double(state.params, names)

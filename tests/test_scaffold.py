@@ -136,6 +136,29 @@ def test_a_steep_client_moves_no_optimum(policy, rounds, monkeypatch):
     torch.testing.assert_close(found, optimum(), rtol=0, atol=1e-3)
 
 
+class Changing(LocalSGD):
+    """Misses some rounds after the first; its examples become ten times as many."""
+
+    def __call__(self, *args, **options):
+        size, turn = len(args[1].dataset), args[3]["server-round"]
+        if turn > 1 and (turn + size) % 4 == 0:
+            raise ValueError("away")
+        grown = 10 if turn > 4 and size == 7 else 1
+        return {**super().__call__(*args, **options), "num-examples": size * grown}
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy.strict()], ids=["", "strict"])
+def test_a_client_keeps_the_weight_of_its_first_round(policy, monkeypatch, caplog):
+    """Its state counts with it: with another one, the optimum moved for good."""
+    whole = on_lines(scaffold(policy=policy), 25, line_app(lr=0.03))
+    assert "keeps the weight" not in caplog.text
+    changing = partial(Changing, momentum=0.0)
+    monkeypatch.setattr(sys.modules[__name__], "plain_sgd", changing)
+    found = on_lines(scaffold(policy=policy), 40, line_app(lr=0.03))
+    torch.testing.assert_close(found, whole, rtol=0, atol=0.06)
+    assert caplog.text.count("partition-1 keeps the weight of its first step, 7") == 1
+
+
 # The control variate
 
 

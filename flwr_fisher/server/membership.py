@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import fsum
+from math import fsum, isclose
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, listed
-from flwr_fisher.log_lines import logger
+from flwr_fisher.log_lines import log_once, logger
 from flwr_fisher.params import Params, scale
 from flwr_fisher.randomness import new_run_number
 from flwr_fisher.server.exchange import Uploads
@@ -17,6 +17,10 @@ from flwr_fisher.wire.options import members_from_tensors, members_to_tensors
 
 _RUN, _STEPS = "run", "steps"
 _TOTAL, _WEIGHTS = "total-weight", "client-weights"
+_KEEPS = (
+    "{} keeps the weight of its first step, {:g}, though it would have another now: "
+    "the state on its disk counts with that one. A new run takes new weights"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Membership:
     last_steps : Mapping[int, int]
         The last step to which each client contributed, by the client's number.
     weights : Mapping[int, float]
-        Each client's weight in that step. Weights are not sent to clients.
+        Each client's weight in its first step; of a sum over several clients, their
+        mean weight in the last one. Weights are not sent to clients.
     parts : Mapping[int, float]
         For each client of whose change the server used only a part in that step: this
         part. The policy cut the rest.
@@ -67,9 +72,11 @@ class Membership:
         """Return the membership after one more step with these uploads.
 
         The number of clients is the number of those that are connected, or of those
-        that have taken part, whichever is larger. If only the sum over several clients
-        is known, they all have the same weight. A client that kept more than the server
-        used learns this with its next request (``kept=`` of the exchange).
+        that have taken part, whichever is larger. A client keeps the weight of its
+        first step, because a mean that steps change has its state with this weight. If
+        only the sum over several clients is known, they all have the same weight. A
+        client that kept more than the server used learns this with its next request
+        (``kept=`` of the exchange).
 
         Parameters
         ----------
@@ -79,11 +86,15 @@ class Membership:
             How many nodes there are.
         """
         step = self.steps + 1
-        new = {
-            number: upload.num_examples / (len(upload.members) or 1)
-            for upload in uploads
-            for number in upload.members or [upload.number]
-        }
+        new = dict[int, float]()
+        for upload in uploads:
+            weight, members = upload.num_examples, upload.members
+            if members:
+                new |= dict.fromkeys(members, weight / len(members))
+                continue
+            kept = new[upload.number] = self.weights.get(upload.number, weight)
+            if not isclose(kept, weight, rel_tol=1e-6):
+                log_once(_KEEPS.format(upload.client, kept))
         limited = {u.number: u.taken for u in uploads if u.taken < 1}
         earlier = {n: part for n, part in self.parts.items() if n not in new}
         weights = {**self.weights, **new}
@@ -92,8 +103,16 @@ class Membership:
         steps = {**self.last_steps, **dict.fromkeys(new, step)}
         return Membership(self.run, step, total, steps, weights, earlier | limited)
 
+    def weights_of(self, uploads: Uploads[Any]) -> list[float]:
+        """Return the weights of the last step's uploads, as this membership has them.
+
+        With other ones, a mean over all clients would not be that of what they keep.
+        """
+        numbers = (upload.members or [upload.number] for upload in uploads)
+        return [fsum(self.weights[number] for number in each) for each in numbers]
+
     def participation(self, weights: Sequence[float]) -> float:
-        """Return a cohort's share of all clients' weight, given its weights."""
+        """Return a cohort's share of all clients' weight, given :meth:`weights_of`."""
         return min(1.0, fsum(weights) / self.total)
 
     def rescaled(self, mean: Params, before: "Membership") -> dict[str, Tensor]:

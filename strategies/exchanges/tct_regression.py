@@ -9,7 +9,7 @@ from flwr_fisher.errors import ConfigurationError, listed
 from flwr_fisher.log_lines import logger
 from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads, weights_of
+from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.tangent import check_lr, largest_safe_lr, standardisation, tct_average
 from flwr_fisher.wire.arrays import bytes_of
@@ -144,7 +144,7 @@ def average(
     """Return a step to the mean of the clients' weights, with the control variate."""
     before = Membership.from_tensors(state.group(MEMBERSHIP))
     members = before.after(uploads, connected)
-    weights, lr = weights_of(uploads), float(state.group(_FACTS)[_LR])
+    weights, lr = members.weights_of(uploads), float(state.group(_FACTS)[_LR])
     old = state.params[f"{KEYS}weight"]
     sent = state.group(CONTROL).get(CONTROL, torch.zeros_like(old)).double()
     weight, control = tct_average(
