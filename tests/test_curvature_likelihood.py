@@ -333,6 +333,30 @@ def test_a_token_without_a_label_has_no_gradient(expectation):
     assert used[1:].any()
 
 
+class Censored(Poisson):
+    """Counts, of which a negative one is none."""
+
+    def ignored(self, labels):
+        return labels < 0
+
+    def score(self, outputs, labels):
+        return super().score(outputs, labels).where(labels >= 0, 0)
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kfac"])
+@pytest.mark.parametrize("expectation", EXPECTATIONS[:3])
+def test_a_likelihood_of_ones_own_says_what_is_no_label(expectation, structure):
+    """It was asked only where a label was -100, too."""
+    options = FisherOptions(expectation=expectation)
+    model, x = nn.Sequential(net(1), nn.Flatten(0)), randn(3, 8, 4).float()
+    y, few = torch.tensor([2.0, -1, 0, -1, -1, 3, 1, -1]), [0, 2, 5, 6]
+    found, expected = (
+        fisher(model, [batch], structure, options=options, likelihood=Censored())
+        for batch in ((x, y), (x[few], y[few]))
+    )
+    torch.testing.assert_close(flat(found.diagonal()), flat(expected.diagonal()))
+
+
 def test_factors_of_labelled_positions_are_those_of_each_example():
     """Also where examples wait for others that need as many passes."""
     model, options = token_net(), full(tolerance=1e-9)

@@ -13,7 +13,7 @@ from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_data, tiny_mod
 
 from flwr_fisher.client import FisherClient, LocalSGD, check_client
 from flwr_fisher.client.jobs import train
-from flwr_fisher.curvature import Likelihood
+from flwr_fisher.curvature import LIKELIHOODS, Likelihood
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
@@ -105,6 +105,11 @@ class WrongLikelihood(Likelihood):
         raise KeyError("score")
 
 
+class WrongMask(type(LIKELIHOODS["bernoulli"])):
+    def ignored(self, labels):
+        return labels < 0
+
+
 def frozen():
     return tiny_model().requires_grad_(False)
 
@@ -145,6 +150,11 @@ FAILURES = {
         model=lambda: nn.Linear(3, 1),
         loader=with_inputs(lambda x: x, REAL),
         likelihood="gaussian",
+    ),
+    "mask": odd(
+        r"ignored returned shape \(12, 3\) .* a mask of shape \(12,\)",
+        loader=with_inputs(lambda x: x, torch.ones(12, 3)),
+        likelihood=WrongMask(),
     ),
     "likelihood": odd("no label can be drawn", likelihood=WrongLikelihood()),
     "nan-inputs": fails(

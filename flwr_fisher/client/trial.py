@@ -12,7 +12,7 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
 from flwr_fisher.curvature.data import Batch, are_probabilities
-from flwr_fisher.curvature.estimate.likelihood import likelihood_of
+from flwr_fisher.curvature.estimate.likelihood import check_labels, likelihood_of
 from flwr_fisher.curvature.models import check_rows, evaluating, place_of
 from flwr_fisher.devices import has_float64
 from flwr_fisher.errors import (
@@ -95,7 +95,7 @@ def try_upload(
     likelihood, outputs = likelihood_of(problem.likelihood), outputs.cpu()
     likelihood.sample_score(outputs, torch.Generator().manual_seed(0))
     if isinstance(labels := read.labels, Tensor):
-        likelihood.check_labels(outputs, labels.cpu())
+        check_labels(likelihood, outputs, labels.cpu())
     if problem.has_classes and are_probabilities(outputs):
         log_once(
             "The model returns probabilities, but the Fisher is that of logits: leave "

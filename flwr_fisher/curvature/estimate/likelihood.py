@@ -121,7 +121,10 @@ class Likelihood(ABC):
         return len(labels)
 
     def ignored(self, labels: object) -> Tensor | None:
-        """Return a mask of entries that are no labels, or None if all are labels."""
+        """Return a mask of entries that are no labels, or None if all are labels.
+
+        It has the shape ``[n]``, or ``[n, T]`` where the outputs are ``[n, T, C]``.
+        """
         return None
 
     def check_labels(self, outputs: Tensor, labels: Tensor) -> None:
@@ -377,6 +380,11 @@ class Expectation:
     seed: int
 
     @property
+    def _is_own(self) -> bool:
+        """Whether the likelihood is the user's."""
+        return self.likelihood not in LIKELIHOODS.values()
+
+    @property
     def tolerance(self) -> float:
         """The share that may be left out; 0 if every piece counts."""
         return self.options.tolerance if self.options.expectation == "exact" else 0.0
@@ -391,9 +399,12 @@ class Expectation:
     def label_mask(self, batch: Batch) -> Tensor | None:
         """Return which labels are not -100, in their shape; None if none is -100."""
         ignored = self.likelihood.ignored(batch.labels)
-        if ignored is None or batch.num_labels == ignored.numel():
+        if ignored is None:
             return None
-        return ~ignored
+        # No device is waited for: the batch has counted its labels. A likelihood of the
+        # user's has its own mark for no label.
+        labels = int((~ignored).sum()) if self._is_own else batch.num_labels
+        return None if labels == ignored.numel() else ~ignored
 
     def pieces(
         self,
@@ -428,12 +439,12 @@ class Expectation:
                 return pieces
             return replace(pieces, mask=label_mask.flatten(1))
         # A likelihood of the user's draws where its outputs are.
-        own = self.likelihood not in LIKELIHOODS.values()
-        seen = outputs.cpu() if own else outputs
+        seen = outputs.cpu() if self._is_own else outputs
         scores = self.likelihood.sample_score(seen, generator).to(outputs.device)
         scores = scores.unsqueeze(0)
         if label_mask is not None:
-            scores = scores * label_mask.unsqueeze(-1)
+            one = label_mask.shape == outputs.shape  # each example has one number
+            scores = scores * (label_mask if one else label_mask.unsqueeze(-1))
         return given_pieces(scores)
 
 
@@ -441,6 +452,13 @@ def check_labels(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> Non
     """Check labels of any device by :meth:`Likelihood.check_labels`."""
     if likelihood not in LIKELIHOODS.values():  # a user's may compare the two
         labels = labels.to(outputs.device)
+        mask, expected = likelihood.ignored(labels), outputs.shape[:-1] or outputs.shape
+        if mask is not None and mask.shape != expected:
+            raise StructureError(
+                f"{type(likelihood).__name__}.ignored returned shape "
+                f"{tuple(mask.shape)} for outputs of shape {tuple(outputs.shape)}: "
+                f"return a mask of shape {tuple(expected)}"
+            )
     likelihood.check_labels(outputs.detach(), labels)
 
 
