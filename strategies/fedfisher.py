@@ -287,8 +287,7 @@ class FedFisherOneShot(CurvatureStrategy):
     ) -> Step:
         """Return the step to the merge of the uploads."""
         regressions = sum(bool(u.metrics.get(REGRESSION)) for u in uploads)
-        by_default = merge.solver == "pcg" and merge.iterations is None
-        if by_default and 2 * regressions > len(uploads):
+        if _fewer_in_a_regression(merge) and 2 * regressions > len(uploads):
             merge = replace(merge, iterations=1)
         merged_on = partial(
             merge_posteriors,
@@ -319,6 +318,8 @@ class FedFisherOneShot(CurvatureStrategy):
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings, with the solver's defaults."""
         merge = self._filled.settings()
+        if self.aggregate == "parts" and _fewer_in_a_regression(self.merge):
+            merge["iterations"] = f"{merge['iterations']}, 1 in a regression"
         return {
             "aggregate": self.aggregate,
             "score": self.score is not None,
@@ -326,3 +327,8 @@ class FedFisherOneShot(CurvatureStrategy):
             **{f"client-{name}": value for name, value in self._requested().items()},
             **{name: value for name, value in merge.items() if value is not None},
         }
+
+
+def _fewer_in_a_regression(merge: MergeOptions) -> bool:
+    """Return whether a regression takes one iteration, as nobody gave their number."""
+    return merge.solver == "pcg" and merge.iterations is None

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, MetricRecord
 from oracles import randn, relative
 from test_secure_sums import secure_app
 from torch import nn
@@ -44,6 +44,8 @@ from flwr_fisher.rounds.quasi_newton import (
     two_loops,
 )
 from flwr_fisher.secure import SecureSums, SecureSumsMod
+from flwr_fisher.server.exchange import Upload
+from flwr_fisher.server.policy import Sizes
 from flwr_fisher.strategies import (
     AFL,
     FedAvg,
@@ -68,6 +70,7 @@ from flwr_fisher.wire import (
     curvature_to_tensors,
     tensors_to_curvature,
 )
+from flwr_fisher.wire.head_upload import HeadLossUpload
 
 CLASSES, WIDTH, N = 3, 5, 60
 SUMS = {"aggregate": "sums", "structure": "diagonal"}
@@ -346,7 +349,25 @@ def test_slopes_of_usual_length_that_lead_far_are_limited():
     strict = {"refine": Refinement(), "policy": Policy.strict()}
     result = run(app=Watched(tamper={1: lie}), clients=5, **strict)
     parts = {u.client: u.limited for u in result.exchange_uploads["head losses"]}
-    assert parts["partition-1"]["slopes"] < 0.5
+    limited = parts["partition-1"].items()
+    assert min(left for name, left in limited if "slopes" in name) < 0.5
+
+
+def test_a_candidate_that_nobody_takes_costs_no_client_another_ones_loss():
+    """A published model with a lower loss was left, for one that clients had spoilt."""
+    losses = torch.tensor([[9.0, 0.2], [1, 0.1], [2, 0.3]], dtype=torch.float64)
+    slopes = torch.tensor([[7.0, 1.0], [1, 0.5], [1, 2]]).view(3, 2, 1, 1)
+    uploads = [
+        Upload(n, str(n), 1.0, HeadLossUpload(*own), MetricRecord(), 0)
+        for n, own in enumerate(zip(losses, slopes, strict=True))
+    ]
+    sizes = [Sizes.of(upload.payload, {}) for upload in uploads]
+    policy = Policy.strict()
+    limited = policy.limit(uploads, sizes, {}, policy.references(sizes, {}))
+    left = torch.stack([upload.payload.losses for upload in limited])
+    assert left.tolist() == [[2, 0.2], [1, 0.1], [2, 0.2]]
+    left = torch.stack([upload.payload.slopes.view(2) for upload in limited])
+    assert left.tolist() == [[1, 1], [1, 0.5], [1, 1]]
 
 
 def test_slopes_are_the_gradients_of_the_losses():

@@ -330,7 +330,8 @@ def test_a_round_that_cannot_be_opened_again_stays(tmp_path):
     [
         ({"seed": 1}, "with other options: seed: 0 -> 1. Resume it with"),
         ({"min_train_nodes": 3}, "min_train_nodes: 2 -> 3"),
-        ({"iterations": 7}, "iterations: 4 -> 7"),
+        ({"iterations": 7}, "iterations: '4, 1 in a regression' -> 7"),
+        ({"iterations": 4}, "iterations: '4, 1 in a regression' -> 4"),
         ({"solver": "adam", "score": lambda params: 0.0}, "score: False -> True"),
         ({"policy": Policy(max_distance=9.0)}, "max_distance: 1000.0 -> 9.0"),
         ({"train_config": ConfigRecord({"lr": 0.2})}, "train_config.lr: None -> '0.2'"),

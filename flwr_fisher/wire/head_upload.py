@@ -36,7 +36,7 @@ from flwr_fisher.wire.arrays import (
     check_same_shape,
     check_second_moment,
 )
-from flwr_fisher.wire.schema import Payload, description, part
+from flwr_fisher.wire.schema import Payload, description, norm64, part
 
 _MOST_LOSSES = 16
 _SLACK = 1e-3  # for the fixed-point numbers of a secure sum, relative
@@ -214,6 +214,9 @@ class LossUpload(Payload):
 class HeadLossUpload(LossUpload):
     """A client's mean losses of a head's candidates, and their slopes.
 
+    A policy limits each candidate's by itself: those of the best one must not depend on
+    how bad another is.
+
     Parameters
     ----------
     losses, slopes : Tensor
@@ -228,6 +231,24 @@ class HeadLossUpload(LossUpload):
     def lengths(cls, like: Params) -> dict[str, int]:
         """Return the largest number of candidates, and of a head's sizes."""
         return {**HeadUpload.lengths(like), **super().lengths(like)}
+
+    def step_norms(self, like: Params) -> dict[str, float]:
+        """Return the length of each candidate's loss and slopes, by its number."""
+        return {
+            f"{name} {number}": norm64([value])
+            for name in ("losses", "slopes")
+            for number, value in enumerate(getattr(self, name))
+        }
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+        """Return it with each candidate's loss and slopes times their factors."""
+        numbers = range(len(self.losses))
+        by_loss, by_slope = (
+            self.losses.new_tensor([factors.get(f"{name} {n}", 1.0) for n in numbers])
+            for name in ("losses", "slopes")
+        )
+        slopes = self.slopes * by_slope.to(self.slopes).view(-1, 1, 1)
+        return replace(self, losses=self.losses * by_loss, slopes=slopes)
 
     @classmethod
     def read_slopes(

@@ -250,7 +250,7 @@ def _losses_of(
 def _measure_step(
     scales: str, state: ServerState
 ) -> Callable[[HeadLossUpload], dict[str, float]]:
-    """Return a function that measures the step to which a client's slopes lead.
+    """Return a function that measures the steps to which a client's slopes lead.
 
     Ordinary slopes lead far where the clients' features hardly vary.
     """
@@ -259,7 +259,8 @@ def _measure_step(
     def measure(upload: HeadLossUpload) -> dict[str, float]:
         if majorizer is None:
             return {}
-        return {"slopes": float((upload.slopes.double() @ majorizer).norm())}
+        steps = upload.slopes.double() @ majorizer
+        return {f"slopes {n}": float(step.norm()) for n, step in enumerate(steps)}
 
     return measure
 
