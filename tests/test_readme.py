@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flwr_fisher.client import jobs
 from flwr_fisher.curvature import fisher
 from flwr_fisher.errors import ParamsError
 from flwr_fisher.merge import LocalPosterior, MergeOptions, fedfisher
@@ -126,7 +126,9 @@ def test_the_test_examples_run(my_app, monkeypatch):
     assert (Path.home() / "model.pt").exists()
 
 
-def test_the_tests_of_a_strategy_of_ones_own_find_what_is_lost(tmp_path):
+def test_the_tests_of_a_strategy_of_ones_own_find_what_is_lost(
+    tmp_path, monkeypatch, capsys
+):
     """The file that the page has, on the tutorial's strategy, and on a spoiled one."""
     tutorial = (ROOT / "examples" / "own_method.py").read_text()
     strategy = tutorial.partition("# %%\n# A run\n")[0]
@@ -143,17 +145,20 @@ def test_the_tests_of_a_strategy_of_ones_own_find_what_is_lost(tmp_path):
         (tmp_path / name / "my_strategy.py").write_text(text)
         tests = blocks(DOCS / "testing.md")[2]
         (tmp_path / name / "test_my_strategy.py").write_text(tests)
-    # In one process, whose imports take longer than the tests.
-    code = """if True:
-        import sys, pytest
-        for which in (["right"], ["spoiled", "-k", "by_hand"], ["packed", "-k", "nan"]):
-            pytest.main(["-q", "--tb=no", *which])
-            del sys.modules["my_strategy"], sys.modules["test_my_strategy"]
-    """
-    command = [sys.executable, "-c", code]
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    for outcome in ("7 passed", "1 failed, 6 deselected", "1 passed, 6 deselected"):
-        assert outcome in told.stdout, told.stdout + told.stderr
+    # In this process: a new one's imports take longer than the tests.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    others = {k: v for k, v in jobs._JOBS["train"].items() if k != "signs"}
+    monkeypatch.setitem(jobs._JOBS, "train", others)  # the tutorial has its own
+    own = "-qs --tb=no --basetemp=inner -p no:faulthandler -p no:hypothesispytest"
+    for which, outcome in {
+        ("right",): "7 passed",
+        ("spoiled", "-k", "by_hand"): "1 failed, 6 deselected",
+        ("packed", "-k", "nan"): "1 passed, 6 deselected",
+    }.items():
+        pytest.main([*own.split(), *which])
+        del sys.modules["my_strategy"], sys.modules["test_my_strategy"]
+        assert outcome in (told := capsys.readouterr().out), told
 
 
 class Normed(nn.Sequential):
