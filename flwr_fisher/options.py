@@ -9,6 +9,7 @@ server sends the options, and the settings in the log and in a run's journal.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from difflib import get_close_matches
+from functools import cache
 from inspect import cleandoc
 from math import inf
 from textwrap import fill
@@ -100,7 +101,7 @@ damping for dampning?
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        kinds = _kinds(type(self))
+        kinds = _kinds(type(self))  # type: ignore[arg-type]
         for each in fields(self):  # type: ignore[arg-type]
             value = plain(getattr(self, each.name))
             _check(each, value, kinds[each.name])
@@ -149,7 +150,7 @@ damping for dampning?
         ConfigurationError
             If a value is out of range, or has another type.
         """
-        values, kinds = {}, _kinds(cls)
+        values, kinds = {}, _kinds(cls)  # type: ignore[arg-type]
         for each in fields(cls):  # type: ignore[arg-type]
             key = each.name.replace("_", "-")
             if key in options:
@@ -195,6 +196,7 @@ def check_names(
     raise TypeError(f"{who} got unexpected keyword arguments {unknown}{hint}")
 
 
+@cache  # what annotations say takes longer to read than the options to check
 def _kinds(cls: type) -> dict[str, tuple[Any, ...]]:
     """Return each option's types, those of a union one by one."""
     return {

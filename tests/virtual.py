@@ -119,7 +119,7 @@ class Remembering(ClientApp):
 
     def __call__(self, message, context):
         records = message.content.array_records
-        if message.metadata.message_type == "query" or any(
+        if not message.content or any(
             key.startswith("server/run") for each in records.values() for key in each
         ):
             return self.app(message, context)
