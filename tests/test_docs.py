@@ -37,7 +37,7 @@ def test_every_page_is_read_without_a_warning(
     with told.open("w") as warnings, docutils_namespace():
         app = Sphinx(
             DOCS, DOCS, tmp_path / "out", tmp_path / "doctrees", "dummy",
-            None, None, warnings,
+            {"smartquotes": False}, None, warnings,
         )  # fmt: skip
         app.build()
     assert told.read_text() == ""
