@@ -101,7 +101,7 @@ def power_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_seeds() -> Iterator[None]:
-    """Seed the CPU alone where it is alone.
+    """Seed the CPU, and the pretended accelerator, without devices that are absent.
 
     torch notes the caller's stack for each kind of device that may come.
     """
@@ -110,6 +110,9 @@ def quick_seeds() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if devices.ACCELERATOR is None:
             patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+        elif devices.pretended:
+            for absent in (torch.cuda, torch.xpu, torch.mtia):
+                patch.setattr(absent, "manual_seed_all", lambda seed: None)
         yield
 
 
