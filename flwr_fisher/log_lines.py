@@ -161,11 +161,11 @@ def _grouped(number: int) -> str:
     return f"{number:_}".replace("_", " ")
 
 
-_logged: set[str] = set()
+_logged: set[tuple[str, int]] = set()
 
 
-def log_once(text: str) -> None:
-    """Log a text, unless this process has logged it."""
-    if text not in _logged:
-        _logged.add(text)
+def log_once(text: str, run: int = 0) -> None:
+    """Log a text, unless this process has logged it, for this run if one is given."""
+    if (text, run) not in _logged:
+        _logged.add((text, run))
         logger.info("%s", text)

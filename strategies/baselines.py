@@ -163,12 +163,13 @@ class Scaffold(CurvatureStrategy):
     The paper weights clients equally. Here :math:`c` is the mean of all clients'
     :math:`c_i` weighted by their examples, as the model is, so that the optimum is that
     of the mean over examples. For the paper's method, give all clients the same weight.
-    A client keeps the weight of its first round, whatever its data, the policy or who
-    else takes part make of it later: the log says so, and the optimum is that of these
-    weights. Accordingly, :math:`|S|/N` is the cohort's share of all clients' weight. N
-    is the number of nodes that are connected, or of those that have taken part,
-    whichever is larger. Nodes that have never replied count with the mean weight of the
-    others. When the server knows more, it rescales :math:`c`.
+    A client keeps the weight of its first round: if it would have more later, the log
+    says so, and the optimum is that of the first weights. If the policy allows less in
+    a round, the client's change counts by as much less there. Accordingly,
+    :math:`|S|/N` is the cohort's share of all clients' weight. N is the number of nodes
+    that are connected, or of those that have taken part, whichever is larger. Nodes
+    that have never replied count with the mean weight of the others. When the server
+    knows more, it rescales :math:`c`.
 
     A client whose disk lost its :math:`c_i` starts from zero, and its log says so. What
     it had added to :math:`c` stays there, and shifts the optimum: look at

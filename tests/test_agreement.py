@@ -183,7 +183,11 @@ def class_lists(partition):
     """Return a client; that of partition 1 lacks a class, and says so."""
     classes = ["cat", "dog"] if partition == 1 else ["ant", "cat", "dog"]
     loader = DataLoader(folders(classes), 4)
-    return FisherClient(model(), loader, train_fn=LocalSGD(momentum=0))
+    own = {
+        "evaluate_fn": lambda *_: {"loss": 1.0 * (partition == 1), "num-examples": 8}
+    }
+    train = LocalSGD(momentum=0)
+    return FisherClient(model(), loader, loader, train_fn=train, **own)
 
 
 WINDOW = {"waiting": Waiting(window=60, enough_replies=4)}
@@ -205,6 +209,28 @@ def test_classes_have_the_same_numbers_for_every_strategy(make, caplog):
     result = strategy.start(grid, arrays(shared_state(model())), num_rounds=3)
     assert 1 not in clients_of(result)
     assert re.search("partition-1: .*its data set names its classes", caplog.text)
+    scores = result.evaluate_metrics_clientapp.values()
+    assert [score["loss"] for score in scores] == [0.0] * 3
+
+
+def test_who_says_its_classes_too_late_is_left_out_by_its_upload(caplog):
+    """Its query was not waited for, and nobody looked at it again."""
+
+    class Slow(LocalGrid):
+        def push_messages(self, messages):
+            ids = list(super().push_messages(messages))
+            for id_ in ids:
+                message = self._waiting[id_]
+                odd = self.nodes[message.metadata.dst_node_id] == 1
+                if odd and "query" in str(message.content):
+                    del self._waiting[id_]
+            return ids
+
+    grid = Slow(app_by_partition(class_lists), 4)
+    strategy = FedFisherOneShot(refine=None, fraction_evaluate=0.0)
+    result = strategy.start(grid, arrays(shared_state(model())))
+    assert clients_of(result) == [0, 2, 3]
+    assert "its data set names its classes otherwise" in caplog.text
 
 
 def test_who_was_left_out_is_left_out_after_a_restart(tmp_path):

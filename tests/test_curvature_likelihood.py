@@ -1,6 +1,7 @@
 """Likelihoods, the library's and a user's own: their pieces, scores and Fishers."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -18,7 +19,13 @@ from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.curvature import LIKELIHOODS, FisherOptions, Likelihood, fisher
 from flwr_fisher.curvature.estimate.options import EXPECTATIONS
 from flwr_fisher.curvature.estimate.pieces import Pieces, SoftmaxVectors, backward_plan
-from flwr_fisher.errors import ClientError, DataError, StructureError, UnknownNameError
+from flwr_fisher.errors import (
+    ClientError,
+    ConfigurationError,
+    DataError,
+    StructureError,
+    UnknownNameError,
+)
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import FisherUpload
 
@@ -333,28 +340,30 @@ def test_a_token_without_a_label_has_no_gradient(expectation):
     assert used[1:].any()
 
 
-class Censored(Poisson):
-    """Counts, of which a negative one is none."""
-
-    def ignored(self, labels):
-        return labels < 0
-
-    def score(self, outputs, labels):
-        return super().score(outputs, labels).where(labels >= 0, 0)
-
-
-@pytest.mark.parametrize("structure", ["diagonal", "kfac"])
-@pytest.mark.parametrize("expectation", EXPECTATIONS[:3])
-def test_a_likelihood_of_ones_own_says_what_is_no_label(expectation, structure):
-    """It was asked only where a label was -100, too."""
+@pytest.mark.parametrize(
+    ("structure", "expectation"), [*product(("diagonal", "kfac"), EXPECTATIONS)][:-1]
+)
+def test_a_label_of_minus_100_is_none_for_a_likelihood_of_ones_own(
+    structure, expectation
+):
+    """It counted in the Fisher, and not in the mean."""
     options = FisherOptions(expectation=expectation)
     model, x = nn.Sequential(net(1), nn.Flatten(0)), randn(3, 8, 4).float()
-    y, few = torch.tensor([2.0, -1, 0, -1, -1, 3, 1, -1]), [0, 2, 5, 6]
+    y, few = torch.tensor([2, -100, 0, -100, -100, 3, 1, -100]), [0, 2, 5, 6]
     found, expected = (
-        fisher(model, [batch], structure, options=options, likelihood=Censored())
+        fisher(model, [batch], structure, options=options, likelihood=Poisson())
         for batch in ((x, y), (x[few], y[few]))
     )
     torch.testing.assert_close(flat(found.diagonal()), flat(expected.diagonal()))
+
+
+def test_a_method_that_nothing_calls_is_refused():
+    class Censored(Poisson):
+        def ignored(self, labels):
+            return labels < 0
+
+    with pytest.raises(ConfigurationError, match=r"Censored\.ignored is not called"):
+        fisher(net(1), [torch.ones(2, 4)], likelihood=Censored())
 
 
 def test_factors_of_labelled_positions_are_those_of_each_example():

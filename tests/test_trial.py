@@ -105,9 +105,9 @@ class WrongLikelihood(Likelihood):
         raise KeyError("score")
 
 
-class WrongMask(type(LIKELIHOODS["bernoulli"])):
-    def ignored(self, labels):
-        return labels < 0
+class Own(type(LIKELIHOODS["bernoulli"])):
+    def check_labels(self, outputs, labels):
+        return
 
 
 def frozen():
@@ -151,10 +151,10 @@ FAILURES = {
         loader=with_inputs(lambda x: x, REAL),
         likelihood="gaussian",
     ),
-    "mask": odd(
-        r"ignored returned shape \(12, 3\) .* a mask of shape \(12,\)",
-        loader=with_inputs(lambda x: x, torch.ones(12, 3)),
-        likelihood=WrongMask(),
+    "mask": misread(
+        r"labels of -100 in shape \(12, 3\) .* in shape \(12,\) alone",
+        loader=with_inputs(lambda x: x, torch.tensor([1, 0, -100]).repeat(12, 1)),
+        likelihood=Own(),
     ),
     "likelihood": odd("no label can be drawn", likelihood=WrongLikelihood()),
     "nan-inputs": fails(

@@ -342,7 +342,12 @@ class Driver:
             logger.warning("configure_evaluate: no client evaluates: %s", error)
             return []
         logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
-        return [node for node in nodes if node not in self.cohort.abstaining]
+        cohort = self.cohort
+        return [
+            node
+            for node in nodes
+            if node not in cohort.abstaining and cohort.name(node) not in cohort.unlike
+        ]
 
     def _aggregated(
         self, scores: Mapping[int, MetricRecord], left_out: LeftOut

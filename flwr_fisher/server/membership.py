@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import fsum, isclose
+from math import fsum, inf, isclose
 from typing import Any
 
 import torch
@@ -20,6 +20,11 @@ _TOTAL, _WEIGHTS = "total-weight", "client-weights"
 _KEEPS = (
     "{} keeps the weight of its first step, {:g}, though it would have another now: "
     "the state on its disk counts with that one. A new run takes new weights"
+)
+_CHANGED = (
+    "the same clients had %g examples in the last step, and have %g now. Their states "
+    "count with the old numbers, so the result is no longer that of their data: begin "
+    "a new run"
 )
 
 
@@ -86,16 +91,22 @@ class Membership:
             How many nodes there are.
         """
         step = self.steps + 1
-        new = dict[int, float]()
+        new, limited = dict[int, float](), dict[int, float]()
         for upload in uploads:
             weight, members = upload.num_examples, upload.members
             if members:
                 new |= dict.fromkeys(members, weight / len(members))
+                then = {n for n, last in self.last_steps.items() if last == self.steps}
+                known = fsum(self.weights[n] for n in then)
+                if then == {*members} and not isclose(known, weight, rel_tol=1e-6):
+                    logger.warning(_CHANGED, known, weight)
                 continue
             kept = new[upload.number] = self.weights.get(upload.number, weight)
-            if not isclose(kept, weight, rel_tol=1e-6):
-                log_once(_KEEPS.format(upload.client, kept))
-        limited = {u.number: u.taken for u in uploads if u.taken < 1}
+            if weight > (1 + 1e-6) * kept:
+                log_once(_KEEPS.format(upload.client, kept), self.run)
+            part = upload.taken * min(1.0, weight / kept)
+            if part < 1:
+                limited[upload.number] = part
         earlier = {n: part for n, part in self.parts.items() if n not in new}
         weights = {**self.weights, **new}
         known = len(weights)
@@ -104,12 +115,15 @@ class Membership:
         return Membership(self.run, step, total, steps, weights, earlier | limited)
 
     def weights_of(self, uploads: Uploads[Any]) -> list[float]:
-        """Return the weights of the last step's uploads, as this membership has them.
+        """Return the weights of the last step's uploads: at most those of the first.
 
-        With other ones, a mean over all clients would not be that of what they keep.
+        With more, a mean over all clients would not be that of what they keep. If the
+        policy allows less than in the first step, clients keep less of their change.
         """
-        numbers = (upload.members or [upload.number] for upload in uploads)
-        return [fsum(self.weights[number] for number in each) for each in numbers]
+        return [
+            min(u.num_examples, inf if u.members else self.weights[u.number])
+            for u in uploads
+        ]
 
     def participation(self, weights: Sequence[float]) -> float:
         """Return a cohort's share of all clients' weight, given :meth:`weights_of`."""

@@ -194,13 +194,12 @@ class ExchangeRun(Generic[P]):
             self._window = None
         self._told = {name: repr(value) for name, value in config.items()}
         options = {"job": "train", **exchange.options}
-        # In a window only the last upload shows what most clients train and freeze; and
-        # after a restart, those whose uploads are on disk are not asked for it again.
-        tells = self._window is not None or (journal.on_disk and not strategy.secure)
         # Who takes part in a refinement is compared, too.
         refined = strategy.refine is not None
         self._compares = exchange.require_same_parameters or refined
-        if tells:
+        # Uploads say it again: in a window only the last one shows what most clients
+        # are like, after a restart those on disk are not asked, and some answer late.
+        if not strategy.secure:
             options["tell"] = "parameters" if self._compares else "labels"
         self.config = ConfigRecord({**config, **named_options(options)})
         # Only trainings need have the strategy's own weight among their metrics.

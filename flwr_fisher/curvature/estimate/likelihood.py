@@ -33,7 +33,12 @@ from flwr_fisher.curvature.estimate.pieces import (
 )
 from flwr_fisher.curvature.losses import check_same_shape
 from flwr_fisher.curvature.operators.base import Diagonal
-from flwr_fisher.errors import DataError, StructureError, check_known
+from flwr_fisher.errors import (
+    ConfigurationError,
+    DataError,
+    StructureError,
+    check_known,
+)
 from flwr_fisher.params import Sums, trainable, widened
 
 
@@ -118,14 +123,7 @@ class Likelihood(ABC):
 
     def num_labels(self, labels: Tensor) -> int:
         """Return how many terms a batch's mean loss has; at least 1."""
-        return len(labels)
-
-    def ignored(self, labels: object) -> Tensor | None:
-        """Return a mask of entries that are no labels, or None if all are labels.
-
-        It has the shape ``[n]``, or ``[n, T]`` where the outputs are ``[n, T, C]``.
-        """
-        return None
+        return max(1, count_labels(labels)) if labels.dim() == 1 else len(labels)
 
     def check_labels(self, outputs: Tensor, labels: Tensor) -> None:
         """Raise an error if labels show that the outputs have another meaning.
@@ -221,12 +219,6 @@ class Categorical(Likelihood):
         if labels.is_floating_point():  # probabilities, of every class
             return max(1, labels[..., 0].numel())
         return max(1, count_labels(labels))
-
-    def ignored(self, labels: object) -> Tensor | None:
-        """Return where integer labels are -100."""
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return None
-        return labels == IGNORED
 
     def check_labels(self, outputs: Tensor, labels: Tensor) -> None:
         """Raise an error for labels that are no classes of the outputs' last dimension.
@@ -324,8 +316,15 @@ def likelihood_of(likelihood: str | Likelihood) -> Likelihood:
     ------
     UnknownNameError
         If it is neither.
+    ConfigurationError
+        If the object has a method ``ignored``, which nothing calls any more.
     """
     if isinstance(likelihood, Likelihood):
+        if hasattr(likelihood, "ignored"):
+            raise ConfigurationError(
+                f"{type(likelihood).__name__}.ignored is not called: give a label that "
+                "is none the integer -100, or leave the example out of the data"
+            )
         return likelihood
     check_known("likelihood", likelihood, LIKELIHOODS)
     return LIKELIHOODS[likelihood]
@@ -398,13 +397,12 @@ class Expectation:
 
     def label_mask(self, batch: Batch) -> Tensor | None:
         """Return which labels are not -100, in their shape; None if none is -100."""
-        ignored = self.likelihood.ignored(batch.labels)
-        if ignored is None:
+        labels, likelihood = batch.labels, self.likelihood
+        may_be_none = self._is_own or likelihood.labels_are_classes
+        if not isinstance(labels, Tensor) or not may_be_none:
             return None
-        # No device is waited for: the batch has counted its labels. A likelihood of the
-        # user's has its own mark for no label.
-        labels = int((~ignored).sum()) if self._is_own else batch.num_labels
-        return None if labels == ignored.numel() else ~ignored
+        # No device is waited for: the batch has counted its labels.
+        return None if batch.num_labels == labels.numel() else labels != IGNORED
 
     def pieces(
         self,
@@ -441,23 +439,29 @@ class Expectation:
         # A likelihood of the user's draws where its outputs are.
         seen = outputs.cpu() if self._is_own else outputs
         scores = self.likelihood.sample_score(seen, generator).to(outputs.device)
-        scores = scores.unsqueeze(0)
-        if label_mask is not None:
-            one = label_mask.shape == outputs.shape  # each example has one number
-            scores = scores * (label_mask if one else label_mask.unsqueeze(-1))
+        scores = _labelled(scores, label_mask).unsqueeze(0)
         return given_pieces(scores)
+
+
+def _labelled(scores: Tensor, label_mask: Tensor | None) -> Tensor:
+    """Return scores, with zeros where there is no label."""
+    if label_mask is None:
+        return scores
+    if label_mask.shape != scores.shape:  # or else each example has one number
+        label_mask = label_mask.unsqueeze(-1)
+    return scores.where(label_mask, 0)
 
 
 def check_labels(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> None:
     """Check labels of any device by :meth:`Likelihood.check_labels`."""
     if likelihood not in LIKELIHOODS.values():  # a user's may compare the two
         labels = labels.to(outputs.device)
-        mask, expected = likelihood.ignored(labels), outputs.shape[:-1] or outputs.shape
-        if mask is not None and mask.shape != expected:
-            raise StructureError(
-                f"{type(likelihood).__name__}.ignored returned shape "
-                f"{tuple(mask.shape)} for outputs of shape {tuple(outputs.shape)}: "
-                f"return a mask of shape {tuple(expected)}"
+        expected = outputs.shape[:-1] or outputs.shape
+        if count_labels(labels) < labels.numel() and labels.shape != expected:
+            raise DataError(
+                f"labels of -100 in shape {tuple(labels.shape)} for outputs of shape "
+                f"{tuple(outputs.shape)}: with {type(likelihood).__name__}, they mean "
+                f"'no label' in shape {tuple(expected)} alone"
             )
     likelihood.check_labels(outputs.detach(), labels)
 
@@ -472,6 +476,9 @@ def _score(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> Tensor:
             f"{tuple(labels.shape)}: return the outputs' shape; labels may be "
             "broadcast, so give them that shape by batch_fn"
         )
+    own = likelihood not in LIKELIHOODS.values()
+    if own and count_labels(labels) < labels.numel():
+        return _labelled(score, labels != IGNORED)
     return score
 
 
