@@ -397,10 +397,8 @@ class CurvatureStrategy(Strategy):
         began = time.monotonic()
         train_config = train_config or ConfigRecord()
         # As texts, because JSON has no bytes, and NaN does not equal itself.
-        config: dict[str, Any] = {
-            f"train_config.{key}": repr(value) for key, value in train_config.items()
-        }
-        config |= {f"run_config.{k}": v for k, v in run_config_of(grid).items()}
+        config = {f"train_config.{k}": repr(v) for k, v in train_config.items()}
+        run_config = {f"run_config.{k}": v for k, v in run_config_of(grid).items()}
         groups = self.initial_groups()
         check_groups(groups, f"{type(self).__name__}.initial_groups")
         if not isinstance(initial_arrays, ArrayRecord):
@@ -412,7 +410,7 @@ class CurvatureStrategy(Strategy):
         self.check(first)  # with which the options are complete
         run = Run.begin(
             first,
-            {**self.options(), **config},
+            {**self.options(), **config, **run_config},
             checkpoint_dir,
             resume,
             reopen=reopen,
@@ -487,10 +485,9 @@ class CurvatureStrategy(Strategy):
         ConfigurationError
             Always.
         """
-        name = type(self).__name__
         raise ConfigurationError(
-            f"{name} is a strategy of Flower's Message API: start it in an @app.main, "
-            "or use as_legacy() and server_app() of flwr_fisher.legacy"
+            f"{type(self).__name__} is a strategy of Flower's Message API: start it in "
+            "an @app.main, or use as_legacy() and server_app() of flwr_fisher.legacy"
         )
 
 

@@ -140,8 +140,7 @@ class FAGH(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Return one exchange: for gradients, and Hessian products with the probe."""
-        options: dict[str, str | int | float] = {"job": "gradient"}
-        options["train-mode"] = self.train_mode
+        options: dict[str, Any] = {"job": "gradient", "train-mode": self.train_mode}
         read: Callable[[ArrayRecord, Params], Additive] = Additive.reader("gradient")
         has_last = self.probe == "momentum" and server_round > 1
         if self.probe != "none":

@@ -182,8 +182,7 @@ class FedFish(CurvatureStrategy):
     def _step_of_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Return a step along the quotient of two sums over all clients."""
         (mean,) = (upload.payload for upload in uploads)
-        product, fisher = mean.part("product"), mean.part("fisher")
-        params = mean.part("params")
+        product, fisher, params = map(mean.part, ("product", "fisher", "params"))
         deltas = subtract(double(state.params, product), select(params, product))
         gradient = fedfish_quotient(product, fisher, deltas)
         return self._descend(state, gradient, [fisher], [params], weights_of(uploads))

@@ -278,9 +278,8 @@ class FedFisherOneShot(CurvatureStrategy):
         self._filled = self.merge.filled(state.params)
         codec = resolve(self.codec, state.params)
         if self.codec.name == "auto" and codec == LOSSLESS:
-            logger.info(
-                "codec='auto': the model is small, so clients send lossless uploads"
-            )
+            text = "codec='auto': the model is small, so clients send lossless uploads"
+            logger.info(text)
 
     def _merge_uploads(
         self, merge: MergeOptions, state: ServerState, uploads: Uploads[FisherUpload]

@@ -103,9 +103,8 @@ class KfacSums:
 
     def exchanges(self) -> Sequence[Exchange[Any]]:
         """Return the exchanges: for models, for traces, and for products."""
-        regularised = {
-            k: getattr(self.merge, k) for k in ("shrink", "damping", "balance")
-        }
+        names = ("shrink", "damping", "balance")
+        regularised = {name: getattr(self.merge, name) for name in names}
         models = Exchange(
             {**self.options, **regularised, "job": "kfac-train"},
             Additive.reader(PARAMS),
@@ -256,8 +255,5 @@ def _place(state: ServerState) -> Params:
 def _direction(state: ServerState) -> Groups:
     if _COUNT not in state.groups:
         return _run(state)
-    direction: Params = {
-        name: value.to(state.params[name].dtype)
-        for name, value in state.group(_DIRECTION).items()
-    }
-    return {**_run(state), _DIRECTION: direction}
+    sent = {k: v.to(state.params[k].dtype) for k, v in state.group(_DIRECTION).items()}
+    return {**_run(state), _DIRECTION: sent}

@@ -103,7 +103,7 @@ def refinements(
     if wanted is None or server_round < strategy.num_rounds:
         return exchanges
     if wanted.head:
-        exchanges += _head_exchanges(strategy, bounded=wanted.head == "auto")
+        exchanges += _head_exchanges(strategy)
     if wanted.steps:
         exchanges += _step_exchanges(wanted.steps)
     return exchanges
@@ -178,15 +178,13 @@ def head_exchange(
     )
 
 
-def _head_exchanges(
-    strategy: CurvatureStrategy, *, bounded: bool
-) -> Sequence[Exchange[Any]]:
+def _head_exchanges(strategy: CurvatureStrategy) -> Sequence[Exchange[Any]]:
     """Return the exchanges for a head: for sums, and for the losses of candidates.
 
     If the run began with a pre-trained model, also for the losses of that one.
     """
     pretrained = strategy.pretrained
-    bounded = bounded and not pretrained
+    bounded = strategy.refine.head == "auto" and not pretrained
     known: Exchange[Any] = head_exchange(name="head", **_ASKING)
     sums = replace(known, read=read_head, step=_solve_head)
     if strategy.fraction_train < 1:
@@ -236,13 +234,10 @@ def _losses_of(
         parts = now.group(solved).values()
         classes = len(next(iter(parts)))
         width = sum(part.numel() for part in parts) // classes
-        return replace(
-            losses,
-            options={**losses.options, "scales": factors},
-            read=partial(
-                HeadLossUpload.read_slopes, (1 + len(factors), classes, width)
-            ),
-        )
+        shape = 1 + len(factors), classes, width
+        read = partial(HeadLossUpload.read_slopes, shape)
+        options = {**losses.options, "scales": factors}
+        return replace(losses, options=options, read=read)
 
     return replace(losses, prepare=compared)
 
@@ -322,15 +317,13 @@ def _candidates(
     """Return the solution, and its scales with what the step from there needs."""
     first = uploads[0].payload
     likelihood, bias = first.likelihood, first.bias is not None
-    facts = {
-        "scales": torch.tensor(_SCALES_OF.get(likelihood, [1.0]), dtype=torch.float32)
-    }
+    scales = _SCALES_OF.get(likelihood, [1.0])
+    facts = {"scales": torch.tensor(scales, dtype=torch.float32)}
     if bound := _BOUNDS.get(likelihood):
         bound /= sums.cross.shape[1] if likelihood == "bernoulli" else 1
         # Where the policy has cut sums, the bound is that of more than what is left.
         left = min(upload.limited.get("head/gram", 1.0) for upload in uploads)
-        inverse = majorizer(sums, bias=bias, bound=bound, ridge=ridge)
-        facts["majorizer"] = left * inverse
+        facts["majorizer"] = left * majorizer(sums, bias=bias, bound=bound, ridge=ridge)
         facts["clients"] = _clients(uploads)
     return _solution(first, sums, ridge, lda=likelihood == "categorical"), facts
 
@@ -357,7 +350,8 @@ def _best_head(
     params: Params, solved: Params, facts: Params, uploads: Uploads[HeadLossUpload]
 ) -> tuple[dict[str, Tensor], dict[str, float], Params]:
     """Return a model with the best of two heads, metrics, and its clients' losses."""
-    losses = _mean_losses(uploads)
+    measured = [{"": upload.payload.losses} for upload in uploads]
+    losses = weighted_mean(measured, weights_of(uploads))[""].tolist()
     best = losses.index(min(losses))
     factor = float(facts["scales"][best - 1]) if best else 0.0
     metrics = {"loss-before-head": losses[0], "head-loss": losses[best]}
@@ -408,11 +402,6 @@ def _clients(uploads: Uploads[Any]) -> Tensor:
     return torch.tensor(names, dtype=torch.int64)
 
 
-def _mean_losses(uploads: Uploads[Any]) -> list[float]:
-    every = [{"": upload.payload.losses} for upload in uploads]
-    return [float(loss) for loss in weighted_mean(every, weights_of(uploads))[""]]
-
-
 def _with(params: Params, changed: Params) -> dict[str, Tensor]:
     """Return parameters, some of them changed, in their dtypes."""
     return {
@@ -429,14 +418,12 @@ def _step_exchanges(steps: int) -> Sequence[Exchange[Any]]:
     asking = {"additive": Summation(), "quiet": True, **_ASKING}
     gradient: dict[str, Any] = {"job": "gradient-and-kfac"}
     kfac = {"kfac": True, **_KFAC_OPTIONS.to_options()}
-    read_first, read = (
-        partial(GradientUpload.read_step, with_kfac=first) for first in (True, False)
-    )
+    read_first = partial(GradientUpload.read_step, with_kfac=True)
     first = Exchange({**gradient, **kfac}, read_first, _begin_descent, **asking)
-    other = Exchange(gradient, read, _go_on, start=_tried, **asking)
-    last = Exchange(
-        {"job": "mean-loss"}, LossUpload.read, _end_descent, start=_tried, **asking
-    )
+    later = {**asking, "start": _tried}
+    read = partial(GradientUpload.read_step, with_kfac=False)
+    other = Exchange(gradient, read, _go_on, **later)
+    last = Exchange({"job": "mean-loss"}, LossUpload.read, _end_descent, **later)
     following: list[Exchange[Any]] = [*[other] * (steps - 1), last]
     return [first, *(replace(e, prepare=partial(_if_begun, e)) for e in following)]
 
@@ -451,7 +438,7 @@ def _if_begun(
 
 def _begin_descent(state: ServerState, uploads: Uploads[GradientUpload]) -> Step:
     """Keep the pooled K-FAC, and choose the first step."""
-    gradient, loss = _pooled(uploads)
+    gradient, loss, own = _pooled(uploads)
     factors = [
         double({k: v for k, v in u.payload.tensors.items() if k.startswith(PREFIX)})
         for u in uploads
@@ -459,14 +446,12 @@ def _begin_descent(state: ServerState, uploads: Uploads[GradientUpload]) -> Step
     kfac = weighted_mean(factors, weights_of(uploads))
     state = replace(state, groups={**state.groups, _KFAC: kfac})
     descent = Descent.begin(gradient, loss, _inverse(state))
-    own = _losses(uploads, [upload.payload.loss for upload in uploads])
     return Step(_into(state, descent, own), {"loss-before-steps": loss}, quiet=True)
 
 
 def _go_on(state: ServerState, uploads: Uploads[GradientUpload]) -> Step:
     """Take the step that was tried, or take it back, and choose the next."""
-    gradient, _ = _pooled(uploads)
-    own = _losses(uploads, [upload.payload.loss for upload in uploads])
+    gradient, _, own = _pooled(uploads)
     descent, loss, known = _descent(state, own)
     taken, same = descent.is_better(loss), torch.equal(known[_OF], own[_OF])
     state = _taken(state, descent, loss, taken)
@@ -494,13 +479,14 @@ def _taken(
     return replace(state, params=_tried(state)) if taken else state
 
 
-def _pooled(uploads: Uploads[GradientUpload]) -> tuple[Params, float]:
-    """Return the gradient and the loss of all clients' data."""
+def _pooled(uploads: Uploads[GradientUpload]) -> tuple[Params, float, Params]:
+    """Return the gradient and the loss of all clients' data, and the clients' own."""
     vectors = [
         {**double(u.payload.part(GRADIENT)), LOSS: u.payload.loss} for u in uploads
     ]
     mean = weighted_mean(vectors, weights_of(uploads))
-    return mean, float(mean.pop(LOSS))
+    own = _losses(uploads, [upload.payload.loss for upload in uploads])
+    return mean, float(mean.pop(LOSS)), own
 
 
 def _inverse(state: ServerState) -> Inverse:
