@@ -113,8 +113,7 @@ class ClientState:
         if first is not None:
             check_same_layout(self.like, first, f"the state '{self.name}'")
         if self.last_step is not None:
-            saved = self._saved(self.last_step)
-            if saved is not None:
+            if (saved := self._saved(self.last_step)) is not None:
                 return self._taken(saved, self.last_step, first), False
             text = "The state '%s' of step %s is not in %s: starting with a new one"
             logger.warning(text, self.name, self.last_step, self.disk.path)
@@ -136,8 +135,7 @@ class ClientState:
         return {key: first[key].detach().clone() for key in self.like}
 
     def _saved(self, step: int) -> Kept | None:
-        kept = self.disk.load(self.name, step)
-        if kept is None:
+        if (kept := self.disk.load(self.name, step)) is None:
             return None
         tensors = {n: kept.tensors[n].to(value) for n, value in self.like.items()}
         return Kept(tensors, kept.note)

@@ -144,9 +144,8 @@ def as_legacy(
 
     start = {"checkpoint_dir": checkpoint_dir, "resume": resume, "reopen": reopen}
     made.older_model = model
-    made.older_options = start | (
-        {} if evaluate_fn is None else {"evaluate_fn": evaluate}
-    )
+    scores = {} if evaluate_fn is None else {"evaluate_fn": evaluate}
+    made.older_options = start | scores
     made.on_fit_config_fn = on_fit_config_fn
     made.on_evaluate_config_fn = on_evaluate_config_fn
     return made

@@ -296,10 +296,8 @@ class Cohort:
             return True
         elif message.has_error():
             reason, name = printable(error), self.identity(node).name
-            text = (
-                f"node-{node} failed to send its partition-id, and is known as {name}"
-            )
-            self.warn_once(f"{text}: {reason}", key=f"partition-id: {reason}")
+            text = f"node-{node} failed to send its partition-id, and is known as"
+            self.warn_once(f"{text} {name}: {reason}", key=f"partition-id: {reason}")
         self.answered.add(node)
         self._known.setdefault(node, Identity(node))
         if answer.any_job:

@@ -195,8 +195,7 @@ class ExchangeRun(Generic[P]):
         self._told = {name: repr(value) for name, value in config.items()}
         options = {"job": "train", **exchange.options}
         # Who takes part in a refinement is compared, too.
-        refined = strategy.refine is not None
-        self._compares = exchange.require_same_parameters or refined
+        self._compares = exchange.require_same_parameters or strategy.refine is not None
         # Uploads say it again: in a window only the last one shows what most clients
         # are like, after a restart those on disk are not asked, and some answer late.
         if not strategy.secure:
@@ -385,9 +384,8 @@ class ExchangeRun(Generic[P]):
             here = cohort.present(self.grid, timeout)
             again = [n for n in here if cohort.name(n) in self._sampled]
         everyone = [*dict.fromkeys([*self._requests, *again, *nodes])]
-        like = self.state.params
         mismatched = cohort.mismatched(
-            self.grid, everyone, like, timeout, parameters=self._compares
+            self.grid, everyone, self.state.params, timeout, parameters=self._compares
         )
         for node in mismatched.keys() & set(nodes):
             name, error = cohort.name(node), mismatched[node]

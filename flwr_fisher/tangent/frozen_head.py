@@ -483,9 +483,8 @@ def closed_form_head(
         If `ridge` is negative.
     """
     gram, cross, _, rows = _moments(sums, centred=bias)
-    inverse = torch.linalg.pinv(
-        gram + _penalty(sums, bias=bias, ridge=ridge), hermitian=True
-    )
+    system = gram + _penalty(sums, bias=bias, ridge=ridge)
+    inverse = torch.linalg.pinv(system, hermitian=True)
     weight = (inverse @ cross).mT.contiguous()
     if not bias:
         return (weight,)
@@ -600,8 +599,7 @@ def _penalty(sums: HeadSums, *, bias: bool, ridge: float | None) -> Tensor:
     if ridge is None:
         ridge = chosen_ridge(sums, bias=bias)
     check_range("ridge", ridge, 0)
-    size = len(sums.gram) - 1
-    penalty: Tensor = torch.eye(size, dtype=sums.gram.dtype)
+    penalty: Tensor = torch.eye(len(sums.gram) - 1, dtype=sums.gram.dtype)
     return penalty.mul_(ridge * _mean_square(sums))
 
 

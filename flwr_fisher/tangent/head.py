@@ -41,14 +41,13 @@ def _check_not_shared(modules: dict[str, nn.Module], head: str) -> None:
     parameters = {id(p) for p in modules[head].parameters()}
     for name, module in modules.items():
         inside = not head or name == head or name.startswith(f"{head}.")
-        if inside or parameters.isdisjoint(
-            id(p) for p in module.parameters(recurse=False)
-        ):
-            continue
-        raise StructureError(
-            f"head '{head}' shares its parameters with layer '{name}', so it cannot be "
-            "replaced alone: untie them, or pass another layer's name as head"
-        )
+        own = {id(p) for p in module.parameters(recurse=False)}
+        if not inside and parameters & own:
+            raise StructureError(
+                f"head '{head}' shares its parameters with layer '{name}', so it "
+                "cannot be replaced alone: untie them, or pass another layer's name as "
+                "head"
+            )
 
 
 def linear_layer(model: nn.Module, name: str) -> nn.Linear:

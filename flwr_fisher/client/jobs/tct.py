@@ -169,12 +169,10 @@ def _about(mine: ClientFeatures) -> dict[str, Any]:
 
 def _features(problem: LocalProblem, request: Request) -> ClientFeatures:
     """Return this client's features, after a comparison with the server's digest."""
-    sent = request.facts
-    run = request.count("run")
+    run, sent = request.count("run"), request.facts.get("digest")
     mine = ClientFeatures(problem, request.client, run, request.options)
     tangent = mine.tangent
-    digest = bytes_of(tangent.digest)
-    if "digest" in sent and not torch.equal(sent["digest"].cpu(), digest):
+    if sent is not None and not torch.equal(sent.cpu(), bytes_of(tangent.digest)):
         raise ClientError(
             f"this client has {tangent.num_features} features for seed {tangent.seed} "
             f"and head '{tangent.head}', but the server's digest is of other features: "

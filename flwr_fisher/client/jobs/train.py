@@ -112,15 +112,12 @@ class TrainingJob:
             If a name is unknown, a number out of range, or a codec's budget too small
             for the received parameters.
         """
-        options = request.options
-        structure = options.get("structure")
-        job = cls(
-            None if structure is None else str(structure),
-            FisherOptions.from_options(options),
-            codec_of(request),
-        )
-        if job.structure is not None:
-            job.fisher_options.check(job.structure)
+        named = request.options.get("structure")
+        structure = None if named is None else str(named)
+        options = FisherOptions.from_options(request.options)
+        job = cls(structure, options, codec_of(request))
+        if structure is not None:
+            options.check(structure)
         return job
 
     def reply(self, problem: LocalProblem, request: Request) -> Reply:
@@ -178,9 +175,8 @@ class TrainingJob:
         """Return the Fisher on some of the client's data, within its limits."""
         count = problem.num_examples or problem.counted.longest or None
         most = problem.limits.examples(self.fisher_options.num_examples(count))
-        with watching(
-            "curvature", most if count is None else min(count, most or count)
-        ):
+        total = most if count is None else min(count, most or count)
+        with watching("curvature", total):
             return fisher(
                 problem.model,
                 loader,
