@@ -159,8 +159,7 @@ class Engine:
         # the backward passes, too. If not, none runs backward here: each group waits,
         # and has a forward pass of its own. The second is cheaper: `backward_plan`
         # separates groups only where the passes that it saves pay for it.
-        whole = bool(groups) and groups[0].rows is None
-        columns = self._columns(run) if whole else {}
+        columns = self._columns(run) if groups and groups[0].rows is None else {}
         # K-FAC's `A` is of the inputs alone. It needs each example once, with or
         # without pieces.
         active = self._active_positions(run, label_mask)
@@ -341,9 +340,7 @@ class Engine:
         """Return for how many passes some examples' gradients fit in memory."""
         n, entries = len(outputs), outputs.numel()
         if self._on_cpu:
-            single = [
-                x for name, x in self.layers.items() if math.prod(sizes[name]) == 1
-            ]
+            single = [x for k, x in self.layers.items() if math.prod(sizes[k]) == 1]
             entries += n * sum(len(x.kernel) for x in single)
         most = max(1, _MOST_ENTRIES // max(entries, 1))
         if not self._on_cpu:

@@ -316,10 +316,9 @@ def passing(
     generator = torch.Generator().manual_seed(0)
     of_one = outputs.reshape(len(inputs), -1)[:, 0]
     v, c = (drawn(Tensor.normal_, each, generator) for each in (outputs, of_one))
-    first = torch.autograd.grad(
-        outputs, edges + leaves, v, retain_graph=True, allow_unused=True
-    )
-    second = torch.autograd.grad(outputs, edges, v * _rows(c, v), allow_unused=True)
+    grad = partial(torch.autograd.grad, outputs, allow_unused=True)
+    first = grad(edges + leaves, v, retain_graph=True)
+    second = grad(edges, v * _rows(c, v))
     of_leaves = iter(first[len(edges) :])
     seen = dict[str, _Seen]()
     for name, r, r_again, count in zip(calls, first, second, counts, strict=False):

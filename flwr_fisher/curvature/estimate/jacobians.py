@@ -60,9 +60,8 @@ class Jacobians:
             # The form of attention that vmap supports, and no warnings of vmap's.
             with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")
-                found: dict[str, Tensor] = vmap(pulled_back, in_dims=(0, 1))(
-                    inputs.tensors, pieces
-                )
+                of_all = vmap(pulled_back, in_dims=(0, 1))
+                found: dict[str, Tensor] = of_all(inputs.tensors, pieces)
         except (RuntimeError, TypeError, ValueError) as error:
             # The error depends on the model: a mask that reads numbers, an LSTM cell.
             logger.debug("No vmap over examples: %s", error)

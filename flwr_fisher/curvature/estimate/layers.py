@@ -295,8 +295,7 @@ class ConvolutionLayer(KroneckerLayer):
         rows = compute(inputs, output).reshape(shape)
         if self.bias is None:
             return rows
-        ones = self.output_columns(output).sum(3, keepdim=True)
-        return torch.cat([rows, ones], 3)
+        return torch.cat([rows, self.output_columns(output).sum(3, keepdim=True)], 3)
 
     def _by_convolution(self, inputs: Tensor, output: Tensor) -> Tensor:
         """Compute the gradients by one convolution that has all examples' groups."""
@@ -567,11 +566,10 @@ class SquaredGradients:
 
         A layer without an entry in `outputs` has none.
         """
-        terms = [
+        self._sums.add(
             layer.squares(prepared[name], outputs[name]) if name in outputs else None
             for name, layer in self.embeddings.items()
-        ]
-        self._sums.add(terms)
+        )
         rows = list[Tensor]()
         for name, layer in self.dense.items():
             if name in outputs:

@@ -102,8 +102,7 @@ class SoftmaxVectors(OutputVectors):
         rank = logits.shape[-1] - 1
         # One vector of `most` is kept for the drawn label, if there are more columns.
         columns = rank if most is None or most >= rank else most - 1
-        vectors = columns + (columns < rank)
-        super().__init__(vectors, logits.shape[1], logits.device)
+        super().__init__(columns + (columns < rank), logits.shape[1], logits.device)
         self.p = logits.detach().softmax(-1)
         # Only the likeliest classes are sorted: there may be a vocabulary of them.
         likeliest, self.top = self.p.topk(columns, dim=-1)
@@ -272,8 +271,7 @@ def worth_keeping(weights: Tensor, tolerance: float) -> Tensor:
     tensor([[ True, False],
             [ True, False]])
     """
-    row_by_row = torch.contiguous_format
-    flat = weights.to(torch.float64, memory_format=row_by_row).flatten()
+    flat = weights.to(torch.float64, memory_format=torch.contiguous_format).flatten()
     in_order, order = flat.sort(stable=True)
     lost = in_order.cumsum(0)
     kept = torch.empty_like(flat, dtype=torch.bool)
