@@ -138,9 +138,8 @@ def norm(params: Params) -> Tensor:
     largest = torch.stack(tops).max() if tops else square.to(wide)
     scaled = {k: v.to(wide) / largest for k, v in params.items()}
     careful = (dot(scaled, scaled).sqrt() * largest).to(square.dtype)
-    return torch.where(
-        fits | ~((largest > 0) & largest.isfinite()), square.sqrt(), careful
-    )
+    exact = fits | ~((largest > 0) & largest.isfinite())
+    return torch.where(exact, square.sqrt(), careful)
 
 
 def clipped(params: Params, most: float) -> dict[str, Tensor]:
@@ -226,8 +225,7 @@ def weighted_mean(
         raise ParamsError(
             f"{len(params)} sets of params and {len(weights)} weights: pass one each"
         )
-    total = float(sum(weights))
-    if min(weights) < 0 or not 0 < total < float("inf"):
+    if min(weights) < 0 or not 0 < float(sum(weights)) < float("inf"):
         raise ParamsError(
             f"weights must be >= 0 and finite, and not all 0, got {list(weights)}"
         )

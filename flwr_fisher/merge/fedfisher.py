@@ -287,14 +287,13 @@ def solve(
                 curves.append(norms)
                 traces.append(held)
                 progress.advance()
-    unsolved = [name for name, move in moves.items() if move is None]
     residuals = relative_norms(curves)
     return MergeResult(
         moved(mean, moves),
         residuals,
         max(0, len(residuals) - 1),
         shares=_shares(traces, examples),
-        unsolved=unsolved,
+        unsolved=[name for name, move in moves.items() if move is None],
         options=options,
     )
 

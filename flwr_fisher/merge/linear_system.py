@@ -150,8 +150,7 @@ def layer_system(
     total = WeightedSum(layer.curvatures, weights, layer.traces)
     rhs = {name: torch.zeros_like(value) for name, value in layer.mean.items()}
     for index, weight in enumerate(weights):
-        product = layer.curvatures[index].matvec(layer.moves(index))
-        rhs = add(rhs, product, weight)
+        rhs = add(rhs, layer.curvatures[index].matvec(layer.moves(index)), weight)
 
     # The radius is about the length of the sum of all clients' moves, if these point in
     # unrelated directions: the root mean square of their lengths, times the root of

@@ -105,9 +105,8 @@ def advanced(
         `anchor` and `tolerance` are used.
     """
     after = []
-    for system, state in zip(
-        _layer_systems(traces, options.anchor), layers, strict=True
-    ):
+    systems = _layer_systems(traces, options.anchor)
+    for system, state in zip(systems, layers, strict=True):
         # This is the body of `conjugate_gradient`'s loop, from one product to the next.
         state = state.while_above(options.tolerance)
         if state.live and system.inverse is not None:
@@ -209,13 +208,11 @@ def from_groups(groups: Mapping[str, Params], traces: Curvature) -> list[Iterate
     """Return the layers' states from the groups of :func:`to_groups`."""
     layers = []
     for index, block in enumerate(traces.blocks()):
-        solution, residual, direction = (
-            select(groups[name], block.shapes) for name in _VECTORS
-        )
+        vectors = (select(groups[name], block.shapes) for name in _VECTORS)
+        solution, residual, direction = vectors
         norms, steps, live, decrease = (groups[name][str(index)] for name in _NUMBERS)
-        layers.append(
-            Iterate(solution, residual, [*norms], steps, live, direction, decrease)
-        )
+        state = Iterate(solution, residual, [*norms], steps, live, direction, decrease)
+        layers.append(state)
     return layers
 
 
@@ -259,9 +256,8 @@ def _layer_system(block: Curvature, anchor: float) -> _LayerSystem:
         wide.A_factor.trace() if isinstance(wide, Kronecker) else wide.queued_trace()
     )
     unit = float(traces.sum()) / block.numel()
-    is_diagonal = isinstance(wide, Diagonal)
     if not (unit > 0 and math.isfinite(unit)):
-        return _LayerSystem(names, 1.0, 0.0, is_diagonal, None)
+        return _LayerSystem(names, 1.0, 0.0, isinstance(wide, Diagonal), None)
     if isinstance(wide, Diagonal):
         return _LayerSystem(names, unit, anchor, True, _divided_by(wide, unit, anchor))
     assert isinstance(wide, Kronecker)

@@ -119,8 +119,7 @@ class Descent:
         if not slope > _TINY * (dot(step, step) * dot(change, change)).sqrt():
             return self
         gamma = float(slope / dot(change, inverse(change)))
-        gamma = max(gamma, self.gamma / _MOST_CHANGE)
-        gamma = min(gamma, self.gamma * _MOST_CHANGE)
+        gamma = min(max(gamma, self.gamma / _MOST_CHANGE), self.gamma * _MOST_CHANGE)
         return replace(self, gamma=gamma, pairs=[*self.pairs, pair])
 
     def _turned(self, inverse: Inverse, length: float) -> "Descent":
