@@ -116,10 +116,8 @@ class Aggregator:
     ) -> tuple[list[int], list[int]]:
         """Return a client's peers in a sum, and those that have left."""
         present, peers = set(survivors), self.peers(number)
-        return (
-            [n for n in peers if n in present],
-            [n for n in peers if n not in present],
-        )
+        here = [n for n in peers if n in present]
+        return here, [n for n in peers if n not in present]
 
     def unmask(
         self,

@@ -53,8 +53,7 @@ class SumRequest:
         options, self.client = self.options, partition_of(context)
         self.index = whole_number(options, "secure-sum", 0)
         self.weighted_by = str(options.get("secure-weight", NUM_EXAMPLES))
-        sent = arrays_to_tensors(arrays_of(message))
-        self.params, self.groups = split_groups(sent)
+        self.params, self.groups = split_groups(arrays_to_tensors(arrays_of(message)))
         self.sent = self.groups.pop(_GROUP, {})
 
     def tensor(self, name: str, dtype: torch.dtype, *shape: int | None) -> Tensor:
@@ -283,10 +282,8 @@ def _shares(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Messa
     participant = memory.participant
     numbers = request.numbers("neighbours")
     width = (1 + participant.sums) * crypto.PUBLIC
-    keys = [
-        crypto.pieces(row, crypto.PUBLIC)
-        for row in request.rows("keys", len(numbers), width)
-    ]
+    rows = request.rows("keys", len(numbers), width)
+    keys = [crypto.pieces(row, crypto.PUBLIC) for row in rows]
     public = dict(zip(numbers, keys, strict=True))
     _check_enough(mod, public)
     if mod.trusted is not None:
@@ -297,9 +294,8 @@ def _shares(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Messa
     memory.save()
     order = sorted(numbers)
     sealed = [shares[n] for n in order if n in shares]
-    return request.reply_rows(
-        sealed_shares=sealed, commitments=[commitments[n] for n in order]
-    )
+    digests = [commitments[n] for n in order]
+    return request.reply_rows(sealed_shares=sealed, commitments=digests)
 
 
 def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message:

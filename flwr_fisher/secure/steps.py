@@ -332,7 +332,6 @@ def _opened(index: int, known: SecureState, uploads: Uploads[SecureUpload]) -> W
         survivors, dropped = known.aggregator.split(upload.number, known.present)
         rows = crypto.pieces(upload.payload.data("shares"), crypto.SHARE)
         # In a reply with too few or too many shares, those that do not fit are wrong.
-        pairs = zip((*survivors, *dropped), rows, strict=False)
-        shares[upload.number] = dict(pairs)
+        shares[upload.number] = dict(zip((*survivors, *dropped), rows, strict=False))
     words: Words = known.words.numpy()
     return known.aggregator.unmask(index, words, known.present, shares)

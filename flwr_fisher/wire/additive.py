@@ -400,9 +400,7 @@ class GradientUpload(Additive):
         tensors = read_arrays(record, layouts)
         check_same_keys(tensors.keys() & {LOSS}, {LOSS})
         gradient = _split(tensors, [GRADIENT], like)[GRADIENT]
-        kfac = None
-        if with_kfac:
-            kfac = _curvature_over(gradient, GRADIENT, tensors, like)
+        kfac = _curvature_over(gradient, GRADIENT, tensors, like) if with_kfac else None
         return cls.of(gradient, tensors[LOSS], kfac)
 
 

@@ -152,8 +152,7 @@ def _codes(vectors: Tensor, bits: int) -> Tensor:
 
 def _lower(matrices: Tensor) -> Tensor:
     """Return a mask of the lower triangles, in the order of rows."""
-    shape, device = matrices.shape, matrices.device
-    return torch.ones(shape, dtype=torch.bool, device=device).tril_()
+    return torch.ones_like(matrices, dtype=torch.bool).tril_()
 
 
 def leading_vectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:

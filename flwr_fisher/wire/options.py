@@ -236,9 +236,8 @@ class Answer:
         content = message.content if message.has_content() else RecordDict()
         metrics = content.metric_records.values()
         configs = content.config_records.values()
-        partition = next(
-            (r["partition-id"] for r in metrics if "partition-id" in r), None
-        )
+        numbers = (r["partition-id"] for r in metrics if "partition-id" in r)
+        partition = next(numbers, None)
         if not (isinstance(partition, int) and 0 <= partition < _LARGEST_ID):
             partition = None
         frozen = _texts(configs, "frozen")

@@ -335,10 +335,8 @@ def norm64(tensors: Iterable[Tensor]) -> float:
     >>> norm64([torch.full((4,), 2.0**100)]) == 2.0**101  # float32 has no such square
     True
     """
-    wide = torch.float64
-    return math.hypot(
-        *(float(torch.linalg.vector_norm(t, dtype=wide)) for t in tensors)
-    )
+    norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors)
+    return math.hypot(*map(float, norms))
 
 
 def displacements(params: Params, like: Params) -> dict[str, float]:
@@ -374,9 +372,8 @@ def displacements(params: Params, like: Params) -> dict[str, float]:
         if not name.endswith(_COUNT):
             part = _part(name, value)
             distance = norm64([value.double() - start.double()])
-            size = (
-                norm64([start]) if value.is_floating_point() else value.numel() ** 0.5
-            )
+            floats = value.is_floating_point()
+            size = norm64([start]) if floats else value.numel() ** 0.5
             distances[part] = math.hypot(distances.get(part, 0.0), distance)
             norms[part] = math.hypot(norms.get(part, 0.0), size)
     return {part: max(d, _SMALL * norms[part]) for part, d in distances.items()}
