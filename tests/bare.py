@@ -54,10 +54,9 @@ def hidden():
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     # setuptools' own, of older environments, is loaded before any code.
     bare = closure(project["dependencies"]) | {"flwr-fisher", "setuptools"}
-    owners = packages_distributions()
     return {
         package
-        for package, distributions in owners.items()
+        for package, distributions in packages_distributions().items()
         if not bare.intersection(map(canonicalize_name, distributions))
     }
 

@@ -158,8 +158,7 @@ class First(nn.Module):
         self.layer = layer
 
     def forward(self, x):
-        output = self.layer(x)[0]
-        return output
+        return self.layer(x)[0]
 
 
 class WithoutGradient(CalledTwice):

@@ -152,8 +152,7 @@ def input_columns(layer, inputs, groups):
 
 def by_position(layer, outputs):
     """Return one example's outputs, or their gradient, as ``[out, T]``."""
-    linear = isinstance(layer, nn.Linear)
-    channels = outputs[0].movedim(-1, 0) if linear else outputs[0]
+    channels = outputs[0].movedim(-1, 0) if isinstance(layer, nn.Linear) else outputs[0]
     return channels.reshape(len(channels), -1)
 
 

@@ -137,8 +137,7 @@ def run(app=None, clients=3, arrays=None, **own):
 
 
 def uploaded():
-    reply = ask(tiny_client(1), config=TASK)
-    (record,) = reply.content.array_records.values()
+    (record,) = ask(tiny_client(1), config=TASK).content.array_records.values()
     return record
 
 

@@ -319,9 +319,8 @@ class Replaced(nn.Module):
 
 
 def test_a_frozen_head_that_a_trained_copy_replaces_is_each_clients_own():
-    trained = []
     start = arrays(shared_state(Replaced(0)))
-    grid = LocalGrid(app_of(Replaced, trained), 3)
+    grid = LocalGrid(app_of(Replaced, []), 3)
     strategy = FedFisherOneShot(fraction_evaluate=0.0)
     assert len(strategy.start(grid, start).uploads) == 3
 
@@ -337,8 +336,7 @@ class Adapter(nn.Module):
         self.lora_B = nn.ModuleDict({"default": B})
 
     def forward(self, x):
-        adapted = self.lora_B["default"](self.lora_A["default"](x))
-        return self.layer(x) + adapted
+        return self.layer(x) + self.lora_B["default"](self.lora_A["default"](x))
 
 
 @pytest.mark.parametrize("freeze", [False, True])
@@ -414,8 +412,7 @@ def test_a_plain_identify_finds_other_frozen_values_with_the_upload(
     alike = plain_app(lambda partition: on_a_base(0), False, mods)
     assert len(clients_of(PLAIN[name]().start(LocalGrid(alike, 4), start))) == 4
     app = plain_app(lambda partition: on_a_base(int(partition == 1)), False, mods)
-    result = PLAIN[name]().start(LocalGrid(app, 4), start)
-    assert clients_of(result) == [0, 2, 3]
+    assert clients_of(PLAIN[name]().start(LocalGrid(app, 4), start)) == [0, 2, 3]
     assert "partition-1" in OTHER_FROZEN.search(caplog.text)[0]
 
 
@@ -500,8 +497,7 @@ def test_uploads_on_disk_are_compared_with_those_that_come_later(
 
     with pytest.raises(KeyboardInterrupt):
         go_on(Dies(lives[0], 4))
-    result = go_on(LocalGrid(lives[1], 4), resume=True)
-    assert clients_of(result) == sorted(trained)
+    assert clients_of(go_on(LocalGrid(lives[1], 4), resume=True)) == sorted(trained)
     assert f"its {change}" in caplog.text
 
 

@@ -122,13 +122,11 @@ def test_faghs_rivals_begin_at_the_same_model(tmp_path):
 def test_tct_has_two_stages_and_a_file_that_predicts(tmp_path):
     metrics, _ = run("tct", tmp_path, 10, evaluate_every=2, **TCT)
     rounds, accuracy = metrics["rounds"], metrics["accuracy"]
-    stages = [rounds[str(n)]["train"]["stage"] for n in range(1, 6)]
-    assert stages == [1, 1, 2, 2, 2]
+    assert [rounds[str(n)]["train"]["stage"] for n in range(1, 6)] == [1, 1, 2, 2, 2]
     assert accuracy["tct"] > accuracy["stage1"] == rounds["2"]["server"]["accuracy"]
     task = globals_of(APPS / "tct", "server")["load_test"].__globals__
     model = TCTModel.load(tmp_path / "model.safetensors", task["Net"]())
-    config = defaults("tct")
-    loader = task["load_test"](Context(1, 1, {}, RecordDict(), config))
+    loader = task["load_test"](Context(1, 1, {}, RecordDict(), defaults("tct")))
     images, labels = loader.dataset.tensors
     correct = (model(images).argmax(1) == labels).double().mean()
     assert float(correct) == pytest.approx(accuracy["tct"])

@@ -68,8 +68,7 @@ def test_they_are_told_of_each_round_with_all_metrics():
 def test_one_that_says_so_ends_the_run(caplog):
     caplog.set_level("INFO", "flwr")
     other = Told()
-    result = run(Told(ends=2), other)
-    assert sorted(result.train_metrics_clientapp) == [1, 2]
+    assert sorted(run(Told(ends=2), other).train_metrics_clientapp) == [1, 2]
     assert other.rounds == [1, 2]
     assert "[ROUND 2] Told ended the run" in caplog.text
 
@@ -104,8 +103,7 @@ def test_a_longer_run_forgets_the_scores_of_the_refined_model(tmp_path):
     assert run(stop, num_rounds=2, **options).unrefined is not None
     run(stop, told, num_rounds=5, **options)
     assert told.rounds == [2, 3, 4, 5]
-    sources = {name.split("/")[0] for name in told.history[2]}
-    assert sources == {"train"}
+    assert {name.split("/")[0] for name in told.history[2]} == {"train"}
 
 
 def test_a_run_that_was_ended_early_can_be_refined_as_its_warning_says(

@@ -149,8 +149,7 @@ def test_the_same_seed_round_and_partition_give_the_same_reply_bit_for_bit():
     again = reply()
     assert same_bits(*records(first), *records(again))
     assert metrics_of(first) == metrics_of(again)
-    others = [reply(2), reply(seed=4), reply(**{"server-round": 3}), reply(None)]
-    for other in others:
+    for other in [reply(2), reply(seed=4), reply(**{"server-round": 3}), reply(None)]:
         assert not same_bits(*records(first), *records(other))
         assert metrics_of(first)["numpy"] != metrics_of(other)["numpy"]
         assert metrics_of(first)["python"] != metrics_of(other)["python"]
@@ -182,8 +181,7 @@ def test_the_global_generators_are_left_as_they_were(kind):
 
 
 def test_evaluate_scores_the_servers_arrays():
-    client = tiny_client(4)
-    reply = ask(client, tiny_arrays(7), kind="evaluate")
+    reply = ask(tiny_client(4), tiny_arrays(7), kind="evaluate")
     assert not reply.content.array_records
     model = tiny_model(7).eval()
     x, y = tiny_data(4).tensors
@@ -262,8 +260,7 @@ def test_arrays_that_do_not_fit_are_refused_by_name(kind, arrays, names):
 
 
 def test_two_array_records_are_refused():
-    content = RecordDict({"a": tiny_arrays(), "b": tiny_arrays()})
-    message = Message(content, 1, "train")
+    message = Message(RecordDict({"a": tiny_arrays(), "b": tiny_arrays()}), 1, "train")
     with pytest.raises(ClientError, match="have one ArrayRecord, but this one has 2"):
         tiny_client().fit(message, Context(1, 1, {}, RecordDict(), {}))
 
@@ -337,8 +334,7 @@ def test_a_frozen_backbone_neither_travels_nor_changes():
     assert not [key for key in record if "0.weight" in key or "0.bias" in key]
     assert {k for k in record if not k.startswith(PREFIX)} == set(arrays)
     upload = FisherUpload.from_arrays(record, arrays_to_tensors(arrays))
-    covered = {"1.weight", "1.bias", "3.weight", "3.bias"}
-    assert set(upload.curvature.shapes) == covered
+    assert set(upload.curvature.shapes) == {"1.weight", "1.bias", "3.weight", "3.bias"}
     for key, value in client.problem.model[0].state_dict().items():
         assert torch.equal(value, before[key])
 

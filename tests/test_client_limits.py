@@ -83,8 +83,7 @@ def test_more_than_the_cap_is_refused_before_anything_is_done(
     kind, arrays, config, name, cap, tmp_path
 ):
     for options, count, most in (({}, 2**62, "100"), ({cap: 3}, 4, "3")):
-        limits = ClientLimits(**options)
-        mine = client(tmp_path, untouched=True, limits=limits)
+        mine = client(tmp_path, untouched=True, limits=ClientLimits(**options))
         with pytest.raises(ClientError) as caught:
             ask(mine, arrays(), {**config, name: count}, kind=kind)
         assert f"requests fisher.{name}={count}" in str(caught.value)

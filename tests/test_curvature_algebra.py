@@ -119,8 +119,7 @@ def test_what_is_rounding_is_no_eigenvalue():
     got = k.solve(b)
     want = torch.linalg.pinv(k.to_dense().double(), hermitian=True, rtol=1e-5)
     assert relative(flat(got), want @ flat(b)) <= 1e-4
-    zero = k * 0.0
-    assert not flat(zero.solve(b)).any()
+    assert not flat((k * 0.0).solve(b)).any()
     both = Diagonal({"w": torch.tensor([0.0, 1e-30, 2.0])})
     torch.testing.assert_close(
         both.solve({"w": torch.ones(3).double()})["w"],
@@ -240,8 +239,7 @@ def test_another_device(kind):
         moved = F.to(device)
         assert {t.device.type for t in moved.tensors()} == {"meta"}
         assert {t.dtype for t in moved.tensors()} == {torch.float64}
-    same = F.to()
-    assert all(a is b for a, b in zip(F.tensors(), same.tensors(), strict=True))
+    assert all(a is b for a, b in zip(F.tensors(), F.to().tensors(), strict=True))
     if ACCELERATOR:
         there = F.to(ACCELERATOR)
         v = random_like(F, 2)

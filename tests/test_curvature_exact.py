@@ -349,8 +349,7 @@ class Pooled(nn.Module):
 
     def forward(self, x):
         features = self.layers(x)
-        axes = (1,) if features.dim() == 3 else (2, 3)
-        return self.head(features.mean(axes))
+        return self.head(features.mean((1,) if features.dim() == 3 else (2, 3)))
 
 
 def pooled(inputs, *layers):
@@ -374,8 +373,7 @@ REDUCE = FisherOptions.full(tolerance=0, weight_sharing="reduce")
 def test_reduced_factors_are_of_mean_inputs_and_summed_gradients(make, inputs):
     """Eschenhagen et al., NeurIPS 2023."""
     model = seeded(make).double()
-    found = fisher(model, inputs.double().split(3), options=REDUCE)
-    for block in found.blocks():
+    for block in fisher(model, inputs.double().split(3), options=REDUCE).blocks():
         name = block.weight.rpartition(".")[0]
         A, G = layer_factors(model, name, inputs, reduce=True)
         assert relative(block.A, A) < 1e-12, name
@@ -421,8 +419,7 @@ def test_it_is_nngeometrys():
         return FIM(model, loader, kind, "classif_logits", device="cpu")
 
     diagonal = fisher(model, loader, "diagonal", options=EXACT).diagonal()
-    want = theirs(pspace.PMatDiag).get_diag()
-    assert relative(flat(diagonal), want) <= 1e-5
+    assert relative(flat(diagonal), theirs(pspace.PMatDiag).get_diag()) <= 1e-5
     factors = theirs(pspace.PMatKFAC).data
     for block in fisher(model, loader, options=EXACT).blocks():
         A, G = factors[block.weight.rpartition(".")[0]]  # each scaled in its own way

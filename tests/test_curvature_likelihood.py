@@ -298,8 +298,7 @@ def test_given_labels_of_positions_add_up_before_they_are_squared(expectation, d
     sizes = [2, 1, 1]  # the third has no label
     count = 2 if by_batch else 3  # batches, or examples, with labels
     squares = [torch.zeros_like(p) for p in model.parameters()]
-    parts = zip(SERIES.split(sizes), STEPS.split(sizes), strict=True)
-    for x, y in parts:
+    for x, y in zip(SERIES.split(sizes), STEPS.split(sizes), strict=True):
         for rows in [slice(None)] if by_batch else range(len(x)):
             if (y[rows] == -100).all():
                 continue

@@ -91,8 +91,7 @@ def many_batches(dtype):
 
 def check_half(found, want, dtype):
     assert {tensor.dtype for tensor in found.tensors()} == {dtype}
-    error = relative(found.to_dense(), want.to_dense())
-    assert error <= 2 * torch.finfo(dtype).eps
+    assert relative(found.to_dense(), want.to_dense()) <= 2 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize(

@@ -262,8 +262,7 @@ def test_a_loader_is_iterated_once_and_nothing_else():
 def test_without_a_number_the_first_examples_are_taken_and_no_more_are_read():
     loader = Iterated(zip(X.split(4), Y.split(4), strict=True))
     want = fisher(MODEL, [(X[:5], Y[:5])], options=FisherOptions.full(tolerance=0))
-    some = FisherOptions.full(examples=5, tolerance=0)
-    got = fisher(MODEL, loader, options=some)
+    got = fisher(MODEL, loader, options=FisherOptions.full(examples=5, tolerance=0))
     assert loader.given == 2
     assert relative(got.to_dense(), want.to_dense()) < 1e-6
 

@@ -89,8 +89,7 @@ def test_uploads_with_other_groups_have_another_layout() -> None:
 def test_a_packed_curvature_stays_packed_until_it_is_merged(budget: float) -> None:
     sent = upload_of("wide", "kfac")
     chosen = resolve(Codec(budget=budget), sent.params)
-    record = sent.to_arrays(chosen)
-    got = FisherUpload.from_arrays(record, sent.params, chosen)
+    got = FisherUpload.from_arrays(sent.to_arrays(chosen), sent.params, chosen)
     assert got.curvature.nbytes == 0
     made = FisherUpload(dict(got.params), got.curvature.made())
     assert made.curvature.nbytes > 0

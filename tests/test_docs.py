@@ -189,8 +189,7 @@ def not_drawn(text: str) -> list[str]:
 
 
 def test_github_draws_every_equation() -> None:
-    wrong = {path: found for path in pages() if (found := not_drawn(read(path)))}
-    assert wrong == {}
+    assert {path: found for path in pages() if (found := not_drawn(read(path)))} == {}
 
 
 def test_an_equation_that_github_spoils_is_found() -> None:

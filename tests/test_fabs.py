@@ -41,8 +41,7 @@ def hub() -> ModuleType:
     target = pyproject(APPS / "fagh")["tool"]["flwr"]["app"]["flwr-version-target"]
     if Version(version("flwr")) < Version(target):
         pytest.skip(f"the apps are bundled by Flower {target} or newer")
-    path = ROOT / "release" / "build_fabs.py"
-    spec = spec_from_file_location("build_fabs", path)
+    spec = spec_from_file_location("build_fabs", ROOT / "release" / "build_fabs.py")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
@@ -54,8 +53,7 @@ def hub() -> ModuleType:
 def test_flower_takes_an_app_in_format_1(
     app: str, hub: ModuleType, tmp_path: Path
 ) -> None:
-    fab = hub.build(APPS / app, tmp_path)
-    with zipfile.ZipFile(fab) as bundle:
+    with zipfile.ZipFile(hub.build(APPS / app, tmp_path)) as bundle:
         names = set(bundle.namelist())
         content = tomllib.loads(bundle.read("pyproject.toml").decode())
     parts = {f"{app}/{part}_app.py" for part in ("client", "server")}

@@ -118,8 +118,7 @@ def dense_rounds(cohorts, probe, betas, lr=0.3, rho=0.5):
         useful = bent > 1e-6 * r.norm() and probe != "none"
         fallbacks += probe != "none" and not useful
         dense = torch.outer(r, r) / bent if useful else torch.zeros_like(H)
-        eye = torch.eye(len(theta)).double()
-        direction = torch.linalg.solve(dense + rho * eye, m)
+        direction = torch.linalg.solve(dense + rho * torch.eye(len(theta)).double(), m)
         theta = theta - lr * direction
     return cut(theta, like), fallbacks
 
@@ -240,8 +239,7 @@ def test_nothing_to_descend_is_no_error():
 
 @pytest.mark.parametrize("probe", ["first", "none"])
 def test_train_mode_steps_by_the_batches_statistics_and_measures_the_models(probe):
-    strategy = fagh(probe=probe, train_mode=True)
-    got = arrays_to_tensors(start(strategy).arrays)
+    got = arrays_to_tensors(start(fagh(probe=probe, train_mode=True)).arrays)
     sizes, slopes, rows = [], [], []
     for partition in range(3):
         problem = tiny_client(partition).problem

@@ -342,8 +342,7 @@ def test_a_fisher_that_is_far_too_large_decides_nothing():
     def with_fishers(factor):
         tamper = {1: every_fisher(lambda a: a * factor)}
         own = FedFish(fraction_evaluate=0.0, codec="lossless")
-        result = run(own, Watched(tamper=tamper))
-        return arrays_to_tensors(result.arrays)["0.weight"]
+        return arrays_to_tensors(run(own, Watched(tamper=tamper)).arrays)["0.weight"]
 
     # Honest: its trace is 1. More counts for more, and from twice as much for no more.
     honest, twice, liar = map(with_fishers, (1.0, 2.0, 1e12))

@@ -105,8 +105,7 @@ def test_a_regression_takes_one_iteration():
             nn.Linear(32, 1),
         )
 
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(2400, 6, generator=generator)
+    x = torch.randn(2400, 6, generator=torch.Generator().manual_seed(2))
     y = 2 * (2 * x[:, 0]).sin() + x[:, 1] * x[:, 2] + x[:, 3].square()
     x, y, test = x[:1600], y[:1600, None], (x[1600:], y[1600:, None])
     parts = x[:, 0].argsort().chunk(4)

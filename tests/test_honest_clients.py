@@ -68,9 +68,8 @@ class Federation:
 
         grid = LocalGrid(app or self.app, len(self.examples))
         start = ArrayRecord(shared_state(self.model))
-        config = ConfigRecord({})
         result = strategy.start(
-            grid, start, rounds, train_config=config, evaluate_fn=evaluate_fn
+            grid, start, rounds, train_config=ConfigRecord({}), evaluate_fn=evaluate_fn
         )
         return result, models
 

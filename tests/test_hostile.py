@@ -368,8 +368,7 @@ def test_the_seed_that_draws_cohorts_is_sent_to_nobody():
     app = Watched()
     strategy = FedAvg(seed=12345, fraction_train=0.5, fraction_evaluate=1.0)
     strategy.start(LocalGrid(app, 4), tiny_arrays(), num_rounds=2)
-    sent = {config["seed"] for config in app.configs}
-    assert sent == {seed_of_clients(12345)}
+    assert {config["seed"] for config in app.configs} == {seed_of_clients(12345)}
     assert not any(12345 in config.values() for config in app.configs)
 
 

@@ -50,8 +50,7 @@ class Named(ClockedGrid):
 def test_a_client_that_restarts_while_its_old_node_is_listed_is_waited_for(clock):
     old = {1: Behaviour(connected=lambda now: now < 70)}
     grid = Named(CLIENTS, old, clock, 3, claims={2: 1})
-    result = start(grid, timeout=3600)
-    assert clients_of(result) == ["partition-0", "partition-1"]
+    assert clients_of(start(grid, timeout=3600)) == ["partition-0", "partition-1"]
     assert 70 < clock.now < 90
 
 

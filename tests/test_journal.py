@@ -119,8 +119,7 @@ def test_a_damaged_file_is_named_with_the_way_out(run, whole, expected, name, ho
     path = run / name
     others = {"another round's": run / "round-0000.safetensors"}
     others["another run's"] = whole / name
-    data = others.get(how, path).read_bytes()
-    path.write_bytes(DAMAGE.get(how, bytes)(data))
+    path.write_bytes(DAMAGE.get(how, bytes)(others.get(how, path).read_bytes()))
     with pytest.raises(CheckpointError, match=WAYS_OUT[name]) as caught:
         start(run, resume=True)
     assert str(path) in str(caught.value)
@@ -141,13 +140,11 @@ def test_an_upload_that_is_none_of_this_exchange_is_asked_for_again(
 ):
     one, two = sorted((run / UPLOADS).glob("*.safetensors"))
     others = {"another client's": two, "another run's": whole / UPLOADS / one.name}
-    data = others.get(how, one).read_bytes()
-    one.write_bytes(DAMAGE.get(how, bytes)(data))
+    one.write_bytes(DAMAGE.get(how, bytes)(others.get(how, one).read_bytes()))
     if how == "deleted":
         one.unlink()
     app = Watched()
-    resumed = start(run, app, resume=True)
-    assert same_bits(resumed.arrays, expected.arrays)
+    assert same_bits(start(run, app, resume=True).arrays, expected.arrays)
     assert how == "deleted" or f"{one.name} is damaged, or not" in caplog.text
     assert int(one.stem[-1]) in [p for _, p in app.trained]
     assert len(app.trained) == 2
@@ -297,15 +294,13 @@ def test_an_empty_array_is_kept(tmp_path):
 def test_any_registered_name_is_a_files(tmp_path, name):
     run = Journal(tmp_path)
     run.begin({})
-    whose = (Identity(1, name), Identity(2, f"{name}!"))
-    for client in whose:
+    for client in (Identity(1, name), Identity(2, f"{name}!")):
         arrays = ArrayRecord({"w": torch.full((2,), float(client.node))})
         metrics = MetricRecord({"num-examples": 3})
         run.exchange_journal(1, 1).save(client, arrays, metrics)
     run.finish(0, {}, {}, {})
     run.release()
-    exchange = opened(tmp_path).exchange_journal(1, 1)
-    for client, arrays, _ in exchange.uploads():
+    for client, arrays, _ in opened(tmp_path).exchange_journal(1, 1).uploads():
         assert arrays_to_tensors(arrays)["w"][0] == client.node
     assert all(tmp_path in path.parents for path in tmp_path.rglob("*.safetensors"))
 
@@ -340,8 +335,7 @@ def test_uploads_of_clients_that_are_gone_count(run, expected):
 def test_a_round_with_all_its_uploads_needs_nobody(whole, tmp_path, expected):
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     (run / "round-0002.safetensors").unlink()
-    result = start(run, connected=(), resume=True)
-    assert same_bits(result.arrays, expected.arrays)
+    assert same_bits(start(run, connected=(), resume=True).arrays, expected.arrays)
 
 
 # Two servers
@@ -359,8 +353,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path, monkeypatch):
         assert "Timeout" not in told
 
     app.tamper = {0: second}
-    result = start(tmp_path, app, num_rounds=1)
-    assert len(result.uploads) == CLIENTS
+    assert len(start(tmp_path, app, num_rounds=1).uploads) == CLIENTS
     start(tmp_path, resume=True)
 
 
@@ -392,8 +385,7 @@ def test_the_format_is_read_by_every_later_version(tmp_path):
     run.release()
     assert (last, run.options["strategy"]) == (1, "FedFisherOneShot")
     assert tensors.keys() >= STATE
-    metrics = record["history"]["train_metrics_clientapp"]["1"]
-    assert metrics["num-replies"] == CLIENTS
+    assert record["history"]["train_metrics_clientapp"]["1"]["num-replies"] == CLIENTS
     exchange = run.exchange_journal(2, 1)
     assert exchange.record.clients == [f"partition-{p}" for p in range(CLIENTS)]
     uploads = list(exchange.uploads())

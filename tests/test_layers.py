@@ -151,8 +151,7 @@ def graph(files):
     modules = {module_of(name): (name, source) for name, source in files.items()}
     arrows = {}
     for module, (name, source) in modules.items():
-        targets = imported_files(name, source, set(modules))
-        arrows[module] = targets - {module}
+        arrows[module] = imported_files(name, source, set(modules)) - {module}
     return arrows
 
 

@@ -128,8 +128,7 @@ def test_fit_gets_the_users_config_and_the_servers_arrays():
     older = Spy()
     ask(ours(older), config={"lr": 0.5, "server-round": 3, "structure": "kfac"})
     assert seen["config"] == {"lr": 0.5, "server-round": 3}
-    expected = tiny_model().state_dict().values()
-    pairs = zip(seen["arrays"], expected, strict=True)
+    pairs = zip(seen["arrays"], tiny_model().state_dict().values(), strict=True)
     assert all(np.array_equal(a, b.numpy()) for a, b in pairs)
 
 
@@ -171,8 +170,7 @@ def test_lists_of_what_is_trained_where_that_is_told():
     ):
         client = ours(older, **options)
         arrays = ArrayRecord(tiny_model().state_dict())
-        metrics = metrics_of(ask(client, arrays))
-        assert metrics["train_loss"] > 0
+        assert metrics_of(ask(client, arrays))["train_loss"] > 0
         assert metrics_of(ask(client, arrays, kind="evaluate"))["loss"] == 0.5
 
 
@@ -235,8 +233,7 @@ def test_what_is_no_numpy_client():
 
 def run(components, clients=3, app=None):
     grid = LocalGrid(older_app() if app is None else app, clients)
-    context = Context(1, 1, {}, RecordDict(), {})
-    server_app(lambda context: components)(grid, context)
+    server_app(lambda context: components)(grid, Context(1, 1, {}, RecordDict(), {}))
     return grid
 
 
@@ -261,8 +258,7 @@ def served(rounds=1, app=None, **options):
 def test_a_server_fn_gives_what_start_gives():
     strategy = one_shot(norm_statistics="refresh", refine=Refinement())  # as by default
     expected = strategy.start(LocalGrid(older_app(), 3), tiny_arrays(), 2)
-    server = served(2)
-    assert same_bits(server.result.arrays, expected.arrays)
+    assert same_bits(served(2).result.arrays, expected.arrays)
 
 
 @pytest.mark.parametrize(

@@ -179,8 +179,7 @@ def local_results(config, clients):
         for i in range(clients)
     ]
     weights = [float(metrics_of(reply)["num-examples"]) for reply in replies]
-    mean = weighted_mean([tensors_of(reply) for reply in replies], weights)
-    return ArrayRecord(mean)
+    return ArrayRecord(weighted_mean([tensors_of(reply) for reply in replies], weights))
 
 
 @pytest.mark.parametrize(
@@ -189,8 +188,7 @@ def local_results(config, clients):
     ids=["FedAvg", "FedProx"],
 )
 def test_flowers_own_strategies_run_over_it_with_our_client(strategy, config):
-    grid = LocalGrid(tiny_app(), 3)
-    result = strategy.start(grid, tiny_arrays(), num_rounds=1)
+    result = strategy.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
     assert close(drop_counters(result.arrays), drop_counters(local_results(config, 3)))
     assert result.train_metrics_clientapp[1]["train_loss"] > 0
     assert 0 <= result.evaluate_metrics_clientapp[1]["accuracy"] <= 1

@@ -140,8 +140,7 @@ def clients(rank, dense, count=3):
         A, G = (low_rank(10 * client + s, 1, n, rank) for s, n in ((0, 30), (5, 8)))
         parts = [f.to_dense() if dense else f for f in (A, G)]
         layer = Kronecker("w", torch.Size([8, 29]), *parts, "b")
-        params = random_like(layer, client)
-        found.append(LocalPosterior(params, layer, client + 1))
+        found.append(LocalPosterior(random_like(layer, client), layer, client + 1))
     return found
 
 

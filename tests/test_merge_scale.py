@@ -102,8 +102,7 @@ def test_a_common_scale_does_not_matter(kind, solver):
     want = fedfisher(in_single(clients), solver=solver)
     two_factors = kind in ("kronecker-groups-bias", "low-rank")
     for root in (1e-18, 1e18, *([1e-25, 1e25] if two_factors else [])):
-        moved = in_single(with_scales(clients, *[root] * 3))
-        got = fedfisher(moved, solver=solver)
+        got = fedfisher(in_single(with_scales(clients, *[root] * 3)), solver=solver)
         assert apart(got, want) <= 1e-5, root
         assert got.shares == pytest.approx(want.shares, rel=1e-5)
         if solver == "pcg":  # of a few iterations, in which rounding does not grow

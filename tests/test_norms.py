@@ -142,8 +142,7 @@ def all_of(model):
 def assert_stays(model, before, but=()):
     (state, rest), (then, others) = all_of(model), before
     assert rest == others
-    changed = {k for k in state if not torch.equal(state[k], then[k])}
-    assert changed == set(but)
+    assert {k for k in state if not torch.equal(state[k], then[k])} == set(but)
 
 
 def assert_refreshed(model, expected):
@@ -427,8 +426,7 @@ def in_eval_mode(model, loader, device, config):
 
 def test_norms_that_clients_keep_in_eval_mode_are_left_alone():
     app = Watched(app_by_partition(lambda i: tiny_client(i, train_fn=in_eval_mode)))
-    result = start(FedFisherOneShot(**OPTIONS), app)
-    state = arrays_to_tensors(result.arrays)
+    state = arrays_to_tensors(start(FedFisherOneShot(**OPTIONS), app).arrays)
     assert torch.allclose(state[f"1.{MEAN}"], torch.zeros(4), atol=1e-6)
     assert not requests(app)
 
@@ -449,8 +447,7 @@ def test_where_no_training_moves_statistics_frozen_norms_keep_theirs():
     assert f"0.{MEAN}" in arrays
     assert "0.weight" not in arrays
     strategy = FAGH(**OPTIONS, **REFRESH)
-    result = start(strategy, app, arrays=ArrayRecord(arrays)).arrays
-    after = arrays_to_tensors(result)
+    after = arrays_to_tensors(start(strategy, app, arrays=ArrayRecord(arrays)).arrays)
     for name in (MEAN, VARIANCE):
         assert torch.equal(after[f"0.{name}"], arrays[f"0.{name}"])
         assert not torch.equal(after[f"1.{name}"], arrays[f"1.{name}"])

@@ -57,8 +57,7 @@ def test_a_strategy_of_numpys_numbers_requests_and_keeps_the_same(make, numbers)
 @pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor])
 def test_a_function_for_an_optimizer_may_give_it_numpys_numbers(kind):
     def options(rate, beta):
-        betas = (0.5, beta)
-        optimizer = partial(torch.optim.Adam, lr=rate, betas=betas, foreach=False)
+        optimizer = partial(torch.optim.Adam, lr=rate, betas=(0.5, beta), foreach=False)
         return FedFish(server_optimizer=optimizer).options()
 
     plain = options(0.5, 0.75)

@@ -138,8 +138,7 @@ def flip(path):
 def test_a_disk_that_is_full_costs_a_warning(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    reply = ask(client(blocked), config={"run": RUN, "server-round": 1})
-    assert reply.has_content()
+    assert ask(client(blocked), config={"run": RUN, "server-round": 1}).has_content()
     assert "Cannot keep this upload" in caplog.text
 
 

@@ -45,8 +45,7 @@ def test_a_round_is_the_papers():
 
 def test_what_is_no_sign_is_refused_by_name(caplog):
     app = Watched(tiny_app(), {1: change_array("0.bias", lambda a: 2 * a)})
-    result = run(app, num_rounds=1)
-    assert result.train_metrics_clientapp[1]["voters"] == 2
+    assert run(app, num_rounds=1).train_metrics_clientapp[1]["voters"] == 2
     assert "left out partition-1" in caplog.text
     assert "'0.bias': must be int8 signs" in caplog.text
 
@@ -151,6 +150,5 @@ def test_a_derived_strategys_settings_are_those_of_its_classes_too():
         def settings(self):
             return {"length": 0.1}
 
-    plain = FedFisherOneShot().options()
     own = {"strategy": "WithLength", "length": 0.1}
-    assert WithLength().options() == {**plain, **own}
+    assert WithLength().options() == {**FedFisherOneShot().options(), **own}

@@ -26,8 +26,7 @@ OWN = tutorials.load("own_state", "Two runs")
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    plain_sgd = partial(LocalSGD, momentum=0.0)
-    monkeypatch.setattr(virtual, "LocalSGD", plain_sgd)
+    monkeypatch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
 
 
 def feddyn(**options):
@@ -80,8 +79,7 @@ def test_a_lost_state_is_counted_and_told(tmp_path, caplog):
 
 def test_a_state_is_refused_by_name():
     problem, like = tiny_client().problem, {"w": torch.ones(2)}
-    facts = {"run": torch.tensor(7), "steps": torch.tensor(0)}
-    request = Request({}, {"": facts})
+    request = Request({}, {"": {"run": torch.tensor(7), "steps": torch.tensor(0)}})
     with pytest.raises(ConfigurationError, match="letters and hyphens, got 'my/state'"):
         ClientState.of(problem, request, "my/state", like).save(like)
     state = ClientState.of(problem, request, "mine", like)

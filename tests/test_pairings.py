@@ -57,8 +57,7 @@ class Plain(ClientApp):
             self.trained.append(partition)
             problem = tiny_client(partition).problem
             model, loader = problem.model, problem.trainloader
-            state = message.content["arrays"].to_torch_state_dict()
-            model.load_state_dict(state)
+            model.load_state_dict(message.content["arrays"].to_torch_state_dict())
             own = LocalSGD(lr=0.1)(model, loader, problem.device, {})
             arrays = ArrayRecord(model.state_dict())
             if curvature:

@@ -54,8 +54,7 @@ def test_training_keeps_the_norms_and_the_first_head(make, own):
     assert not torch.equal(head, start["3.weight"])
     assert all(torch.equal(head, other) for other in others)
     torch.testing.assert_close(merged["3.weight"], head, rtol=1e-5, atol=1e-6)
-    first = result.train_metrics_clientapp[1]["first-head-loss"]
-    assert loss_of(result.arrays) < first
+    assert loss_of(result.arrays) < result.train_metrics_clientapp[1]["first-head-loss"]
 
 
 def scales(factor):
@@ -136,8 +135,7 @@ def test_features_far_from_zero_have_a_good_first_head():
 
 
 def test_the_default_rate_is_a_tenth_from_published_weights():
-    rates = LocalSGD().rate({}), LocalSGD().rate({"pretrained": True})
-    assert rates == (0.01, 0.001)
+    assert (LocalSGD().rate({}), LocalSGD().rate({"pretrained": True})) == (0.01, 0.001)
     assert LocalSGD(lr=0.3).rate({"pretrained": True}) == 0.3
     assert LocalSGD().rate({"pretrained": True, "lr": 0.2}) == 0.2
     assert LocalSGD().rate({"pretrained": "resnet18.pt"}) == 0.01  # the user's own key

@@ -89,8 +89,7 @@ def test_client_and_server_run_and_are_short(my_app):
     assert len(lines) <= 20
     assert len(README.read_text().splitlines()) <= 120
     grid = LocalGrid(client["app"], num_supernodes=3)
-    context = Context(1, 1, {}, RecordDict(), {})
-    server["app"](grid, context)
+    server["app"](grid, Context(1, 1, {}, RecordDict(), {}))
     model = Net()
     model.load_state_dict(torch.load(Path.home() / "model.pt"))
     assert accuracy(model) > 0.6

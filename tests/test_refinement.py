@@ -317,8 +317,7 @@ def test_steps_of_a_regression_do_not_depend_on_the_targets_unit(unit):
 
     def client_fn(context):
         x, y = tiny_data(context.node_config["partition-id"]).tensors
-        data = TensorDataset(x, unit * y.float().unsqueeze(1))
-        own = DataLoader(data, 4)
+        own = DataLoader(TensorDataset(x, unit * y.float().unsqueeze(1)), 4)
         likelihood = {"loss_fn": F.mse_loss, "likelihood": "gaussian"}
         keep = lambda *_: {}  # noqa: E731
         return FisherClient(model(), own, train_fn=keep, device="cpu", **likelihood)
@@ -935,8 +934,7 @@ def test_where_nobody_is_left_the_merge_stays(caplog):
     app = Watched(tamper=dict.fromkeys(range(3), later))
     with caplog.at_level(logging.WARNING, "flwr"):
         result = run(app=app, refine=Refinement(steps=2), norm_statistics="average")
-    merged = run(refine=None, norm_statistics="average")
-    assert same_bits(result.arrays, merged.arrays)
+    assert same_bits(result.arrays, run(refine=None, norm_statistics="average").arrays)
     assert result.unrefined is None
     assert "head: the model stays that of the step before" in caplog.text
 
@@ -989,8 +987,7 @@ def test_a_head_asks_clients_that_have_neither_a_name_nor_a_partition():
         if partition:
             del grid._contexts[node].node_config["partition-id"]
     strategy = FedFisherOneShot(fraction_train=0.5, fraction_evaluate=0.0)
-    result = strategy.start(grid, tiny_arrays())
-    assert len(result.exchange_uploads["head"]) == 4
+    assert len(strategy.start(grid, tiny_arrays()).exchange_uploads["head"]) == 4
 
 
 def stretched(policy, *, refine):
@@ -1027,8 +1024,7 @@ def stretched(policy, *, refine):
 
 def test_a_step_is_within_the_bound_of_sums_that_the_policy_has_cut():
     """The bound of what was left let the step raise the loss of all data."""
-    policy = Policy(max_curvature=1)
-    metrics, after = stretched(policy, refine=Refinement(head=True))
+    metrics, after = stretched(Policy(max_curvature=1), refine=Refinement(head=True))
     assert after < metrics["head-loss"]
 
 

@@ -166,8 +166,7 @@ def test_every_methods_accuracy_is_as_by_hand(tmp_path, caplog):
         return float((outputs.argmax(1) == y).double().mean())
 
     members = [u.payload.params for u in replies]
-    weights = [n / 100 for n in EXAMPLES]
-    pairs = list(zip(weights, members, strict=True))
+    pairs = list(zip([n / 100 for n in EXAMPLES], members, strict=True))
     mean = {k: sum(w * params[k] for w, params in pairs) for k in merged.params}
     each = [accuracy(logits(params)) for params in members]
     want = {
@@ -415,8 +414,7 @@ def test_fedavg_of_the_last_rounds_models_stands_beside_any_method(
         got = report_rounds(tmp_path, tiny_model(), HELD_OUT, result, method="FedFish")
     models = [upload.payload.params for upload in result.uploads]
     mean = weighted_mean(models, [upload.num_examples for upload in result.uploads])
-    want = accuracies(tiny_model(), {"mean": mean}, HELD_OUT)["mean"]
-    assert got["fedavg"] == want
+    assert got["fedavg"] == accuracies(tiny_model(), {"mean": mean}, HELD_OUT)["mean"]
     assert "FedAvg's mean of the same models" in caplog.text
     assert ("FedFish, before it is refined," in caplog.text) == bool(refine)
 

@@ -81,8 +81,7 @@ def test_its_curvature_is_that_of_the_renumbered_network(structure, bias):
     torch.manual_seed(0)
     before = posterior_of(net(bias), structure)
     layers = chain_of(before.params)
-    orders = drawn(layers, 2)
-    moved = renumbered_posterior(before, layers, orders)
+    moved = renumbered_posterior(before, layers, drawn(layers, 2))
     direct = posterior_of(loaded(moved.params, bias), structure).curvature
     probe = {k: randn(5, *s, dtype=torch.float64) for k, s in direct.shapes.items()}
     same(direct @ probe, {k: (moved.curvature @ probe)[k] for k in direct.shapes}, 1e-9)
@@ -94,8 +93,7 @@ def test_permuted_copies_match_exactly(name):
     layers = chain_of(params)
     for seed in range(3):
         copy = renumbered(params, layers, drawn(layers, seed))
-        back = renumbered(copy, layers, match(copy, params, layers))
-        same(params, back, 0)
+        same(params, renumbered(copy, layers, match(copy, params, layers)), 0)
 
 
 def test_the_merge_of_permuted_copies_is_the_network():

@@ -64,8 +64,7 @@ def test_one_round_is_the_mean_of_dense_newton_steps(strategy):
     step = sum(
         len(x) / total * torch.linalg.solve(2 * x.mT @ x / len(x), g) for x, _ in data
     )
-    got = arrays_to_tensors(result.arrays)["weight"]
-    assert relative(got, -step.mT) < 1e-5
+    assert relative(arrays_to_tensors(result.arrays)["weight"], -step.mT) < 1e-5
     norm = result.train_metrics_clientapp[1]["gradient-norm"]
     assert norm == pytest.approx(float(g.norm()))
 

@@ -42,8 +42,7 @@ def _no_momentum(monkeypatch):
 
 
 def state_files():
-    root = Path("~/.cache/flwr-fisher/state/state").expanduser()
-    return sorted(root.rglob("*.*"))
+    return sorted(Path("~/.cache/flwr-fisher/state/state").expanduser().rglob("*.*"))
 
 
 def scaffold(**options):
@@ -204,8 +203,7 @@ def test_c_stays_their_mean_where_replies_are_left_out():
             raise ValueError("lost on the way")
 
     app.tamper = {1: sometimes}
-    strategy = scaffold()
-    result = run(strategy, app, 3, num_rounds=3)
+    result = run(scaffold(), app, 3, num_rounds=3)
     assert result.train_metrics_clientapp[2]["num-rejected"] == 1
     assert result.train_metrics_clientapp[3]["num-lost-states"] == 0
     assert_mean_of(result.details, 3)

@@ -26,8 +26,7 @@ from flwr_fisher.secure.fixed_point import (
 
 
 def added(parts):
-    total = np.sum(parts, axis=0, dtype=parts[0].dtype)
-    return total
+    return np.sum(parts, axis=0, dtype=parts[0].dtype)
 
 
 class Federation:
@@ -169,8 +168,7 @@ def test_what_the_server_gets_is_uniform(dtype):
     assert all(uniform(own) for own in masked.values())
     # And so is the sum of all, until it is opened, and of all but one, then.
     assert uniform(added(list(masked.values())))
-    opened = federation.open(masked)
-    assert (opened == 0).all()
+    assert (federation.open(masked) == 0).all()
     for left_out in masked:
         others = added([own for n, own in masked.items() if n != left_out])
         survivors = list(masked)

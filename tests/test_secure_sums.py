@@ -190,8 +190,7 @@ def test_fedavg_of_anybodys_clients(tmp_path):
 
     app.query()(identify)
     result = merged(FedAvg(fraction_evaluate=0.0, secure=SecureSums()), app, clients=3)
-    start = tiny_arrays().to_torch_state_dict()
-    for name, value in start.items():
+    for name, value in tiny_arrays().to_torch_state_dict().items():
         mean = value.double() + (0 * 1 + 1 * 2 + 2 * 3) / 6
         expected = mean if value.is_floating_point() else mean.round()
         assert (result[name] - expected).abs().max() < 1e-6, name
@@ -576,8 +575,7 @@ def test_a_killed_server_goes_on_with_the_same_sums(tmp_path):
                 raise KeyboardInterrupt
             return super().__call__(message, context, call_next)
 
-    mod = Dying(state_dir=tmp_path / "clients")
-    app = make_client_app(counts, mods=[mod])
+    app = make_client_app(counts, mods=[Dying(state_dir=tmp_path / "clients")])
     make = STRATEGIES["fedfisher"]
     expected = merged(make(policy=LIFTED), quick_app())
     for stop in range(6):
@@ -589,8 +587,7 @@ def test_a_killed_server_goes_on_with_the_same_sums(tmp_path):
         result = make(secure=SecureSums()).start(
             grid, tiny_arrays(), resume=True, **run
         )
-        arrays = result.arrays.to_torch_state_dict()
-        assert distance(expected, arrays) < 1e-4
+        assert distance(expected, result.arrays.to_torch_state_dict()) < 1e-4
         assert sorted(trained) == [0, 1, 2, 3]
 
 

@@ -49,8 +49,7 @@ def start(
     train_config=None,
     **options,
 ):
-    strategy = fedfisher_with(**options)
-    return strategy.start(
+    return fedfisher_with(**options).start(
         LocalGrid(app or Watched(), CLIENTS),
         tiny_arrays(),
         num_rounds=num_rounds,
@@ -307,8 +306,7 @@ def test_a_server_dies_while_a_round_is_opened_again(
         start(app, reopen=True, **options)
     monkeypatch.undo()
     last = Watched()
-    result = start(last, **options, **again)
-    assert same_bits(result.arrays, start(num_rounds=1).arrays)
+    assert same_bits(start(last, **options, **again).arrays, start(num_rounds=1).arrays)
     assert len(last.trained) == (dies == "when it has asked")
 
 

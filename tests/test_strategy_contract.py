@@ -302,8 +302,7 @@ def test_weights_may_come_from_another_metric(row):
         metrics["num-examples"] = 1
 
     app = Watched(tamper=dict.fromkeys(range(3), trust))
-    result = run(row(weighted_by_key="trust"), app)
-    assert same_bits(result.arrays, plain(row).arrays)
+    assert same_bits(run(row(weighted_by_key="trust"), app).arrays, plain(row).arrays)
 
 
 def test_the_model_is_not_the_start_and_each_round_goes_on(row):
@@ -423,8 +422,7 @@ def test_all_bad_replies_at_once_spoil_nothing(row, caplog):
 
 def test_too_few_usable_replies_end_the_round_with_every_reason(row):
     spoiled = {0: fail, 1: drop_array("3.bias"), 3: set_metric("num-examples", NAN)}
-    app = Watched(tamper=spoiled)
-    grid = LocalGrid(app, 4)
+    grid = LocalGrid(Watched(tamper=spoiled), 4)
     with pytest.raises(RoundError) as caught:
         row(min_train_nodes=2).start(grid, tiny_arrays())
     text = str(caught.value)
@@ -462,8 +460,7 @@ def clock(monkeypatch):
 
 
 def test_a_client_that_never_answers_costs_the_timeout_and_no_more(row, clock):
-    strategy = row()
-    result = strategy.start(Silent(quick_app(), 3), tiny_arrays(), timeout=20)
+    result = row().start(Silent(quick_app(), 3), tiny_arrays(), timeout=20)
     assert same_bits(result.arrays, plain(row, 0, 2).arrays)
     assert 20 <= clock.now < 25
     assert max(clock.slept) <= 3
@@ -512,8 +509,7 @@ def test_a_users_own_keys_reach_the_training_loop_untouched(row):
 def test_the_callers_config_cannot_change_what_the_strategy_asks_for(row):
     config = ConfigRecord({"fisher.structure": "nonsense", "server-round": 9})
     config["fisher.seed"] = 9
-    result = run(row(), train_config=config)
-    assert same_bits(result.arrays, plain(row).arrays)
+    assert same_bits(run(row(), train_config=config).arrays, plain(row).arrays)
 
 
 def test_records_travel_under_the_keys_that_were_asked_for(row):

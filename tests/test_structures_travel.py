@@ -41,8 +41,7 @@ def test_it_merges_to_the_dense_solution(structure):
         clients, anchor=0.1, shrink=0.0, damping=0.0, balance=0.0,
         robust=0.0, iterations=500, tolerance=1e-7,
     ).params  # fmt: skip
-    blocks = [c.curvature.blocks() for c in clients]
-    for parts in zip(*blocks, strict=True):
+    for parts in zip(*[c.curvature.blocks() for c in clients], strict=True):
         names, F = list(parts[0].shapes), [part.to_dense().double() for part in parts]
         p = [c.num_examples / total for c in clients]
         H = sum(a * f for a, f in zip(p, F, strict=True))

@@ -127,16 +127,14 @@ def drawn(count=4, scale=1.0, sizes=(1, 20, 3, 50)):
     """Clients with Fishers over ten decades and weights over six."""
     clients = []
     for i in range(count):
-        generator = torch.Generator().manual_seed(i)
-        low, *draws = torch.rand(5, 40, generator=generator)
+        low, *draws = torch.rand(5, 40, generator=torch.Generator().manual_seed(i))
         weights = 10 ** (6 * draws[0] - 4) * (draws[1] - 0.5).sign()
         params = {"w": weights.reshape(8, 5), "b": low}
         entries = {
             "w": (scale * 10 ** (-10 * draws[2])).reshape(8, 5),
             "b": scale * draws[3],
         }
-        n = sizes[i % len(sizes)]
-        clients.append(LocalPosterior(params, Diagonal(entries), n))
+        clients.append(LocalPosterior(params, Diagonal(entries), sizes[i % len(sizes)]))
     return clients
 
 
@@ -437,11 +435,9 @@ def test_the_report_leaves_out_what_the_server_cannot_know(tmp_path):
     loader, reports = DataLoader(tiny_data(9, n=50), batch_size=25), []
     for name, options in (("parts", PARTS), ("sums", SUMS)):
         own = {"fraction_evaluate": 0.0, "norm_statistics": "average", **options}
-        grid = LocalGrid(quick_app(), 3)
-        result = fedfisher_with(**own).start(grid, tiny_arrays())
+        result = fedfisher_with(**own).start(LocalGrid(quick_app(), 3), tiny_arrays())
         report_one_shot(tmp_path / name, tiny_model(), loader, result)
-        text = (tmp_path / name / "metrics.json").read_text()
-        reports.append(json.loads(text))
+        reports.append(json.loads((tmp_path / name / "metrics.json").read_text()))
     parts, sums = reports
     assert set(sums["accuracy"]) == {"fedavg", "fedfisher"}
     assert sums["accuracy"].items() <= parts["accuracy"].items()

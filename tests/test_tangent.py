@@ -316,8 +316,7 @@ def test_the_head_is_found_or_named():
 def test_a_head_in_the_middle_is_the_end():
     """A named head need not be last; what follows it does not matter."""
     model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Flatten(0)))
-    features = TangentFeatures(model, ALL, head="0")
-    assert torch.equal(features(VECTORS)[:, :3], VECTORS)
+    assert torch.equal(TangentFeatures(model, ALL, head="0")(VECTORS)[:, :3], VECTORS)
 
 
 def on(x, make, **options):

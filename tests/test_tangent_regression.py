@@ -209,8 +209,7 @@ def test_a_rate_that_is_too_large_is_refused_with_one_that_is_not():
     shown = float(str(caught.value).split()[-1])
     assert 1.99 < shown * spectrum.largest < 2
     tct_update(Z, Y, weight, None, spectrum, lr=shown, local_steps=500)
-    steps = tct_steps(Z, Y, weight, None, lr=lr, local_steps=500)
-    assert steps.norm() > 1e50
+    assert tct_steps(Z, Y, weight, None, lr=lr, local_steps=500).norm() > 1e50
     assert largest_safe_lr(0.0) == float("inf")
     check_lr(1e30, 0.0)
 
@@ -290,8 +289,7 @@ class Federation:
     def best(self, weights=None):
         """Return the minimum-norm least squares of all, each client's mean weighted."""
         weights = weights or [float(n) for n in self.sizes]
-        pairs = zip(weights, self.sizes, strict=True)
-        roots = [(w / n) ** 0.5 for w, n in pairs]
+        roots = [(w / n) ** 0.5 for w, n in zip(weights, self.sizes, strict=True)]
         Z = torch.cat([r * z for r, z in zip(roots, self.Z, strict=True)])
         Y = torch.cat([r * y for r, y in zip(roots, self.Y, strict=True)])
         return torch.linalg.lstsq(Z, Y, driver="gelsd").solution

@@ -99,8 +99,7 @@ class Problem:
         )
         raw, self.Y, self.n = {}, {}, {}
         for i in clients:
-            loader = tiny_client(i).problem.trainloader
-            batches = read_examples(loader, network, i)
+            batches = read_examples(tiny_client(i).problem.trainloader, network, i)
             labels = torch.cat([batch.labels for batch in batches])
             raw[i] = features(inputs_of(batches))
             self.Y[i] = torch.eye(CLASSES).double()[labels] - 1 / CLASSES
@@ -360,8 +359,7 @@ def test_one_whose_features_are_too_large_for_the_rate_stays_out_by_name(caplog)
 
 def steep(partition):
     """Two features of 20 examples; one client's are ten times as steep."""
-    generator = torch.Generator().manual_seed(partition)
-    x = torch.randn(20, 2, generator=generator)
+    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(partition))
     slope = torch.tensor([1.0, (-1.0) ** partition])
     y = (x @ slope + 0.3 * partition > 0.6).long()
     return (x * 10**0.5 if partition == 4 else x), y
@@ -461,8 +459,7 @@ def test_a_tct_model_is_nothing_to_start_from():
 
 
 def test_a_rate_that_is_too_large_is_refused_before_stage_2(tmp_path):
-    problem = Problem(plain().arrays)
-    by_client = {i: s.largest for i, s in problem.spectra.items()}
+    by_client = {i: s.largest for i, s in Problem(plain().arrays).spectra.items()}
     order = sorted(by_client, key=by_client.__getitem__)
     flattest, steepest = by_client[order[0]], by_client[order[-1]]
     lr = 2 / ((flattest + by_client[order[1]]) / 2)
@@ -487,8 +484,7 @@ def test_a_rate_too_large_for_one_of_three_is_told(caplog):
     by_client = {i: s.largest for i, s in Problem(plain().arrays).spectra.items()}
     order = sorted(by_client, key=by_client.__getitem__)
     lr = 2 / ((by_client[order[-1]] + by_client[order[-2]]) / 2)
-    result = run(tct(lr=lr), num_rounds=STAGE1 + 2)
-    assert set(metric(result, "lr")) == {lr}
+    assert set(metric(run(tct(lr=lr), num_rounds=STAGE1 + 2), "lr")) == {lr}
     assert f"too large for partition-{order[-1]}, by the eigenvalues" in caplog.text
 
 
@@ -534,8 +530,7 @@ def test_once_stage_2_has_begun_the_rate_stays(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=said):
             run(tct(**options), resume=True, **where)
-    resumed = run(tct(), resume=True, **where)
-    assert same_bits(resumed.arrays, plain(lr=0.02).arrays)
+    assert same_bits(run(tct(), resume=True, **where).arrays, plain(lr=0.02).arrays)
 
 
 # Too many examples, and other networks
@@ -571,8 +566,7 @@ def few(monkeypatch, tmp_path):
 def test_the_largest_eigenvalue_needs_no_matrix(shape):
     Z = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
     exact = gram_spectrum(Z).largest
-    found = largest_gram_eigenvalue(Z)
-    assert exact * (1 - 1e-6) <= found <= exact * 1.05
+    assert exact * (1 - 1e-6) <= largest_gram_eigenvalue(Z) <= exact * 1.05
 
 
 def other_network(partition, client):
@@ -604,8 +598,7 @@ def other_client(partition, client, **config):
     ],
 )
 def test_a_client_whose_features_are_others_is_refused_by_name(change, caplog):
-    result = run(tct(), client_app(change))
-    assert metric(result, "num-rejected") == [0, 0, 2, 1, 1]
+    assert metric(run(tct(), client_app(change)), "num-rejected") == [0, 0, 2, 1, 1]
     left = left_out(caplog)
     assert all("left out partition-1: node" in m for m in left)
     assert "'tct/': has other features (p, seed, head, network)" in left[0]
@@ -613,8 +606,7 @@ def test_a_client_whose_features_are_others_is_refused_by_name(change, caplog):
 
 
 def text(**changed):
-    about = about_features("d", "3", CLASSES) | changed
-    return description_text(about).numpy()
+    return description_text(about_features("d", "3", CLASSES) | changed).numpy()
 
 
 FEATURES_JOB, SPECTRUM, STEP = "tct-features", "tct-spectrum", "tct-step"

@@ -180,8 +180,7 @@ def client_of(model=tiny_model, loader=None, **options):
 
 
 def asked(client, **config):
-    arrays = ArrayRecord(shared_state(client.problem.model))
-    return ask(client, arrays, KFAC | config)
+    return ask(client, ArrayRecord(shared_state(client.problem.model)), KFAC | config)
 
 
 @pytest.mark.parametrize(("case", "error", "text"), FAILURES.values(), ids=FAILURES)
@@ -300,8 +299,7 @@ def test_results_are_the_same_bits_with_and_without(monkeypatch):
         torch.manual_seed(3)
         loader = DataLoader(tiny_data(4), 4, shuffle=True)
         model = nn.Sequential(tiny_model(), nn.Dropout(0.5))
-        client = FisherClient(model, loader, device="cpu")
-        return asked(client, seed=2)
+        return asked(FisherClient(model, loader, device="cpu"), seed=2)
 
     with_trial = reply()
     monkeypatch.setattr(train, "try_upload", lambda *args: None)
@@ -404,14 +402,12 @@ def test_a_client_has_as_many_examples_as_its_training_read(
 ):
     client = client_of(loader=loader, **options)
     config = {} if structure is None else {"structure": structure}
-    reply = ask(client, config=config)
-    assert metrics_of(reply)["num-examples"] == count
+    assert metrics_of(ask(client, config=config))["num-examples"] == count
 
 
 @pytest.mark.parametrize("job", ["gradient", "probe"])
 def test_an_endless_stream_is_read_for_as_many_examples_as_are_given(job):
-    stream = DataLoader(Endless(), 4)
-    client = client_of(loader=stream, num_examples=10)
+    client = client_of(loader=DataLoader(Endless(), 4), num_examples=10)
     Endless.read = 0
     ask(client, tiny_arrays(), {"job": job})
     assert Endless.read <= 5 * 12

@@ -156,8 +156,7 @@ def test_those_that_are_left_evaluate(clock):
 
 
 def test_a_silent_node_delays_the_start_by_seconds(clock):
-    app = Watched()
-    grid = ClockedGrid(app, {1: Behaviour(answers=inf)}, clock, 4)
+    grid = ClockedGrid(Watched(), {1: Behaviour(answers=inf)}, clock, 4)
     result = start(grid, num_rounds=2, timeout=3600)
     assert result.train_metrics_clientapp[1]["num-replies"] == 3
     assert clock.now < 20
@@ -178,8 +177,7 @@ def test_a_node_that_starts_again_is_waited_for_where_it_is_wanted(clock):
 
 
 def test_a_node_that_never_answers_is_named_and_waited_for_once(clock, caplog):
-    app = Watched()
-    grid = ClockedGrid(app, {1: Behaviour(answers=inf)}, clock, 4)
+    grid = ClockedGrid(Watched(), {1: Behaviour(answers=inf)}, clock, 4)
     result = start(grid, num_rounds=5, timeout=3600, min_available_nodes=4)
     assert result.train_metrics_clientapp[1]["num-replies"] == 3
     assert 120 < clock.now < 150

@@ -36,8 +36,7 @@ def start(grid, waiting=None, **options):
 
 def merged_of(*partitions):
     """The one-shot model of these clients, all of them there."""
-    grid = LocalGrid(quick_app(partitions), len(partitions))
-    return start(grid, policy=None)
+    return start(LocalGrid(quick_app(partitions), len(partitions)), policy=None)
 
 
 def test_clients_are_asked_as_they_come(clock):
@@ -81,8 +80,7 @@ def test_who_comes_first_to_a_window_shuts_nobody_out(clock):
 def test_enough_closes_the_window(clock):
     comes = {p: between(HOUR * p, inf) for p in range(6)}
     grid = ClockedGrid(quick_app(), comes, clock, 6)
-    result = start(grid, Waiting(window=DAY, enough_replies=3))
-    assert len(result.uploads) == 3
+    assert len(start(grid, Waiting(window=DAY, enough_replies=3)).uploads) == 3
     assert clock.now < 2 * HOUR + 100
 
 
@@ -177,8 +175,7 @@ def test_a_node_that_lost_its_request_is_asked_again_where_nothing_is_done_twice
     lost = Behaviour(seconds=lambda times: inf if times == 0 else 1.0)
     grid = ClockedGrid(quick_app(), {2: lost}, clock, 3)
     where = {"checkpoint_dir": tmp_path} if kept else {}
-    result = start(grid, Waiting(window=4000), **where)
-    assert len(result.uploads) == (3 if kept else 2)
+    assert len(start(grid, Waiting(window=4000), **where).uploads) == (3 if kept else 2)
 
 
 # The merge asked for again
@@ -270,8 +267,7 @@ def test_enough_replies_are_not_enough_for_a_round_that_is_reopened(
     slow = Behaviour(seconds=lambda times: 9.0 if times else 99.0)
     grid, refine = ClockedGrid(Watched(), {1: slow}, clock, 3), Refinement()
     options = {"timeout": 500, "checkpoint_dir": tmp_path}
-    first = start(grid, waiting, refine=refine, **options)
-    assert clients_of(first) == [0, 2]
+    assert clients_of(start(grid, waiting, refine=refine, **options)) == [0, 2]
     options |= {"resume": True, "reopen": True}
     again = start(grid, waiting, refine=refine, **options)
     assert clients_of(again) == [0, 1, 2]
@@ -283,8 +279,7 @@ def test_without_a_window_those_who_were_missing_are_asked_again(clock, tmp_path
     app = Watched()
     options = {"timeout": 50, "checkpoint_dir": tmp_path}
     grid = ClockedGrid(app, {1: slow, 3: between(55, inf)}, clock, 4)
-    first = start(grid, policy=LIFTED, **options)
-    assert clients_of(first) == [0, 2]
+    assert clients_of(start(grid, policy=LIFTED, **options)) == [0, 2]
     clock.now = 100
     options |= {"resume": True, "reopen": True}
     assert clients_of(start(grid, policy=LIFTED, **options)) == [0, 1, 2]

@@ -24,8 +24,7 @@ SHAPES += [(2, 1, 3, 2), (1,) * 12]
 
 
 def entries(shape, dtype="float32"):
-    count = int(np.prod(shape))
-    return np.arange(count).reshape(shape).astype(dtype)
+    return np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
 
 
 def saved(values, version=(1, 0)):

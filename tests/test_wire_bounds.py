@@ -177,8 +177,7 @@ def test_a_trace_is_known_without_the_matrices(structure, budget, monkeypatch):
     curvature = FisherUpload.from_arrays(record, sent.params, chosen).curvature
     for block in curvature.blocks():
         assert isinstance(block, Deferred)
-        trace = block.made().trace()
-        assert block.trace() == pytest.approx(trace, rel=1e-5)
+        assert block.trace() == pytest.approx(block.made().trace(), rel=1e-5)
         monkeypatch.setattr(block, "_make", None)  # it is not made
         assert block.trace() > 0
 
@@ -203,8 +202,7 @@ def test_an_upload_takes_no_more_memory_than_what_came(structure):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
 def test_second_moments_of_any_rank_and_scale_are_no_less(dtype, scale):
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(3, 40, 300, generator=generator)
+    rows = torch.randn(3, 40, 300, generator=torch.Generator().manual_seed(0))
     rows[0] *= torch.logspace(-6, 6, 300)  # inputs of any unit
     rows[1, :, :100] = 0
     moments = (scale * (rows.mT @ rows / 40)).to(dtype)
@@ -242,8 +240,7 @@ def test_no_two_rounds_uploads_are_held_at_once(make):
 
         def _read(self, record, like):
             gc.collect()
-            alive = [ref for earlier in refs[:-1] for ref in earlier if ref()]
-            assert not alive
+            assert not [ref for earlier in refs[:-1] for ref in earlier if ref()]
             upload = super()._read(record, like)
             refs[-1].append(weakref.ref(upload))
             return upload

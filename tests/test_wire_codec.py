@@ -252,8 +252,7 @@ def test_more_budget_is_used():
     sent = upload_of("wide", "kfac")
     errors = []
     for budget in (0.55, 0.6, 0.7, 1.0, 2.0):
-        got = sent_and_read(sent, Codec(budget=budget))
-        read = curvature_to_tensors(got.curvature)
+        read = curvature_to_tensors(sent_and_read(sent, Codec(budget=budget)).curvature)
         parts = curvature_to_tensors(sent.curvature)
         errors.append(max(relative(read[key], v) for key, v in parts.items()))
     assert errors == sorted(errors, reverse=True)

@@ -50,8 +50,7 @@ def diagonal_back(values, bits=16, fine=None):
     assert len(entry) == size_of_diagonal(count, fine)
     form, said, _, body = read_head(entry, "x")
     assert (form, said) == (Packing.FLOAT, 16)
-    got = decode_diagonal(body, count, values.dtype, field="x")
-    return got.view(values.shape)
+    return decode_diagonal(body, count, values.dtype, field="x").view(values.shape)
 
 
 def rounding(values):
