@@ -7,6 +7,7 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Codec, FisherUpload, arrays_to_tensors
+from flwr_fisher.wire.options import split_not_sent
 
 LIKE = arrays_to_tensors(tiny_arrays())
 FINE = Codec(budget=6.0)
@@ -38,7 +39,9 @@ def test_another_codec_than_the_one_that_was_asked_for_is_refused(caplog):
         content["arrays"] = reply.content["arrays"]
 
     def small(content):
-        read = FisherUpload.from_arrays(content["arrays"], LIKE, FINE)
+        read = FisherUpload.from_arrays(
+            split_not_sent(content["arrays"])[0], LIKE, FINE
+        )
         content["arrays"] = read.to_arrays(Codec(budget=3.0))
 
     result = run(Watched(tamper={0: lossless, 1: small}), codec=FINE, min_train_nodes=1)
