@@ -211,6 +211,24 @@ def test_classes_have_the_same_numbers_for_every_strategy(make, caplog):
     assert [score["loss"] for score in scores] == [0.0] * 3
 
 
+def test_who_is_left_out_does_not_evaluate_after_a_restart_either(tmp_path):
+    def ends(server_round, arrays):
+        if server_round and not again:
+            raise KeyboardInterrupt
+
+    def go_on(**options):
+        grid = LocalGrid(app_by_partition(class_lists), 4)
+        own = {"evaluate_fn": ends, "checkpoint_dir": tmp_path, **options}
+        return FedAvg().start(grid, arrays(shared_state(model())), **own)
+
+    again = False
+    with pytest.raises(KeyboardInterrupt):
+        go_on()
+    again = True
+    result = go_on(resume=True)
+    assert result.evaluate_metrics_clientapp[1]["loss"] == 0
+
+
 def test_who_says_its_classes_too_late_is_left_out_by_its_upload(caplog):
     """Its query was not waited for, and nobody looked at it again."""
 
@@ -501,8 +519,9 @@ def test_uploads_on_disk_are_compared_with_those_that_come_later(
     assert f"its {change}" in caplog.text
 
 
+@pytest.mark.parametrize("method", [FedFisherOneShot, FedAvg])
 @pytest.mark.parametrize("kind", ["plain", "FisherClient"])
-def test_likelihoods_are_compared_where_nobody_is_asked(kind, caplog):
+def test_likelihoods_are_compared_where_nobody_is_asked(kind, method, caplog):
     """Clients of another kind were merged without a word."""
     kinds = ["categorical", Softmax(), "categorical"]
 
@@ -511,7 +530,7 @@ def test_likelihoods_are_compared_where_nobody_is_asked(kind, caplog):
         return nn.Linear(3, 2)
 
     window = Waiting(window=60, enough_replies=3)
-    strategy = FedFisherOneShot(fraction_evaluate=0.0, waiting=window)
+    strategy = method(fraction_evaluate=0.0, waiting=window)
     app = (
         plain_app(make, True, likelihoods=kinds)
         if kind == "plain"

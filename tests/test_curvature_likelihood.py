@@ -354,6 +354,7 @@ def test_a_label_of_minus_100_is_none_for_a_likelihood_of_ones_own(
         for batch in ((x, y), (x[few], y[few]))
     )
     torch.testing.assert_close(flat(found.diagonal()), flat(expected.diagonal()))
+    assert Poisson().num_labels(torch.tensor([[1, -100], [-100, -100]])) == 1
 
 
 def test_a_method_that_nothing_calls_is_refused():

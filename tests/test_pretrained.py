@@ -1,12 +1,18 @@
 """Published weights: the head comes first, and training keeps what is known."""
 
+import math
+from collections import Counter
+from functools import partial
+
 import pytest
 import torch
+from flwr.app import ConfigRecord
 from test_refinement import SUMS, loss_of, run, untrained_app
 from test_secure_sums import secure_app
 from torch import nn
 from torch.utils.data import DataLoader
 from virtual import (
+    Watched,
     app_by_partition,
     close,
     killing_app,
@@ -157,6 +163,46 @@ def test_secure_sums_give_the_same_model(tmp_path):
     secure = {"policy": None, "secure": SecureSums()}
     summed = run(app=secure_app(tmp_path / "b"), **KNOWN, **SUMS, **secure)
     assert close(summed.arrays, plain.arrays, 1e-4)
+
+
+def test_a_client_that_leaves_the_last_sum_spares_no_spoilt_training(tmp_path):
+    """Sums of unlike clients were not compared, and nobody said so."""
+    requests = []
+
+    def leaves(message, context, stage):
+        if context.node_config["partition-id"] == 2:
+            requests.append(stage)
+            if len(requests) > stays:
+                raise ValueError("gone")
+
+    taken, stays = [], math.inf
+    for folder in ("all", "one leaves"):
+        app = secure_app(tmp_path / folder, leaves)
+        result = run(
+            FedAvg, app, 4, **KNOWN, policy=None, secure=SecureSums(),
+            train_config=ConfigRecord({"lr": 3.0}),
+        )  # fmt: skip
+        taken.append(result.train_metrics_clientapp[1]["start-taken"])
+        stays = len(requests) - 5  # the stages of one sum
+        requests.clear()
+    assert taken == [1, 1]
+    assert len(result.exchange_uploads["start losses"][0].members) == 3
+
+
+def test_without_the_trained_networks_loss_the_published_one_is_taken(caplog):
+    """A warning gave its loss as infinite, and called it spoilt."""
+    losses = Counter()
+
+    def away(partition, content):
+        (record,) = content.array_records.values()
+        losses[partition] += "losses" in record
+        if "losses" in record and losses[partition] == 2:  # of the trained one
+            raise ValueError("away")
+
+    app = Watched(tamper={n: partial(away, n) for n in range(3)})
+    result = run(FedAvg, app, **KNOWN)
+    assert result.train_metrics_clientapp[1]["start-taken"] == 1
+    assert "nobody knows the loss of the trained network" in caplog.text
 
 
 def test_only_the_first_round_begins_with_a_head():

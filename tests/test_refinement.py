@@ -542,9 +542,8 @@ def test_two_loops_are_the_dense_update():
 
 
 def run(make=FedFisherOneShot, app=None, clients=3, *, arrays=None, **own):
-    start = {
-        k: own.pop(k) for k in ("checkpoint_dir", "resume", "num_rounds") if k in own
-    }
+    of_start = ("checkpoint_dir", "resume", "num_rounds", "train_config")
+    start = {k: own.pop(k) for k in of_start if k in own}
     strategy = make(**{"fraction_evaluate": 0.0, "policy": LIFTED, **own})
     grid = LocalGrid(tiny_app() if app is None else app, clients)
     return strategy.start(grid, arrays or tiny_arrays(), **start)

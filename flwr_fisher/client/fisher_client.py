@@ -20,6 +20,7 @@ from flwr_fisher.client.messages import (
     identify,
     name_of,
     not_sent,
+    told_to,
 )
 from flwr_fisher.client.outbox import Outbox, TrainingCheckpoint
 from flwr_fisher.client.problem import LocalProblem
@@ -184,10 +185,8 @@ class FisherClient:
                     if kept is None:
                         outbox.keep(reply)
         arrays = reply.arrays
-        if tells == "labels":  # here each client may freeze what it likes
-            told = f" {told.partition(' ')[2]}"
         if arrays is not None and tells:
-            arrays = with_not_sent(arrays, told)
+            arrays = with_not_sent(arrays, told_to(tells, told))
         return _message(message, MetricRecord({**reply.metrics}), arrays)
 
     def evaluate(self, message: Message, context: Context) -> Message:

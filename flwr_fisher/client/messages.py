@@ -184,6 +184,12 @@ def not_sent(problem: LocalProblem, sent: Collection[str]) -> str:
     return f"{digest} {classes} {problem.likelihood_name}"
 
 
+def told_to(tells: object, told: str) -> str:
+    """Return what of :func:`not_sent` a request asks for."""
+    # For "labels", each client may freeze what it likes.
+    return f" {told.partition(' ')[2]}" if tells == "labels" else told
+
+
 def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return a model's frozen parameters by name.
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from flwr_fisher.client.fisher_client import FisherClient
 from flwr_fisher.client.jobs.train import dry_run, requested_training, warn_if_unchanged
-from flwr_fisher.client.messages import not_sent
+from flwr_fisher.client.messages import not_sent, told_to
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import ClientLimits, Request
 from flwr_fisher.client.training import Loader
@@ -95,9 +95,10 @@ def fisher_arrays(
         _, curvature = job.train(problem, request)
     warn_if_unchanged(problem, request.params)
     arrays = job.packed(problem, request, curvature, count)
-    if not job.structure:
+    if not (tells := request.options.get("tell")) and not job.structure:
         return arrays
-    return with_not_sent(arrays, not_sent(problem, request.params))
+    told = told_to(tells, not_sent(problem, request.params))
+    return with_not_sent(arrays, told)
 
 
 def check_fisher(

@@ -95,7 +95,8 @@ def report_one_shot(
     there is also the merge alone. If the clients have measured the merged model's batch
     norms, there is also the merge before that, whose norms are averaged as FedAvg's
     are. The log also has each client's share of the curvature, and the accuracy of its
-    own model.
+    own model. All are of the uploads as the policy left them: a strict one shortens the
+    steps of some.
 
     Parameters
     ----------

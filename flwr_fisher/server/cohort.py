@@ -195,8 +195,6 @@ class Cohort:
         self._frozen: dict[int, frozenset[str]] = {}
         self._likelihoods: dict[int, str] = {}
         self._classes: dict[int, str] = {}
-        # The names of clients that are unlike most, whose scores mean something else.
-        self.unlike: set[str] = set()
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the grid's mailbox, which knows the outstanding replies."""
@@ -502,7 +500,6 @@ class Cohort:
             left = {n: said[n] for n in known if n in said and n not in errors}
             for node, (other, whom) in unlike_most(left).items():
                 errors[node] = ClientError(difference(left[node], other, whom))
-        self.unlike |= set(map(self.name, errors))
         return errors
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:

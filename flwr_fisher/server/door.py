@@ -481,7 +481,6 @@ class Door(Generic[P]):
             for client, (_, whom) in unlike_most(said).items():
                 error = WireError(reason.format(whom), field="frozen")
                 self.withdraw(uploads[client], error)
-                self.cohort.unlike.add(client)
 
     def metrics(
         self, aggregate: Aggregate, uploads: Sequence[Upload[P]]

@@ -342,12 +342,12 @@ class Driver:
             logger.warning("configure_evaluate: no client evaluates: %s", error)
             return []
         logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
-        cohort = self.cohort
-        return [
-            node
-            for node in nodes
-            if node not in cohort.abstaining and cohort.name(node) not in cohort.unlike
-        ]
+        every = self._exchanges(self.server_round)
+        asked = self.grid, nodes, self.run.state.params, strategy.timeout
+        alike = any(each.require_same_parameters for each in every)
+        # What their scores mean is unlike, too.
+        unlike = self.cohort.mismatched(*asked, parameters=alike)
+        return [n for n in nodes if n not in self.cohort.abstaining | unlike.keys()]
 
     def _aggregated(
         self, scores: Mapping[int, MetricRecord], left_out: LeftOut

@@ -385,12 +385,20 @@ def _choose_start(state: ServerState, uploads: Uploads[HeadLossUpload]) -> Step:
     kept = ServerState(state.params, state.without(_CHOSEN))
     last, start = math.inf, metrics["head-loss"]
     if chosen := state.group(_CHOSEN):
-        last, start = _over_both(chosen, own)
+        last, over_both = _over_both(chosen, own)
+        # Two secure sums of unlike clients are compared as they are.
+        start = over_both if over_both < math.inf else start
     if last < start:
         return Step(kept, {"start-loss": start, "start-taken": 0}, quiet=True)
-    text = "the training has spoilt what the network knew (its loss is %.3g, and %.3g "
-    text += "as it was published), so that one is taken. Try a lower learning rate"
-    logger.warning(text, last, start)
+    if chosen:
+        text = "the training has spoilt what the network knew (its loss is %.3g, and "
+        text += "%.3g as it was published), so that one is taken. Try a lower learning "
+        logger.warning(text + "rate", last, start)
+    else:
+        text = "nobody knows the loss of the trained network, for the reasons above, "
+        text += "so the published one is taken (%.3g); the other is result.unrefined. "
+        text += "Try a lower learning rate, if the training has spoilt it"
+        logger.warning(text, start)
     copies = {name: value.clone() for name, value in params.items()}
     metrics["start-taken"] = 1
     return Step(replace(kept, params=copies), metrics, quiet=True)

@@ -122,8 +122,14 @@ class Likelihood(ABC):
         """
 
     def num_labels(self, labels: Tensor) -> int:
-        """Return how many terms a batch's mean loss has; at least 1."""
-        return max(1, count_labels(labels)) if labels.dim() == 1 else len(labels)
+        """Return how many terms a batch's mean loss has; at least 1.
+
+        By default: how many examples have a label other than the integer -100.
+        """
+        if not is_whole(labels):
+            return len(labels)
+        rows = (labels != IGNORED).reshape(len(labels), -1).any(1)
+        return max(1, int(rows.sum()))
 
     def check_labels(self, outputs: Tensor, labels: Tensor) -> None:
         """Raise an error if labels show that the outputs have another meaning.
