@@ -130,8 +130,7 @@ def layer_factors(model, name, inputs, *, reduce=False):
             g = by_position(layer, gradient).unflatten(0, (groups, -1))
             if reduce:
                 g = g.sum(2, keepdim=True)
-            p = value.detach().exp()
-            G = G + p * g @ g.mT / g.shape[2] / len(inputs)
+            G = G + value.detach().exp() * g @ g.mT / g.shape[2] / len(inputs)
     return A, G
 
 
@@ -274,8 +273,7 @@ def dense(F):
 
 def dense_in(F, names):
     """The matrix with its rows in another order of the parameters."""
-    entries = unflatten(torch.arange(F.numel()), F.shapes)
-    order = flatten(select(entries, names))
+    order = flatten(select(unflatten(torch.arange(F.numel()), F.shapes), names))
     return dense(F)[order][:, order]
 
 

@@ -225,8 +225,7 @@ def test_who_is_left_out_does_not_evaluate_after_a_restart_either(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         go_on()
     again = True
-    result = go_on(resume=True)
-    assert result.evaluate_metrics_clientapp[1]["loss"] == 0
+    assert go_on(resume=True).evaluate_metrics_clientapp[1]["loss"] == 0
 
 
 def test_who_says_its_classes_too_late_is_left_out_by_its_upload(caplog):
@@ -339,8 +338,7 @@ class Replaced(nn.Module):
 def test_a_frozen_head_that_a_trained_copy_replaces_is_each_clients_own():
     start = arrays(shared_state(Replaced(0)))
     grid = LocalGrid(app_of(Replaced, []), 3)
-    strategy = FedFisherOneShot(fraction_evaluate=0.0)
-    assert len(strategy.start(grid, start).uploads) == 3
+    assert len(FedFisherOneShot(fraction_evaluate=0.0).start(grid, start).uploads) == 3
 
 
 class Adapter(nn.Module):

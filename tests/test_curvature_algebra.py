@@ -311,8 +311,7 @@ def test_shrinking_is_of_inputs_and_damping_of_outputs_group_by_group(shrink, da
         A = [(1 - shrink) * a + shrink * torch.diag(a.diag()) for a in k.A]
         G = [(1 - damping) * g + damping * g.trace() / len(g) * eye for g in k.G]
         want = Kronecker("w", k.weight_shape, torch.stack(A), torch.stack(G), "b")
-        got = k.regularised(shrink=shrink, damping=damping)
-        close(got.to_dense(), want.to_dense())
+        close(k.regularised(shrink=shrink, damping=damping).to_dense(), want.to_dense())
 
 
 @every_kind
@@ -342,8 +341,7 @@ def test_compound_curvatures_regularise_each_part():
 def test_a_kronecker_product_is_g_w_a_with_the_bias_as_last_column():
     k = random_kronecker(3, bias="b")
     v = random_like(k, 1)
-    matrix = torch.cat([v["w"], v["b"].unsqueeze(1)], dim=1)
-    want = k.G[0] @ matrix @ k.A[0]
+    want = k.G[0] @ torch.cat([v["w"], v["b"].unsqueeze(1)], dim=1) @ k.A[0]
     got = k @ v
     close(got["w"], want[:, :-1])
     close(got["b"], want[:, -1])

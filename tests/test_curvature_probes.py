@@ -132,8 +132,7 @@ def at(model, x, y, loss_fn):
     twin, like = copy.deepcopy(model).eval(), trained(model)
 
     def value(theta):
-        outputs = functional_call(twin, cut(theta, like), (x,))
-        return loss_fn(outputs, y)
+        return loss_fn(functional_call(twin, cut(theta, like), (x,)), y)
 
     return value
 
@@ -274,8 +273,7 @@ class Patches(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x):
-        tokens = self.patch(x).flatten(2).mT
-        return self.head(self.encoder(self.norm(tokens)).mean(1))
+        return self.head(self.encoder(self.norm(self.patch(x).flatten(2).mT)).mean(1))
 
 
 DIFFERENCED = {
@@ -399,8 +397,7 @@ def test_a_zero_vector_has_a_zero_product():
 def test_half_precision_is_summed_in_single():
     model = nn.Linear(3, 3).bfloat16()
     x = VECTORS.bfloat16().repeat(200, 1)
-    y = labels_for(VECTORS).repeat(200)
-    got, _ = gradient(model, in_batches(x, y, 5))
+    got, _ = gradient(model, in_batches(x, labels_for(VECTORS).repeat(200), 5))
     want, _ = gradient(model, [(VECTORS.bfloat16(), labels_for(VECTORS))])
     assert got["weight"].dtype == torch.bfloat16
     assert relative(flat(got), flat(want)) <= 1e-2

@@ -249,8 +249,7 @@ def test_train_mode_steps_by_the_batches_statistics_and_measures_the_models(prob
         sizes.append(float(len(problem.trainloader.dataset)))
     slope, row = (weighted_mean(each, sizes) for each in (slopes, rows))
     before = arrays_to_tensors(tiny_arrays())
-    first = flat(row)[0]
-    want = fagh_step(before, slope, row, first, None, lr=0.3, rho=0.5).params
+    want = fagh_step(before, slope, row, flat(row)[0], None, lr=0.3, rho=0.5).params
     trained = {k: v for k, v in want.items() if k in slope}
     assert relative(flat({k: got[k] for k in trained}), flat(trained)) < 1e-5
     model = tiny_model()

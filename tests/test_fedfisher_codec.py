@@ -57,5 +57,4 @@ def test_a_budget_that_is_too_small_is_refused_before_any_client_trains():
     with pytest.raises(ConfigurationError, match=r"budget must be >= [\d.]+") as caught:
         strategy.start(grid, tiny_arrays())
     assert not app.trained
-    needed = float(str(caught.value).split(">= ")[1].split()[0])
-    run(codec=Codec(budget=needed))
+    run(codec=Codec(budget=float(str(caught.value).split(">= ")[1].split()[0])))

@@ -59,8 +59,7 @@ from flwr_fisher.wire.quantise import decode_param, encode_param
     ],
 )
 def test_what_is_no_metric_costs_no_training(returned, kept, text, caplog):
-    client = tiny_client(train_fn=lambda *arguments: returned)
-    found = dict(metrics_of(ask(client)))
+    found = dict(metrics_of(ask(tiny_client(train_fn=lambda *arguments: returned))))
     assert found.pop("num-examples")
     assert found == kept
     assert text is None or text in caplog.text
@@ -164,8 +163,7 @@ class Halving(flowers.FedAvg):
 
 
 def beside(*bases, **hooks):
-    strategy = type("Beside", bases, hooks)()
-    return strategy.start(LocalGrid(tiny_app(), 2), tiny_arrays())
+    return type("Beside", bases, hooks)().start(LocalGrid(tiny_app(), 2), tiny_arrays())
 
 
 def starting(arrays=None, app=None, options=(), **more):

@@ -66,8 +66,7 @@ def test_two_nodes_of_one_name_end_the_run_after_two_minutes(clock):
 
 def test_a_claim_does_not_cost_the_owner_what_it_was_asked_for(clock):
     slow = {p: Behaviour(seconds=lambda times: 60.0) for p in range(3)}
-    impostor = Behaviour(connected=lambda now: now > 20)
-    slow[3] = impostor
+    slow[3] = Behaviour(connected=lambda now: now > 20)
     grid = Named(CLIENTS, slow, clock, 4, claims={3: 1})
     result = start(grid, Waiting(window=200))
     assert clients_of(result) == ["partition-0", "partition-1", "partition-2"]
@@ -90,8 +89,7 @@ def test_an_unregistered_claim_costs_a_registered_node_nothing(clock):
         2: Behaviour(connected=lambda now: now < 30),
     }
     names = {"registered": {1: "hospital"}, "claims": {2: 1}}
-    grid = Named(CLIENTS, comes, clock, 3, **names)
-    result = start(grid, Waiting(window=200))
+    result = start(Named(CLIENTS, comes, clock, 3, **names), Waiting(window=200))
     assert clients_of(result) == ["partition-0", "hospital"]
     assert result.train_metrics_clientapp[1]["num-rejected"] == 1
 

@@ -247,8 +247,7 @@ class Saves(Server):
 
 def served(rounds=1, app=None, **options):
     settings = {"model": tiny_model(), "fraction_evaluate": 0.0} | options
-    kind = settings.pop("kind", FedFisherOneShot)
-    strategy = as_legacy(kind, **settings)
+    strategy = as_legacy(settings.pop("kind", FedFisherOneShot), **settings)
     server = Saves(client_manager=SimpleClientManager(), strategy=strategy)
     config = ServerConfig(num_rounds=rounds)
     run(ServerAppComponents(server=server, config=config), app=app)

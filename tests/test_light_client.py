@@ -73,8 +73,7 @@ def said(tmp_path_factory):
 
 def bare(tmp_path, code):
     """What a program prints where no extra is installed."""
-    first = write_sitecustomize(tmp_path / "bare")
-    path = os.pathsep.join([str(first), *sys.path])
+    path = os.pathsep.join([str(write_sitecustomize(tmp_path / "bare")), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path, "HOME": str(tmp_path)},

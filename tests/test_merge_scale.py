@@ -182,8 +182,7 @@ def test_sums_of_any_scale(factor):
 
 def test_sums_at_the_end_of_float32():
     params = {"w": torch.ones(2)}
-    F = Diagonal({"w": torch.full((2,), 3e38)})
-    one = LocalPosterior(params, F, 9)
+    one = LocalPosterior(params, Diagonal({"w": torch.full((2,), 3e38)}), 9)
     merged = fedfisher_from_sums(DiagonalSums.of([one, one]))
     assert torch.equal(merged.params["w"], torch.ones(2))
     with pytest.raises(ParamsError, match="the clients' sums: 'w' holds"):

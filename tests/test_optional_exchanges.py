@@ -65,8 +65,7 @@ def with_best_head(arrays):
     penalty = 1e-3 * gram.diagonal()[:-1].mean() * torch.eye(len(gram))
     penalty[-1, -1] = 0  # of the bias
     solution = torch.linalg.solve(gram + penalty, inputs.mT @ targets)
-    state = shared_state(model)
-    return {**state, "3.weight": solution[:-1].mT, "3.bias": solution[-1]}
+    return {**shared_state(model), "3.weight": solution[:-1].mT, "3.bias": solution[-1]}
 
 
 def assert_head_of(merged, refitted, tolerance=1e-4):
@@ -286,8 +285,7 @@ def test_who_had_no_part_in_the_first_exchange_cannot_join_the_last(tmp_path, ca
 def test_reopening_a_round_opens_its_merge(tmp_path):
     """What came after it is done again, for the new model."""
     app = Watched(tamper={2: at_request(1, fail)})
-    first = run(WithHead, app, checkpoint_dir=tmp_path)
-    assert len(first.uploads) == 2
+    assert len(run(WithHead, app, checkpoint_dir=tmp_path).uploads) == 2
     again = run(WithHead, Watched(), checkpoint_dir=tmp_path, resume=True, reopen=True)
     assert len(again.uploads) == 3
     assert same_bits(again.arrays, run(WithHead).arrays)

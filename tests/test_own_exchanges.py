@@ -61,8 +61,7 @@ def expected(uploads):
 def test_it_is_what_one_function_finds_of_all_models_and_data():
     strategy = method()
     uploads = seen(strategy)
-    result = run(strategy)
-    found, right = result.arrays.to_torch_state_dict(), expected(uploads)
+    found, right = run(strategy).arrays.to_torch_state_dict(), expected(uploads)
     assert len(uploads) == 4
     for name, value in right.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)

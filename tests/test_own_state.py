@@ -40,8 +40,7 @@ def run(app=None, clients=3, **start):
 
 def test_it_reaches_the_optimum_of_all_data():
     options = {"fraction_train": 0.5}
-    method = feddyn(model=virtual.plane(), alpha=4.0, **options)
-    found = lines.on_lines(method, 65)
+    found = lines.on_lines(feddyn(model=virtual.plane(), alpha=4.0, **options), 65)
     torch.testing.assert_close(found, lines.optimum(), rtol=0, atol=1e-4)
 
 

@@ -27,8 +27,7 @@ from flwr_fisher.params import (
 
 def pair():
     left = {"w": randn(0, 2, 3), "b": randn(1, 2), "s": randn(2)}
-    right = {"b": randn(3, 2), "w": randn(4, 2, 3), "s": randn(5)}
-    return left, right
+    return left, {"b": randn(3, 2), "w": randn(4, 2, 3), "s": randn(5)}
 
 
 def test_add_subtract_and_scale_work_by_key_and_keep_the_left_order():

@@ -315,8 +315,7 @@ def test_the_two_stages_example_runs_and_leaves_a_model(my_app, tmp_path, monkey
 
 def test_the_watched_run_leaves_the_best_model(my_app):
     ran("watching.md", epochs=1)
-    model = Net()
-    model.load_state_dict(load_file(Path.home() / "run" / "best.safetensors"))
+    Net().load_state_dict(load_file(Path.home() / "run" / "best.safetensors"))
 
 
 def more_exchanges():

@@ -253,8 +253,7 @@ def test_a_step_from_any_head_lowers_its_loss(kind, bias):
         solved = [randn(seed, CLASSES, WIDTH), *[randn(9 + seed, CLASSES)] * bias]
         asked = layer, batches, "", solved, [1.0], loss_fn
         losses, (_, slope) = head_losses(*asked, classes=kind == "softmax")
-        step = (slope @ metric).float()
-        parts = step.split([WIDTH, *[1] * bias], 1)
+        parts = (slope @ metric).float().split([WIDTH, *[1] * bias], 1)
         moved = [v - p.reshape(v.shape) for v, p in zip(solved, parts, strict=True)]
         with torch.no_grad():
             after = loss_fn(F.linear(z.float(), *moved), targets)
@@ -507,8 +506,7 @@ def test_steps_end_at_the_minimum_and_no_loss_that_is_taken_rises():
 
 def test_a_step_after_which_the_loss_rose_is_taken_back():
     at, inverse, _ = quadratic()
-    x = {"w": torch.zeros(6, dtype=torch.float64)}
-    slope, loss = at(x)
+    slope, loss = at({"w": torch.zeros(6, dtype=torch.float64)})
     descent = replace(Descent.begin(slope, loss, inverse), gamma=20.0)
     far = descent._turned(inverse, 1.0)
     after = far.after(*at({"w": far.step["w"]}), inverse)

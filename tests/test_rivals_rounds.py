@@ -86,8 +86,7 @@ def test_a_round_of_fedexp_is_what_a_pencil_gives(first, epsilon, lr, mean):
     xs = [torch.tensor([first]).float(), torch.tensor([[1.0, 2.0]] * 2)]
     data = [(x, torch.ones(len(x), 1)) for x in xs]
     train = LocalSGD(lr=1.0, momentum=0.0, loss_fn=half_square)
-    strategy = FedExP(epsilon=epsilon, fraction_evaluate=0.0)
-    result = run(strategy, plane, data, train)
+    result = run(FedExP(epsilon=epsilon, fraction_evaluate=0.0), plane, data, train)
     got = arrays_to_tensors(result.arrays)["weight"]
     torch.testing.assert_close(got, lr * torch.tensor([mean]))
     assert result.train_metrics_clientapp[1]["server-lr"] == pytest.approx(lr)

@@ -68,8 +68,7 @@ def test_identical_clients_are_sgd():
     train = plain_sgd(lr=0.1, epochs=2)
     app = app_by_partition(lambda _: tiny_client(1, train_fn=train))
     result = run(scaffold(), app, 4, num_rounds=3)
-    expected = ArrayRecord(shared_state(by_sgd(3, 2, 0.1)))
-    assert close(result.arrays, expected, 1e-5)
+    assert close(result.arrays, ArrayRecord(shared_state(by_sgd(3, 2, 0.1))), 1e-5)
 
 
 # Unlike clients on a quadratic
@@ -83,8 +82,7 @@ def holding(partition):
     generator = torch.Generator().manual_seed(partition)
     n = 4 + 3 * partition
     x = torch.randn(n, 2, generator=generator) * torch.tensor([1.0 + partition, 1.0])
-    truth = torch.tensor([[3.0 * partition - 4], [(-1.0) ** partition * 3]])
-    return x, x @ truth
+    return x, x @ torch.tensor([[3.0 * partition - 4], [(-1.0) ** partition * 3]])
 
 
 def optimum():
@@ -118,8 +116,7 @@ def steep(partition):
     generator = torch.Generator().manual_seed(partition)
     x = torch.randn(30, 2, generator=generator) * torch.tensor([1 + partition / 2, 1])
     x = x * (10**0.5 if partition == 3 else 1)
-    truth = torch.tensor([[3.0 * partition - 4], [(-1.0) ** partition * 3]])
-    return x, x @ truth
+    return x, x @ torch.tensor([[3.0 * partition - 4], [(-1.0) ** partition * 3]])
 
 
 @pytest.mark.parametrize(
@@ -129,8 +126,7 @@ def test_a_steep_client_moves_no_optimum(policy, rounds, monkeypatch):
     """What the policy cuts of its change, it does not keep either."""
     monkeypatch.setattr(sys.modules[__name__], "holding", steep)
     monkeypatch.setattr(sys.modules[__name__], "QUADRATIC", 5)
-    app = line_app(lr=0.01, epochs=8)
-    found = on_lines(scaffold(policy=policy), rounds, app)
+    found = on_lines(scaffold(policy=policy), rounds, line_app(lr=0.01, epochs=8))
     torch.testing.assert_close(found, optimum(), rtol=0, atol=1e-3)
 
 

@@ -113,8 +113,7 @@ def test_sums_are_within_the_stated_error(values, bits):
     fixed = FixedPoint(bits, len(tensors))
     exponent = max(exponent_of("w", own) for own in tensors)
     total = added([fixed.words(own, exponent) for own in tensors])
-    exact = torch.stack(tensors).sum(0)
-    error = (fixed.values(total, exponent) - exact).abs().max()
+    error = (fixed.values(total, exponent) - torch.stack(tensors).sum(0)).abs().max()
     rounding = 1e-15 * sum(float(own.abs().max()) for own in tensors)  # of float64
     assert error <= len(tensors) / 2 * 2.0 ** -fixed.shift(exponent) + rounding
 
@@ -241,8 +240,7 @@ def test_a_share_that_is_wrong_is_named_and_does_no_harm(caplog):
     words = words_of(5)
     federation = Federation(5)
     federation.share()
-    masked = federation.mask(words)
-    opened = federation.open(masked, change={11: bytes(crypto.SHARE)})
+    opened = federation.open(federation.mask(words), change={11: bytes(crypto.SHARE)})
     assert (opened == added(list(words.values()))).all()
     assert "from partition-11" in caplog.text
 

@@ -551,8 +551,7 @@ def test_sampling_depends_on_seed_and_round_not_on_node_ids(row, which):
 def test_the_minimum_is_a_floor_of_the_sample(row, which):
     few = {f"fraction_{which}": 0.01, f"min_{which}_nodes": 2}
     assert {len(partitions) for partitions in sampled(row, which, **few)} == {2}
-    everyone = {f"fraction_{which}": 1.0}
-    assert sampled(row, which, **everyone) == [list(range(6))] * 4
+    assert sampled(row, which, **{f"fraction_{which}": 1.0}) == [list(range(6))] * 4
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,7 @@ def conv(*layers, width):
 
 
 def batch_norm():
-    norm = with_statistics(nn.BatchNorm2d(4))
-    return conv(nn.Conv2d(2, 4, 2), norm, width=16)
+    return conv(nn.Conv2d(2, 4, 2), with_statistics(nn.BatchNorm2d(4)), width=16)
 
 
 def dropout():

@@ -360,8 +360,7 @@ def test_one_whose_features_are_too_large_for_the_rate_stays_out_by_name(caplog)
 def steep(partition):
     """Two features of 20 examples; one client's are ten times as steep."""
     x = torch.randn(20, 2, generator=torch.Generator().manual_seed(partition))
-    slope = torch.tensor([1.0, (-1.0) ** partition])
-    y = (x @ slope + 0.3 * partition > 0.6).long()
+    y = (x @ torch.tensor([1.0, (-1.0) ** partition]) + 0.3 * partition > 0.6).long()
     return (x * 10**0.5 if partition == 4 else x), y
 
 

@@ -64,8 +64,7 @@ def test_a_rate_that_is_too_large_for_many_is_refused_before_stage_2():
 
 
 def test_some_clients_take_part_in_a_round_and_go_on_later():
-    own = {"fraction_train": 0.75, "secure": SECURE}
-    result = run(tct(lr=0.05, **own), rounds=7)
+    result = run(tct(lr=0.05, fraction_train=0.75, secure=SECURE), rounds=7)
     summed = [m.get("num-summed") for m in result.train_metrics_clientapp.values()]
     assert summed == [3, 4, 3, 3, 3, 3, 3]
     losses = [float(m["control-norm"]) for m in last(result, 5)]

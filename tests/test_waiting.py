@@ -188,8 +188,7 @@ def test_a_node_that_never_answers_is_named_and_waited_for_once(clock, caplog):
 def test_who_connects_later_never_holds_up_a_round(clock):
     comes = Behaviour(answers=500.0, connected=lambda now: now > 5)
     app = Watched()
-    grid = ClockedGrid(app, {3: comes}, clock, 4)
-    start(grid, num_rounds=10, timeout=3600)
+    start(ClockedGrid(app, {3: comes}, clock, 4), num_rounds=10, timeout=3600)
     assert clock.now < 10 * 5
     assert all(p != 3 for _, p in app.trained)
 

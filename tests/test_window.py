@@ -210,15 +210,13 @@ def test_a_window_that_closed_with_too_few_opens_again(clock, tmp_path):
     options["resume"] = True
     with pytest.raises(RoundError, match="1 usable reply"):  # it stays closed
         start(ClockedGrid(app, comes, clock, 2), waiting, **options)
-    grid = ClockedGrid(app, comes, clock, 2)
-    result = start(grid, waiting, reopen=True, **options)
+    result = start(ClockedGrid(app, comes, clock, 2), waiting, reopen=True, **options)
     assert same_bits(result.arrays, merged_of(0, 1).arrays)
     assert sorted(p for _, p in app.trained) == [0, 1]
 
 
 def test_a_window_is_not_resumed_without_one(clock, tmp_path):
-    comes = {0: between(0, inf)}
-    grid = ClockedGrid(quick_app(), comes, clock, 2)
+    grid = ClockedGrid(quick_app(), {0: between(0, inf)}, clock, 2)
     grid.behaviours = {0: between(0, inf), 1: between(inf, inf)}
     with pytest.raises(RoundError):
         start(grid, Waiting(window=DAY), checkpoint_dir=tmp_path)

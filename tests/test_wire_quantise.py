@@ -97,8 +97,7 @@ def test_a_parameter_stays_within_the_bound(bits, values):
         for own, read in zip(x.split(ROW), got.split(ROW), strict=True):
             top = own.abs().max() if len(own) else torch.zeros(())
             bound = top / (2 * (2 ** (bits - 1) - 1)) * (1 + 1e-6)
-            slack = rounding(read.to(values.dtype))
-            assert ((own - read).abs() <= bound + slack).all()
+            assert ((own - read).abs() <= bound + rounding(read.to(values.dtype))).all()
 
 
 @pytest.mark.parametrize("bits", WIDTHS)

@@ -59,8 +59,7 @@ def tiny_data(holding, n=None):
     n = 8 + 2 * holding if n is None else n
     generator = torch.Generator().manual_seed(holding)
     x = torch.randn(n, FEATURES, generator=generator)
-    y = torch.randint(CLASSES, (n,), generator=generator)
-    return TensorDataset(x, y)
+    return TensorDataset(x, torch.randint(CLASSES, (n,), generator=generator))
 
 
 def tiny_client(holding=0, **options):

@@ -101,8 +101,7 @@ def test_an_own_loop_finds_its_model_where_it_was_and_is_told(monkeypatch, caplo
 
 def test_a_numpy_client_that_names_no_device_trains():
     net = tiny_model()
-    client = from_numpy_client(Older(net), net, loader())
-    tensors_of(ask(client, config=KFAC))
+    tensors_of(ask(from_numpy_client(Older(net), net, loader()), config=KFAC))
     assert kind_of(net) == "cpu"
 
 
