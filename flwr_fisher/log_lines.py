@@ -165,7 +165,7 @@ _logged: set[tuple[str, int]] = set()
 
 
 def log_once(text: str, run: int = 0) -> None:
-    """Log a text, unless this process has logged it, for this run if one is given."""
+    """Log a text once in this process, or once for each run, by its number."""
     if (text, run) not in _logged:
         _logged.add((text, run))
         logger.info("%s", text)

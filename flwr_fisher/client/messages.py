@@ -180,13 +180,13 @@ def not_sent(problem: LocalProblem, sent: Collection[str]) -> str:
     with suppress(Exception):  # as above
         digest = digest_of(list(frozen), frozen)[:_DIGITS] if frozen else ""
     names = problem.class_names
-    classes = digest_of(list(names), {})[:_DIGITS] if names else ""
+    classes = digest_of(names)[:_DIGITS] if names else ""
     return f"{digest} {classes} {problem.likelihood_name}"
 
 
 def told_to(tells: object, told: str) -> str:
-    """Return what of :func:`not_sent` a request asks for."""
-    # For "labels", each client may freeze what it likes.
+    """Return a client's text, :func:`not_sent`, without what is not compared."""
+    # Where "labels" are, each client may freeze what it likes.
     return f" {told.partition(' ')[2]}" if tells == "labels" else told
 
 

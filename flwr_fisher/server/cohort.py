@@ -469,14 +469,14 @@ class Cohort:
         *,
         parameters: bool,
     ) -> dict[int, ClientError]:
-        """Return the nodes that are unlike most nodes, with the difference.
+        """Return the nodes that are unlike most nodes, and an error that says how.
 
         Their labels have another likelihood, or their data sets other names of classes;
         with `parameters`, also those that train other parameters of `like`, which the
-        server sends, or whose frozen parameters have other values. The server
-        queries each node once, before it trains, and waits at most a minute. A node
-        that does not answer is not returned: it may fail later, by itself. A node that
-        does not report its frozen parameters may have any. The order of `nodes` is the
+        server sends, or whose frozen parameters have other values. The server queries
+        each node once, before its first task, and waits at most a minute. A node that
+        does not answer is not returned: it may fail later, by itself. A node that does
+        not report its frozen parameters may have any. The order of `nodes` is the
         same in every run.
         """
         take = partial(self._take_trained, frozenset(like))

@@ -20,7 +20,7 @@ from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.server.door import TRAIN, LeftOut, comparable, read_metrics, weight_of
 from flwr_fisher.server.exchange import Exchange, metrics_from, sessions
 from flwr_fisher.server.mailbox import NodeReply, collect
-from flwr_fisher.server.round import ExchangeRun, Strategy, requests
+from flwr_fisher.server.round import ExchangeRun, Strategy, must_be_alike, requests
 from flwr_fisher.server.run import Run
 from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
@@ -342,9 +342,8 @@ class Driver:
             logger.warning("configure_evaluate: no client evaluates: %s", error)
             return []
         logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
-        every = self._exchanges(self.server_round)
         asked = self.grid, nodes, self.run.state.params, strategy.timeout
-        alike = any(each.require_same_parameters for each in every)
+        alike = must_be_alike(strategy, self._exchanges(self.server_round))
         # What their scores mean is unlike, too.
         unlike = self.cohort.mismatched(*asked, parameters=alike)
         return [n for n in nodes if n not in self.cohort.abstaining | unlike.keys()]

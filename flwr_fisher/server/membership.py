@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import fsum, inf, isclose
+from math import fsum, isclose
 from typing import Any
 
 import torch
@@ -115,18 +115,18 @@ class Membership:
         return Membership(self.run, step, total, steps, weights, earlier | limited)
 
     def weights_of(self, uploads: Uploads[Any]) -> list[float]:
-        """Return the weights of the last step's uploads: at most those of the first.
+        """Return the uploads' weights, none above that of the client's first step.
 
         With more, a mean over all clients would not be that of what they keep. If the
         policy allows less than in the first step, clients keep less of their change.
         """
         return [
-            min(u.num_examples, inf if u.members else self.weights[u.number])
+            u.num_examples if u.members else min(u.num_examples, self.weights[u.number])
             for u in uploads
         ]
 
     def participation(self, weights: Sequence[float]) -> float:
-        """Return a cohort's share of all clients' weight, given :meth:`weights_of`."""
+        """Return the share of all clients' weight that these :meth:`weights_of` are."""
         return min(1.0, fsum(weights) / self.total)
 
     def rescaled(self, mean: Params, before: "Membership") -> dict[str, Tensor]:

@@ -132,6 +132,15 @@ class Strategy(FedAvg):
         return config
 
 
+def must_be_alike(strategy: Strategy, exchanges: Iterable[Exchange[Any]]) -> bool:
+    """Return whether clients must train and freeze what most do.
+
+    Also for a refinement, in which all that train take part.
+    """
+    alike = any(exchange.require_same_parameters for exchange in exchanges)
+    return alike or strategy.refine is not None
+
+
 def requests(
     strategy: Strategy,
     server_round: int,
@@ -194,8 +203,7 @@ class ExchangeRun(Generic[P]):
             self._window = None
         self._told = {name: repr(value) for name, value in config.items()}
         options = {"job": "train", **exchange.options}
-        # Who takes part in a refinement is compared, too.
-        self._compares = exchange.require_same_parameters or strategy.refine is not None
+        self._compares = must_be_alike(strategy, [exchange])
         # Uploads say it again: in a window only the last one shows what most clients
         # are like, after a restart those on disk are not asked, and some answer late.
         if not strategy.secure:

@@ -233,7 +233,7 @@ class HeadLossUpload(LossUpload):
         return {**HeadUpload.lengths(like), **super().lengths(like)}
 
     def step_norms(self, like: Params) -> dict[str, float]:
-        """Return the length of each candidate's loss and slopes, by its number."""
+        """Return each candidate's loss and the length of its slopes, by its number."""
         return {
             f"{name} {number}": norm64([value])
             for name in ("losses", "slopes")
@@ -241,7 +241,7 @@ class HeadLossUpload(LossUpload):
         }
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
-        """Return it with each candidate's loss and slopes times their factors."""
+        """Return the upload with each candidate's loss and slopes scaled down."""
         numbers = range(len(self.losses))
         by_loss, by_slope = (
             self.losses.new_tensor([factors.get(f"{name} {n}", 1.0) for n in numbers])

@@ -385,11 +385,6 @@ class Expectation:
     seed: int
 
     @property
-    def _is_own(self) -> bool:
-        """Whether the likelihood is the user's."""
-        return self.likelihood not in LIKELIHOODS.values()
-
-    @property
     def tolerance(self) -> float:
         """The share that may be left out; 0 if every piece counts."""
         return self.options.tolerance if self.options.expectation == "exact" else 0.0
@@ -404,7 +399,7 @@ class Expectation:
     def label_mask(self, batch: Batch) -> Tensor | None:
         """Return which labels are not -100, in their shape; None if none is -100."""
         labels, likelihood = batch.labels, self.likelihood
-        may_be_none = self._is_own or likelihood.labels_are_classes
+        may_be_none = _is_users(likelihood) or likelihood.labels_are_classes
         if not isinstance(labels, Tensor) or not may_be_none:
             return None
         # No device is waited for: the batch has counted its labels.
@@ -443,10 +438,15 @@ class Expectation:
                 return pieces
             return replace(pieces, mask=label_mask.flatten(1))
         # A likelihood of the user's draws where its outputs are.
-        seen = outputs.cpu() if self._is_own else outputs
+        seen = outputs.cpu() if _is_users(self.likelihood) else outputs
         scores = self.likelihood.sample_score(seen, generator).to(outputs.device)
         scores = _labelled(scores, label_mask).unsqueeze(0)
         return given_pieces(scores)
+
+
+def _is_users(likelihood: Likelihood) -> bool:
+    """Return whether a likelihood is of a user's own."""
+    return likelihood not in LIKELIHOODS.values()
 
 
 def _labelled(scores: Tensor, label_mask: Tensor | None) -> Tensor:
@@ -460,7 +460,7 @@ def _labelled(scores: Tensor, label_mask: Tensor | None) -> Tensor:
 
 def check_labels(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> None:
     """Check labels of any device by :meth:`Likelihood.check_labels`."""
-    if likelihood not in LIKELIHOODS.values():  # a user's may compare the two
+    if _is_users(likelihood):  # it may compare the two
         labels = labels.to(outputs.device)
         expected = outputs.shape[:-1] or outputs.shape
         if count_labels(labels) < labels.numel() and labels.shape != expected:
@@ -482,8 +482,7 @@ def _score(likelihood: Likelihood, outputs: Tensor, labels: Tensor) -> Tensor:
             f"{tuple(labels.shape)}: return the outputs' shape; labels may be "
             "broadcast, so give them that shape by batch_fn"
         )
-    own = likelihood not in LIKELIHOODS.values()
-    if own and count_labels(labels) < labels.numel():
+    if _is_users(likelihood) and count_labels(labels) < labels.numel():
         return _labelled(score, labels != IGNORED)
     return score
 
