@@ -103,6 +103,29 @@ def scale(params: Params, factor: float) -> dict[str, Tensor]:
     return {k: v * factor for k, v in params.items()}
 
 
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape as one, along their first dimension.
+
+    Examples
+    --------
+    >>> side_by_side([torch.zeros(2, 3), torch.ones(2, 3)]).shape
+    torch.Size([4, 3])
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.stack([*tensors]).flatten(0, min(1, tensors[0].dim()))
+
+
+def repeated(params: Params, count: int) -> dict[str, Tensor]:
+    """Return params as many times, side by side."""
+    return {k: side_by_side([value] * count) for k, value in params.items()}
+
+
+def by_part(params: Params, count: int) -> list[Tensor]:
+    """Return each of params that are side by side as a matrix, a row for each part."""
+    return [v.reshape(count, v.numel() // count) for v in params.values()]
+
+
 def dot(left: Params, right: Params) -> Tensor:
     """Return the inner product of two sets of tensors, a scalar tensor.
 

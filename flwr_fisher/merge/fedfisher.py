@@ -335,7 +335,7 @@ def _iterate(system: LinearSystem, options: MergeOptions) -> Iterate:
     """Return the solver's last iterate."""
     if options.solver == "closed-form":
         return _closed_form(system, _FLOOR)
-    if options.solver in ("pcg", "cg") and system.is_diagonal():
+    if options.solver in ("pcg", "cg") and system.curvature.is_diagonal():
         # Many iterations would lead here, up to float32's rounding.
         return _closed_form(system, floor=0.0)
     most, tolerance = options.iterations, options.tolerance
@@ -368,7 +368,7 @@ def _shares(traces: Iterable[list[float]], examples: Sequence[float]) -> list[fl
 
 def _closed_form(system: LinearSystem, floor: float) -> Iterate:
     """Solve by division; entries of at most `floor` times the largest count as 0."""
-    if not system.is_diagonal():
+    if not system.curvature.is_diagonal():
         raise StructureError(
             f"the curvature of {list(system.rhs)} is not diagonal, and only a diagonal "
             "one has a closed form: use solver='pcg', or structure='diagonal'"

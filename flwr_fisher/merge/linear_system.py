@@ -12,17 +12,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature import Curvature, Diagonal, WeightedSum
+from flwr_fisher.curvature import Curvature, WeightedSum
+from flwr_fisher.curvature.operators.stacked import StackedSum, stacks
 from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.posterior import LocalPosterior
 from flwr_fisher.params import (
     Params,
     add,
-    dot,
+    by_part,
     norm,
+    repeated,
     scale,
-    select,
     shares_of,
+    side_by_side,
     subtract,
 )
 
@@ -87,10 +89,6 @@ class LinearSystem:
             scale=self.scale * mean,
         )
 
-    def is_diagonal(self) -> bool:
-        """Return whether every curvature in the sum is diagonal."""
-        return all(isinstance(term, Diagonal) for term in self.curvature.terms)
-
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the system's matrix times a vector."""
         product = self.curvature.matvec(vector)
@@ -147,10 +145,17 @@ def layer_system(
 
     # The matrix is the weighted sum, and the right-hand side is the sum of the clients'
     # products with the same weights.
-    total = WeightedSum(layer.curvatures, weights, layer.traces)
-    rhs = {name: torch.zeros_like(value) for name, value in layer.mean.items()}
-    for index, weight in enumerate(weights):
-        rhs = add(rhs, layer.curvatures[index].matvec(layer.moves(index)), weight)
+    terms, held, rhs = [], [], dict[str, Tensor]()
+    for members, stack in layer.stacks:
+        products = stack.matvec(layer.moves(members))
+        own = torch.tensor([weights[i] for i in members], dtype=torch.float64)
+        where = next(iter(products.values())).device
+        term = StackedSum(stack, own.to(where, non_blocking=True), parts[0].shapes)
+        product = term.sum_of(products)
+        rhs = add(rhs, product) if rhs else product
+        terms.append(term)
+        held.append(sum(weights[i] * layer.traces[i] for i in members))
+    total = WeightedSum(terms, [1.0] * len(terms), held)
 
     # The radius is about the length of the sum of all clients' moves, if these point in
     # unrelated directions: the root mean square of their lengths, times the root of
@@ -229,11 +234,11 @@ def _products(left: Sequence[float], right: Sequence[float]) -> list[float]:
 class _Layer:
     """One layer of all clients: their curvatures, and their moves from the mean."""
 
-    curvatures: list[Curvature]  # regularised
-    mean: dict[str, Tensor]
-    # Makes a client's moves when they are used: all clients' would take as much memory
-    # again.
-    moves: Callable[[int], dict[str, Tensor]]
+    # The regularised curvatures in stacks, each with its clients' positions.
+    stacks: list[tuple[list[int], Curvature]]
+    # Makes some clients' moves, side by side, when they are used: all clients' would
+    # take as much memory again.
+    moves: Callable[[Sequence[int]], dict[str, Tensor]]
     traces: list[float]  # of the curvatures
     fisher_squares: list[float]  # of each move in the client's own curvature
     squared_lengths: list[float]
@@ -258,24 +263,33 @@ def _measured(
     wide = partial(_wide, device=device, dtype=dtype)
     layer_mean = {name: wide(mean[name]) for name in parts[0].shapes}
 
-    def moves_of(index: int) -> dict[str, Tensor]:
-        trained = select(posteriors[index].params, layer_mean)
-        return subtract({k: wide(v) for k, v in trained.items()}, layer_mean)
+    def moves_of(members: Sequence[int]) -> dict[str, Tensor]:
+        trained = {
+            name: wide(side_by_side([posteriors[i].params[name] for i in members]))
+            for name in layer_mean
+        }
+        return subtract(trained, repeated(layer_mean, len(members)))
 
     # Numbers stay on their device until all clients are measured: an accelerator is
     # waited for once a layer.
-    curvatures, numbers = [], []
-    for index, part in enumerate(parts):
-        curvature = part.mapped(wide).regularised(
+    measured, numbers, order = [], [], list[int]()
+    for members, stack in stacks(parts):
+        curvature = stack.mapped(wide).regularised(
             shrink=options.shrink, damping=options.damping
         )
-        moves = moves_of(index)
-        square = dot(moves, curvature.matvec(moves)).clamp_min(0)
-        largest = torch.stack([value.abs().max() for value in moves.values()]).max()
-        client = (curvature.queued_trace(), square, dot(moves, moves), largest)
-        numbers.append(torch.stack([value.double() for value in client]))
-        curvatures.append(curvature)
-    return _Layer(curvatures, layer_mean, moves_of, *torch.stack(numbers).T.tolist())
+        moves, count = moves_of(members), len(members)
+        rows = by_part(moves, count)
+        products = by_part(curvature.matvec(moves), count)
+        pairs = zip(rows, products, strict=True)
+        square = torch.stack([(a * b).sum(-1) for a, b in pairs]).sum(0).clamp_min(0)
+        length = torch.stack([row.square().sum(-1) for row in rows]).sum(0)
+        largest = torch.stack([row.abs().amax(-1) for row in rows]).amax(0)
+        each = curvature.traces(count), square, length, largest
+        numbers.append(torch.stack([value.double() for value in each]))
+        measured.append((members, curvature))
+        order += members
+    every = torch.cat(numbers, -1)[:, torch.tensor(order).argsort()]
+    return _Layer(measured, moves_of, *every.tolist())
 
 
 def _wide(tensor: Tensor, device: Device, dtype: torch.dtype) -> Tensor:

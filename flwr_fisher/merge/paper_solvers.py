@@ -42,7 +42,7 @@ def adam(
         near = {name: value.cpu() for name, value in delta.items()}
         return _joined(s.move(select(near, s.rhs)) for s in systems)
 
-    diagonal = all(system.is_diagonal() for system in systems)
+    diagonal = all(system.curvature.is_diagonal() for system in systems)
     iterates = paper_adam(matvec, rhs, lr=options.lr, epsilon_inside=not diagonal)
     residuals: list[Tensor] = []
     best: tuple[float, dict[str, Tensor]] | None = None

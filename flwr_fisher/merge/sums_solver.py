@@ -252,9 +252,7 @@ def _layer_system(block: Curvature, anchor: float) -> _LayerSystem:
     """Return a layer's system; `block` is the sum of the clients' partial traces."""
     names, wide = list(block.shapes), block.to(dtype=torch.float64)
     # Both partial traces have the sum's trace. The unit is the mean eigenvalue.
-    traces = (
-        wide.A_factor.trace() if isinstance(wide, Kronecker) else wide.queued_trace()
-    )
+    traces = wide.A_factor.trace() if isinstance(wide, Kronecker) else wide.traces()
     unit = float(traces.sum()) / block.numel()
     if not (unit > 0 and math.isfinite(unit)):
         return _LayerSystem(names, 1.0, 0.0, isinstance(wide, Diagonal), None)

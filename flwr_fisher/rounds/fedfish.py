@@ -1,6 +1,6 @@
 """FedFish's formulas: a client's Fisher, and the server's mean (Dhawan et al.)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 
 import torch
@@ -11,6 +11,7 @@ from flwr_fisher.options import Options, option
 from flwr_fisher.params import Params, check_same_layout, shares_of, weighted_mean
 
 _TINY = 1e-300
+_AT_ONCE = 1 << 18  # entries of a parameter, over clients, that are in float64
 
 
 class FishOptions(Options):
@@ -152,18 +153,29 @@ def fedfish_quotient(
 def _weighted_mean(
     clients: list[tuple[Params, Params, float]], key: str, mean: Tensor
 ) -> Tensor:
-    deltas, fishers, shares = zip(*clients, strict=True)
+    # A few clients at once, so that few are in memory: of a large parameter, one.
+    step = max(1, _AT_ONCE // max(1, mean.numel()))
+    some = [clients[start : start + step] for start in range(0, len(clients), step)]
 
-    def wide() -> Iterator[Tensor]:  # one client after another: only one is in memory
-        return (fisher[key].to(mean.device, torch.float64) for fisher in fishers)
+    def wide(tensors: Iterable[Tensor]) -> Tensor:  # [clients, entries]
+        rows = torch.stack([tensor.reshape(-1) for tensor in tensors])
+        return rows.to(mean.device, torch.float64)
+
+    def fishers() -> Iterator[Tensor]:
+        return (wide(fisher[key] for _, fisher, _ in few) for few in some)
 
     def parts() -> Iterator[Tensor]:
-        return (s * (f / scale) for f, s in zip(wide(), shares, strict=True))
+        for few, fisher in zip(some, fishers(), strict=True):
+            shares = fisher.new_tensor([share for _, _, share in few])
+            yield shares.unsqueeze(1) * (fisher / scale)
 
-    lowest, highest = reduce(torch.minimum, wide()), reduce(torch.maximum, wide())
+    lowest = reduce(torch.minimum, (fisher.amin(0) for fisher in fishers()))
+    highest = reduce(torch.maximum, (fisher.amax(0) for fisher in fishers()))
     scale = torch.where(highest > 0, highest, 1.0)
-    total = reduce(torch.add, parts())
-    average = torch.zeros_like(mean, dtype=torch.float64)
-    for part, delta in zip(parts(), deltas, strict=True):
-        average += part / total * delta[key].to(torch.float64)
-    return torch.where(lowest == highest, mean, average.to(mean.dtype))
+    total = reduce(torch.add, (part.sum(0) for part in parts()))
+    average = torch.zeros_like(total)
+    for few, part in zip(some, parts(), strict=True):
+        deltas = wide(delta[key] for delta, _, _ in few)
+        average += (part / total * deltas).sum(0)
+    flat = torch.where(lowest == highest, mean.reshape(-1), average.to(mean.dtype))
+    return flat.view(mean.shape)

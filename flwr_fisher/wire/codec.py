@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
-from safetensors.torch import load, save
+from numpy.typing import NDArray
+from safetensors.numpy import load
+from safetensors.torch import save
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, WireError, check_known, printable
@@ -156,7 +158,9 @@ def to_container(entries: Params) -> ArrayRecord:
     return ArrayRecord({PACKED: Array(np.frombuffer(save(tensors), np.uint8))})
 
 
-def from_container(record: ArrayRecord, *, limit: int, count: int) -> dict[str, Tensor]:
+def from_container(
+    record: ArrayRecord, *, limit: int, count: int
+) -> dict[str, NDArray[np.uint8]]:
     """Return the entries of an untrusted record.
 
     Raises
@@ -178,11 +182,11 @@ def from_container(record: ArrayRecord, *, limit: int, count: int) -> dict[str, 
     if length > _HEADER * (count + 1):
         raise WireError(f"a header of {length} bytes", field=PACKED)
     try:
-        entries: dict[str, Tensor] = load(data.numpy().tobytes())
+        entries: dict[str, NDArray[np.uint8]] = load(data.numpy().tobytes())
     except Exception as error:  # untrusted bytes can raise anything
         raise WireError(f"not a container: {error}"[:200], field=PACKED) from error
     check_count(entries, _PARTS * count + 1, PACKED)
     for key, entry in entries.items():
-        if entry.dtype != torch.uint8 or entry.dim() != 1:
+        if entry.dtype != np.uint8 or entry.ndim != 1:
             raise WireError("not an array of bytes", field=key)
     return entries

@@ -28,6 +28,7 @@ from flwr_fisher.wire.layout import (
     curvature_to_tensors,
     join_blocks,
     keys_by_block,
+    stand_in,
     tensors_to_curvature,
     trace_name,
 )
@@ -168,7 +169,9 @@ def _read_packed(
 ) -> tuple[Params, Curvature]:
     """Return the parameters and the deferred curvature of a packed upload."""
     entries = from_container(record, limit=byte_limit(like, codec), count=len(like))
-    codec.check_description(entries.get(FORMAT), field=FORMAT)
+    described = entries.pop(FORMAT, None)
+    text = None if described is None else torch.from_numpy(described)
+    codec.check_description(text, field=FORMAT)
     curvature_keys = _curvature_keys(entries, like, structure)
     params = {k: decode_param(entries[k], v, field=k) for k, v in like.items()}
     checked = {key: check_part(entries[key], like, field=key) for key in curvature_keys}
@@ -179,7 +182,7 @@ def _read_packed(
 
 def _deferred(parts: Mapping[str, CheckedPart], like: Params) -> Deferred:
     """Return the deferred block of checked parts."""
-    block = block_of({key: part.stand_in() for key, part in parts.items()}, like)
+    block = block_of({key: part.shape for key, part in parts.items()}, like, stand_in)
     keys = {key: Key.parse(key, like) for key in parts}
     structure = next(iter(keys.values())).structure
     trace = structure.trace({keys[k].letter: part.traces for k, part in parts.items()})

@@ -9,8 +9,11 @@ structure by name: :data:`~flwr_fisher.curvature.structures.STRUCTURES` says whi
 tensors a block has.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
@@ -63,8 +66,8 @@ class Key:
         """Whether it is of the diagonal, which every structure has for the rest."""
         return self.structure.block is Diagonal
 
-    @classmethod
-    def parse(cls, key: str, params: Params) -> "Key":
+    @staticmethod
+    def parse(key: str, params: Params) -> "Key":
         """Return what a key that arrived says.
 
         Raises
@@ -73,19 +76,26 @@ class Key:
             If the layout has no such key, or the model has no such floating-point
             parameter.
         """
-        start, _, rest = key.removeprefix(PREFIX).partition("/")
-        structure = STRUCTURES.get(start) if key.startswith(PREFIX) else None
-        letter = ""
-        if structure is not None and "" not in structure.tensors:
-            rest, _, letter = rest.rpartition("/")
-        if structure is None or letter not in structure.tensors:
+        if (parsed := _split(key)) is None:
             raise WireError("unknown key", field=key)
-        if rest not in params:
-            raise WireError(f"the model has no such parameter '{rest}'", field=key)
-        if not params[rest].is_floating_point():
-            reason = f"'{rest}' has dtype {params[rest].dtype}, so it has no curvature"
+        if (name := parsed.name) not in params:
+            raise WireError(f"the model has no such parameter '{name}'", field=key)
+        if not params[name].is_floating_point():
+            reason = f"'{name}' has dtype {params[name].dtype}, so it has no curvature"
             raise WireError(reason, field=key)
-        return cls(structure, rest, letter)
+        return parsed
+
+
+@lru_cache(maxsize=4096)  # all clients' are the same
+def _split(key: str) -> Key | None:
+    start, _, rest = key.removeprefix(PREFIX).partition("/")
+    structure = STRUCTURES.get(start) if key.startswith(PREFIX) else None
+    letter = ""
+    if structure is not None and "" not in structure.tensors:
+        rest, _, letter = rest.rpartition("/")
+    if structure is None or letter not in structure.tensors:
+        return None
+    return Key(structure, rest, letter)
 
 
 def diagonal_key(name: str) -> str:
@@ -227,20 +237,49 @@ def keys_by_block(keys: Iterable[str], params: Params) -> list[list[str]]:
     WireError
         If a block's tensor is missing.
     """
-    positions = {name: position for position, name in enumerate(params)}
+    parsed = {key: Key.parse(key, params) for key in keys}
+    return _by_block(frozenset(parsed.items()), tuple(params))
+
+
+@lru_cache(maxsize=64)  # all clients' are the same
+def _by_block(
+    keys: frozenset[tuple[str, Key]], names: tuple[str, ...]
+) -> list[list[str]]:
+    positions = {name: position for position, name in enumerate(names)}
     blocks: dict[tuple[bool, int, str], list[str]] = {}
-    for key in sorted((Key.parse(key, params) for key in keys), key=str):
+    for text, key in sorted(keys, key=operator.itemgetter(0)):
         block = (key.is_diagonal, positions[key.name], key.structure.name)
-        blocks.setdefault(block, []).append(str(key))
+        blocks.setdefault(block, []).append(text)
     for block in blocks:
-        structure, name = STRUCTURES[block[2]], list(params)[block[1]]
+        structure, name = STRUCTURES[block[2]], names[block[1]]
         for letter in structure.tensors:
             if (wanted := str(Key(structure, name, letter))) not in blocks[block]:
                 raise WireError("missing", field=wanted)
     return [blocks[block] for block in sorted(blocks)]
 
 
-def block_of(parts: Parts, params: Params) -> Curvature:
+# Makes a block of a key, its parameter's shape, its parts by letter, and its bias.
+Maker = Callable[[Key, torch.Size, tuple[tuple[str, Any], ...], str | None], Curvature]
+
+
+def _made(
+    key: Key, shape: torch.Size, letters: tuple[tuple[str, Any], ...], bias: str | None
+) -> Curvature:
+    return key.structure.block_of(key.name, shape, dict(letters), bias)
+
+
+@lru_cache(maxsize=4096)  # all clients' are the same
+def stand_in(
+    key: Key, shape: torch.Size, sizes: tuple[tuple[str, Any], ...], bias: str | None
+) -> Curvature:
+    """Return a block with parts of these sizes, which take no memory."""
+    empty = partial(torch.empty, dtype=torch.float32, device="meta")
+    return _made(key, shape, tuple((k, empty(size)) for k, size in sizes), bias)
+
+
+def block_of(
+    parts: Mapping[str, Any], params: Params, make: Maker = _made
+) -> Curvature:
     """Return the block of checked parts, given its keys.
 
     Raises
@@ -250,10 +289,10 @@ def block_of(parts: Parts, params: Params) -> Curvature:
     """
     keys = {key: Key.parse(key, params) for key in parts}
     first = next(iter(keys.values()))
-    name, shape = first.name, params[first.name].shape
-    by_letter = {keys[key].letter: part for key, part in parts.items()}
+    shape, bias = params[first.name].shape, bias_of(first.name, params)
+    letters = tuple((keys[key].letter, part) for key, part in parts.items())
     try:
-        return first.structure.block_of(name, shape, by_letter, bias_of(name, params))
+        return make(first, shape, letters, bias)
     except StructureError as error:  # the parts do not fit each other
         raise WireError(str(error), field=str(first)) from error
 

@@ -25,7 +25,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.base import eigh
@@ -33,7 +35,6 @@ from flwr_fisher.curvature.operators.factors import (
     DenseFactor,
     LowRankFactor,
     SymmetricFactor,
-    gram,
 )
 from flwr_fisher.curvature.structures import Form
 from flwr_fisher.errors import WireError
@@ -42,6 +43,7 @@ from flwr_fisher.params import Params
 from flwr_fisher.wire.layout import Key, check_shape
 from flwr_fisher.wire.quantise import (
     SCALE,
+    Bytes,
     Packing,
     Sizes,
     as_scales,
@@ -54,6 +56,7 @@ from flwr_fisher.wire.quantise import (
     unpack,
 )
 
+Floats = NDArray[np.float32]
 _JITTER = 1e-6  # added to a unit diagonal: a tenth of a step at 16 bits
 _MOST_JITTER = 1e-4
 _PACKINGS = {
@@ -61,6 +64,7 @@ _PACKINGS = {
     Form.MATRIX: (Packing.WHOLE, Packing.COLUMNS),
 }
 _SMALL = 1024  # rows up to which a matrix is computed once, not kept as codes
+_FEW = 1 << 16  # entries of a vector that is kept as it was read
 WHOLE = 512  # rows up to which a matrix is decomposed whole
 
 
@@ -218,8 +222,6 @@ class CheckedPart:
     ----------
     shape : tuple[int, ...]
         The part's shape.
-    dtype : torch.dtype
-        The dtype of its parameter.
     make : Callable[[], Tensor | SymmetricFactor]
         Makes the part, and raises no error.
     traces : Sequence[float]
@@ -227,16 +229,11 @@ class CheckedPart:
     """
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
     make: Callable[[], Tensor | SymmetricFactor]
     traces: Sequence[float]
 
-    def stand_in(self) -> Tensor:
-        """Return a tensor with its shape and dtype that takes no memory."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
-
-def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
+def check_part(entry: ArrayLike, params: Params, *, field: str) -> CheckedPart:
     """Check a part of a curvature over `params`.
 
     The announced shape is checked before anything of that shape is allocated.
@@ -253,9 +250,11 @@ def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
         raise WireError(f"form {packing.name} for this part", field=field)
     if key.form == Form.VECTOR:
         read = partial(decode_diagonal, body, like.numel(), like.dtype, field=field)
-        trace = float(read().sum(dtype=torch.float64))
-        shape = tuple(like.shape)
-        return CheckedPart(shape, like.dtype, lambda: read().view(shape), [trace])
+        values, shape = read().view(like.shape), tuple(like.shape)
+        trace = float(values.sum(dtype=torch.float64))
+        if like.numel() <= _FEW:
+            return CheckedPart(shape, lambda: values, [trace])
+        return CheckedPart(shape, lambda: read().view(shape), [trace])
     # The sizes decide how much is allocated, so they come first.
     groups, n, rank = sizes
     check_shape(field, (groups, n, n), params)
@@ -267,12 +266,13 @@ def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
     # Any codes stand for directions, so only the norms can be wrong. There is one for
     # each row, or one for the mean eigenvalue of the rest and one for each column.
     end = SCALE * groups * (n if whole else rank + 1)
-    norms = as_scales(body[:end], field).view(groups, -1)
-    squares = norms.double().square()
+    norms = as_scales(body[:end], field).reshape(groups, -1)
+    squares = np.square(norms, dtype=np.float64)
     if not whole:
         squares[:, 0] *= n
     traces: list[float] = squares.sum(-1).tolist()
-    decode = partial(_whole if whole else _columns, norms, body[end:], sizes, bits)
+    unpacked = _whole if whole else _columns
+    decode = partial(unpacked, norms, body[end:], sizes, bits)
 
     def make() -> SymmetricFactor:
         def cast(tensor: Tensor) -> Tensor:
@@ -284,38 +284,44 @@ def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
     # The diagonal bounds the other entries, and the trace the diagonal.
     limit = min(torch.finfo(like.dtype).max, torch.finfo(torch.float32).max)
     if 1.001 * max(traces, default=0.0) > limit:
-        top = squares if whole else decode().diagonal()
-        if not bool((1.001 * top <= limit).all()):  # false for NaN
+        top = squares if whole else decode().diagonal().numpy()
+        if not (1.001 * top <= limit).all():  # false for NaN
             raise WireError(f"its norms overflow {like.dtype}", field=field)
-    return CheckedPart((groups, n, n), like.dtype, make, traces)
+    return CheckedPart((groups, n, n), make, traces)
 
 
-def _whole(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFactor:
+def _whole(norms: Floats, data: Bytes, sizes: Sizes, bits: int) -> SymmetricFactor:
     """Return matrices in float32; large ones keep their directions as integers."""
     groups, n, _ = sizes
     # Allocate what is kept before what is freed: a merge keeps many clients' matrices,
     # and holes between them would double its memory.
     small = n <= _SMALL
-    matrices = torch.empty(groups * small, n, n, dtype=torch.float32)
+    matrices = np.empty((groups * small, n, n), np.float32)
     codes = unpack(data, bits)
-    kept = torch.float32 if small else codes.dtype
-    lower = torch.zeros(groups, n, n, dtype=kept)
-    lower.masked_scatter_(_lower(lower), codes.to(kept))
+    lower = np.zeros((groups, n, n), np.float32 if small else codes.dtype)
+    lower[np.broadcast_to(np.tri(n, dtype=np.bool_), lower.shape)] = codes
     rows = norms / _lengths(lower)
     if small:
-        return DenseFactor(gram(lower.mul_(rows.unsqueeze(-1)), out=matrices))
-    return LowRankFactor(lower, torch.ones_like(rows), torch.zeros_like(rows), rows)
+        lower *= rows[..., np.newaxis]
+        half = lower @ lower.swapaxes(1, 2) / 2  # first: the sum may overflow
+        whole = np.add(half, half.swapaxes(1, 2), out=matrices)  # exactly symmetric
+        return DenseFactor(torch.from_numpy(whole))
+    kept, lengths = torch.from_numpy(lower), torch.from_numpy(rows)
+    zeros = torch.zeros_like(lengths)
+    return LowRankFactor(kept, torch.ones_like(lengths), zeros, lengths)
 
 
-def _columns(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFactor:
+def _columns(norms: Floats, data: Bytes, sizes: Sizes, bits: int) -> SymmetricFactor:
     """Return matrices in float32 by their directions, kept as integers."""
     groups, n, rank = sizes
-    directions = unpack(data, bits).view(groups, rank, n)
-    rest = norms[:, :1].square().expand(groups, n)
-    return LowRankFactor(directions.mT, norms[:, 1:] / _lengths(directions), rest)
+    directions = unpack(data, bits).reshape(groups, rank, n)
+    lengths = torch.from_numpy(norms[:, 1:] / _lengths(directions))
+    rest = torch.from_numpy(norms[:, :1]).square().expand(groups, n)
+    return LowRankFactor(torch.from_numpy(directions).mT, lengths, rest)
 
 
-def _lengths(directions: Tensor) -> Tensor:
+def _lengths(directions: NDArray[np.number]) -> Floats:
     """Return the lengths along the last dimension in float32, with 1 for zero."""
-    lengths: Tensor = torch.linalg.vector_norm(directions.float(), dim=-1)
-    return lengths.clamp_min(1)
+    squares = np.square(directions, dtype=np.float32).sum(-1)
+    lengths: Floats = np.sqrt(np.maximum(squares, 1))
+    return lengths

@@ -22,7 +22,9 @@ of their own (:mod:`flwr_fisher.wire.matrices`).
 import struct
 from enum import IntEnum
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -38,6 +40,7 @@ _TOP = 15  # the largest value's exponent in float16
 _DROPPED = 7  # bits of float16, without its sign, that 8 bits leave out
 _HALF, _LARGEST = torch.finfo(torch.float16).max, torch.finfo(torch.float32).max
 Sizes = tuple[int, int, int]
+Bytes = NDArray[np.uint8]
 
 
 class Packing(IntEnum):
@@ -75,10 +78,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return codes.to(_integer(bits)).view(torch.uint8)
 
 
-def unpack(data: Tensor, bits: int) -> Tensor:
+def unpack(data: Bytes, bits: int) -> NDArray[np.signedinteger]:
     """Return the integers in bytes of :func:`pack`; all bytes are valid."""
-    # A view in a wider dtype needs aligned bytes, and a clone is aligned.
-    return (data.clone() if bits == 16 else data).view(_integer(bits))
+    # PyTorch needs aligned numbers, and a copy is aligned.
+    return data.copy().view(np.int16) if bits == 16 else data.view(np.int8)
 
 
 def _integer(bits: int) -> torch.dtype:
@@ -90,11 +93,11 @@ def levels(bits: int) -> int:
     return (1 << (bits - 1)) - 1
 
 
-def as_scales(data: Tensor, field: str) -> Tensor:
+def as_scales(data: Bytes, field: str) -> NDArray[np.float32]:
     """Return bytes as scales in float32; raise :class:`WireError` for invalid ones."""
-    scales = data.clone().view(torch.float32)
-    low, high = scales.aminmax() if len(scales) else (0.0, 0.0)  # NaN if there is one
-    if not 0 <= float(low) <= float(high) < float("inf"):
+    scales = data.copy().view(np.float32)
+    # The least and the largest are NaN if there is one.
+    if len(scales) and not 0 <= scales.min() <= scales.max() < np.inf:
         raise WireError("holds a scale that is negative or not finite", field=field)
     return scales
 
@@ -107,26 +110,30 @@ def entry_of(
     return torch.cat([torch.frombuffer(head, dtype=torch.uint8).to(body.device), body])
 
 
-def read_head(entry: Tensor, field: str) -> tuple[Packing, int, Sizes, Tensor]:
+def read_head(entry: ArrayLike, field: str) -> tuple[Packing, int, Sizes, Bytes]:
     """Return an entry's form, bits, sizes and body.
+
+    Readers use NumPy: a server reads thousands of small entries, and each call of
+    PyTorch takes several times as long.
 
     Raises
     ------
     WireError
         If there is no such form, or the form does not have this number of bits.
     """
-    if len(entry) < HEAD:
+    every = np.asarray(entry, np.uint8)
+    if len(every) < HEAD:
         raise WireError(
-            f"{len(entry)} bytes, fewer than its head of {HEAD}", field=field
+            f"{len(every)} bytes, fewer than its head of {HEAD}", field=field
         )
-    number, bits, *sizes = _HEAD.unpack_from(entry.numpy().data)
+    number, bits, *sizes = _HEAD.unpack_from(every.data)
     try:
         form = Packing(number)
     except ValueError as error:
         raise WireError(f"unknown form {number}", field=field) from error
     if bits not in WIDTHS[form]:
         raise WireError(f"codes of {bits} bits in form {form.name}", field=field)
-    return form, bits, (sizes[0], sizes[1], sizes[2]), entry[HEAD:]
+    return form, bits, (sizes[0], sizes[1], sizes[2]), every[HEAD:]
 
 
 # --- parameters -----------------------------------------------------------------------
@@ -159,7 +166,7 @@ def _form_of(tensor: Tensor, bits: int) -> Packing:
     return Packing.FLOAT if bits == 16 else Packing.ROWS
 
 
-def decode_param(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
+def decode_param(entry: ArrayLike, like: Tensor, *, field: str) -> Tensor:
     """Return a parameter of the shape and dtype of `like`.
 
     Raises
@@ -178,11 +185,11 @@ def decode_param(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
         values = _decode_rows(body, like.numel(), like.dtype, bits, field)
         return values.view(like.shape)
     _check_size(body, SCALE + packed_size(like.numel(), bits), field)
-    words = unpack(body[SCALE:], bits)
-    return _from_words(body[:SCALE], words, like.dtype, field).view(like.shape)
+    half = body[SCALE:].view(np.float16).reshape(like.shape)
+    return _from_half(body[:SCALE], half, like.dtype, field)
 
 
-def _raw(body: Tensor, like: Tensor, field: str) -> Tensor:
+def _raw(body: Bytes, like: Tensor, field: str) -> Tensor:
     if len(body) != (expected := like.numel() * like.itemsize):
         raise WireError(
             f"{len(body)} bytes, expected {expected} for {tuple(like.shape)} in "
@@ -191,7 +198,8 @@ def _raw(body: Tensor, like: Tensor, field: str) -> Tensor:
         )
     if like.dtype == torch.bool and len(body) and body.max() > 1:
         raise WireError("holds entries other than 0 and 1", field=field)
-    tensor = body.clone().view(like.dtype).view(like.shape)
+    tensor = torch.empty(like.shape, dtype=like.dtype)
+    tensor.view(-1).view(torch.uint8).numpy()[:] = body
     if not tensor.isfinite().all():
         raise WireError("holds NaN or infinity", field=field)
     return tensor
@@ -208,7 +216,9 @@ def size_of_diagonal(count: int, fine: int) -> int:
 def encode_diagonal(tensor: Tensor, fine: int) -> Tensor:
     """Return the entry of values >= 0: `fine` of them in 16 bits, the others in 8."""
     scale, words = _to_words(_wide(tensor).abs_())
-    few = _spread(len(words), fine, words.device)
+    few = torch.zeros(len(words), dtype=torch.bool)
+    few[torch.from_numpy(_spread(len(words), fine))] = True
+    few = few.to(words.device)
     count = torch.frombuffer(bytearray(_FINE.pack(fine)), dtype=torch.uint8)
     body = [
         to_bytes(scale),
@@ -220,7 +230,7 @@ def encode_diagonal(tensor: Tensor, fine: int) -> Tensor:
 
 
 def decode_diagonal(
-    body: Tensor, count: int, dtype: torch.dtype, *, field: str
+    body: Bytes, count: int, dtype: torch.dtype, *, field: str
 ) -> Tensor:
     """Return the values of a body, ``[count]``.
 
@@ -232,25 +242,26 @@ def decode_diagonal(
     start = SCALE + _FINE.size
     if len(body) < start:
         raise WireError(f"{len(body)} bytes, expected {start} and codes", field=field)
-    (fine,) = _FINE.unpack_from(body.numpy().data, SCALE)
+    (fine,) = _FINE.unpack_from(body.data, SCALE)
     if fine > count:
         raise WireError(f"{fine} values with more bits, of {count}", field=field)
     _check_size(body, size_of_diagonal(count, fine) - HEAD, field)
     end = start + packed_size(fine, 16)
-    few = _spread(count, fine, body.device)
-    words = torch.empty(count, dtype=torch.int16, device=body.device)
-    words[~few] = unpack(body[start:end], 16)
-    words[few] = (unpack(body[end:], 8).to(torch.int16) & 0xFF) << _DROPPED
-    values = _from_words(body[:SCALE], words, dtype, field)
+    few, many = _spread(count, fine), np.ones(count, np.bool_)
+    many[few] = False
+    words = np.empty(count, np.uint16)
+    words[many] = body[start:end].view(np.uint16)
+    words[few] = body[end:].astype(np.uint16) << _DROPPED
+    values = _from_half(body[:SCALE], words.view(np.float16), dtype, field)
     if count and values.min() < 0:
         raise WireError("must not be negative", field=field)
     return values
 
 
-def _spread(count: int, fine: int, device: torch.device) -> Tensor:
-    """Return a mask of the values with fewer bits, spread evenly over all rows."""
-    passed = torch.arange(count + 1, device=device) * (count - fine) // max(count, 1)
-    return passed[1:] > passed[:-1]
+def _spread(count: int, fine: int) -> NDArray[np.int64]:
+    """Return the positions of the values with fewer bits, spread evenly over all."""
+    coarse = count - fine
+    return (np.arange(1, coarse + 1) * count - 1) // max(coarse, 1)
 
 
 # --- floats ---------------------------------------------------------------------------
@@ -264,11 +275,19 @@ def _to_words(flat: Tensor) -> tuple[Tensor, Tensor]:
     return scale, ratio.clamp_(-_HALF, _HALF).to(torch.float16).view(torch.int16)
 
 
-def _from_words(scale: Tensor, words: Tensor, dtype: torch.dtype, field: str) -> Tensor:
-    half = words.view(torch.float16)
-    if not half.isfinite().all():
+def _from_half(
+    scale: Bytes, half: NDArray[np.float16], dtype: torch.dtype, field: str
+) -> Tensor:
+    working = np.float64 if dtype == torch.float64 else np.float32
+    values: NDArray[np.floating] = half.astype(working)
+    if not np.isfinite(values).all():
         raise WireError("holds a code that stands for no value", field=field)
-    return _narrow(half.to(_working(dtype)) * as_scales(scale, field), dtype)
+    (factor,), limit = as_scales(scale, field), torch.finfo(dtype).max
+    with np.errstate(over="ignore"):
+        np.multiply(values, factor, out=values)
+    if float(factor) * _HALF > limit:
+        np.clip(values, -limit, limit, out=values)
+    return torch.from_numpy(values).to(dtype)
 
 
 def _leading_bits(words: Tensor) -> Tensor:
@@ -289,19 +308,19 @@ def _encode_rows(flat: Tensor, bits: int) -> Tensor:
 
 
 def _decode_rows(
-    body: Tensor, count: int, dtype: torch.dtype, bits: int, field: str
+    body: Bytes, count: int, dtype: torch.dtype, bits: int, field: str
 ) -> Tensor:
     head = SCALE * -(-count // ROW)
     _check_size(body, head + packed_size(count, bits), field)
-    scales = as_scales(body[:head], field).unsqueeze(-1)
-    codes = unpack(body[head:], bits)
+    scales = torch.from_numpy(as_scales(body[:head], field)).unsqueeze(-1)
+    codes = torch.from_numpy(unpack(body[head:], bits))
     rows = pad(codes, (0, -count % ROW)).view(-1, ROW).to(_working(dtype))
     # Divide first: a code times its scale could overflow. One code is below -c.
     values = rows.div_(levels(bits)).clamp_(-1, 1).mul_(scales)
     return _narrow(values.view(-1)[:count], dtype)
 
 
-def _check_size(body: Tensor, expected: int, field: str) -> None:
+def _check_size(body: Bytes, expected: int, field: str) -> None:
     if len(body) != expected:
         raise WireError(f"{len(body)} bytes, expected {expected}", field=field)
 

@@ -1,6 +1,7 @@
 """Curvatures as operators on named tensors, and the solvers of systems with them."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import StructureError, check_range
-from flwr_fisher.params import Params, add, dot, flatten, norm, select
+from flwr_fisher.params import Params, add, by_part, dot, flatten, norm, select
 
 
 def divided(rhs: Tensor, eigenvalues: Tensor, damping: float) -> Tensor:
@@ -328,12 +329,12 @@ class Curvature(ABC):
 
     def trace(self) -> float:
         """Return the sum of the eigenvalues."""
-        return float(self.queued_trace())
+        return float(self.traces())
 
-    def queued_trace(self) -> Tensor:
-        """Return the trace as a scalar tensor in float64; it waits for no device."""
-        first, *others = (d.double().sum() for d in self.diagonal().values())
-        return sum(others, first)
+    def traces(self, parts: int = 1) -> Tensor:
+        """Return the trace of each part of a stack, in float64; wait for no device."""
+        rows = by_part(self.diagonal(), parts)
+        return torch.stack([row.double().sum(-1) for row in rows]).sum(0)
 
     def numel(self) -> int:
         """Return :math:`d`, the number of rows."""
@@ -534,7 +535,8 @@ class BlockDiagonal(Curvature):
     def __init__(self, children: Sequence[Curvature]) -> None:
         self.children = tuple(children)
         names = [name for child in self.children for name in child.shapes]
-        if shared := sorted({name for name in names if names.count(name) > 1}):
+        shared = sorted(name for name, times in Counter(names).items() if times > 1)
+        if shared:
             raise StructureError(f"parameters {shared} are in more than one block")
         self.shapes = {k: s for c in self.children for k, s in c.shapes.items()}
 

@@ -38,7 +38,11 @@ class SymmetricFactor(ABC):
 
     @abstractmethod
     def add_to(self, total: Tensor) -> None:
-        """Add the matrices to a tensor ``[groups, n, n]`` in place, up to rounding."""
+        """Add the matrices to a tensor ``[groups, n, n]`` in place, up to rounding.
+
+        If they are several factors' with these groups, one after another, all are
+        added.
+        """
 
     @abstractmethod
     def diagonal(self) -> Tensor:
@@ -134,12 +138,13 @@ class DenseFactor(SymmetricFactor):
 
     def add_to(self, total: Tensor) -> None:
         """Add the matrices in place."""
-        if isinstance(self.scale, Tensor):
-            total.addcmul_(self.matrix, self.scale.reshape(-1, 1, 1))
-        else:
-            total.add_(self.matrix, alpha=self.scale)
+        groups, n, _ = total.shape
+        scales = (self.scale * total.new_ones(len(self.matrix))).view(-1, groups, 1)
+        rows = self.matrix.view(-1, groups, n * n).transpose(0, 1)
+        total.view(groups, 1, -1).baddbmm_(scales.permute(1, 2, 0), rows)
         if self.rest is not None:
-            total.diagonal(dim1=-2, dim2=-1).add_(self.rest)
+            rest = self.rest.view(-1, groups, n).sum(0)
+            total.diagonal(dim1=-2, dim2=-1).add_(rest)
 
     def diagonal(self) -> Tensor:
         """Return the diagonals."""
@@ -224,6 +229,16 @@ class LowRankFactor(SymmetricFactor):
         vectors = self.directions * self.lengths.unsqueeze(-2)
         return vectors if self.rows is None else vectors.mul_(self.rows.unsqueeze(-1))
 
+    def joined(self, groups: int) -> tuple[Tensor, Tensor]:
+        """Return all :math:`V` and the sum of the rest of factors with so many groups.
+
+        All vectors of a group are columns of one matrix ``[groups, n, vectors]``.
+        """
+        parts, n = len(self.rest) // groups, self.shape[-1]
+        columns = self.vectors().view(parts, groups, n, self.rank).permute(1, 2, 0, 3)
+        rest = self.rest.reshape(parts, groups, n).sum(0)
+        return columns.reshape(groups, n, parts * self.rank), rest
+
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "LowRankFactor":
         """Return the factor with a function applied to each tensor."""
         every = (self.directions, self.lengths, self.rest, self.rows)
@@ -237,9 +252,9 @@ class LowRankFactor(SymmetricFactor):
 
     def add_to(self, total: Tensor) -> None:
         """Add the matrices in place."""
-        vectors = self.vectors()
+        vectors, rest = self.joined(len(total))
         total.baddbmm_(vectors, vectors.mT)
-        total.diagonal(dim1=-2, dim2=-1).add_(self.rest)
+        total.diagonal(dim1=-2, dim2=-1).add_(rest)
 
     def diagonal(self) -> Tensor:
         """Return the diagonals, without making a matrix."""

@@ -128,9 +128,10 @@ class Kronecker(Curvature):
         a, g = self.A_factor.diagonal(), self.G_factor.diagonal()
         return self.as_params(g.unsqueeze(-1) * a.unsqueeze(-2))
 
-    def queued_trace(self) -> Tensor:
-        """Return the sum over groups of the product of both factors' traces."""
-        return (self.A_factor.trace().double() * self.G_factor.trace()).sum()
+    def traces(self, parts: int = 1) -> Tensor:
+        """Return the sums over groups of the product of both factors' traces."""
+        by_group = self.A_factor.trace().double() * self.G_factor.trace()
+        return by_group.view(parts, -1).sum(-1)
 
     def scaled(self, factor: float) -> "Kronecker":
         """Return the curvature with `G` scaled."""

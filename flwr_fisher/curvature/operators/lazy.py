@@ -1,7 +1,6 @@
 """Lazy curvatures: a weighted sum of several, and one that is computed at each use."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import chain
 
 import torch
@@ -13,7 +12,7 @@ from flwr_fisher.curvature.operators.base import (
     Diagonal,
     Solver,
 )
-from flwr_fisher.curvature.operators.kronecker import Kronecker
+from flwr_fisher.curvature.operators.stacked import StackedSum
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 
@@ -149,22 +148,22 @@ class WeightedSum(Curvature):
             else:
                 yield weight, term
 
+    def stacks(self) -> list[tuple[float | Tensor, Curvature]]:
+        """Return the flat pairs, with each sum of a stack as its weights and stack."""
+        return [
+            (weight * term.weights, term.stack)
+            if isinstance(term, StackedSum)
+            else (weight, term)
+            for weight, term in self.flat()
+        ]
+
+    def is_diagonal(self) -> bool:
+        """Return whether every term is diagonal."""
+        return all(isinstance(term, Diagonal) for _, term in self.stacks())
+
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' products."""
-        if not self._layers:
-            return self._sum(term.matvec(vector) for term in self.terms)
-        first = self._layers[0]
-        first.check(vector)
-        matrices = first.as_matrices(vector)
-        products = ({"": layer.product(matrices)} for layer in self._layers)
-        return first.as_params(self._sum(products)[""])
-
-    @cached_property
-    def _layers(self) -> list[Kronecker]:
-        """The terms, if all are of one layer, and share one layout of vectors."""
-        layers = [term for term in self.terms if isinstance(term, Kronecker)]
-        layouts = {(layer.weight, layer.bias, layer.groups) for layer in layers}
-        return layers if len(layers) == len(self.terms) and len(layouts) == 1 else []
+        return self._sum(term.matvec(vector) for term in self.terms)
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' diagonals."""
@@ -178,20 +177,15 @@ class WeightedSum(Curvature):
         return total
 
     def trace(self) -> float:
-        """Return the weighted sum of the terms' traces."""
-        return sum(w * t for w, t in zip(self.weights, self.traces, strict=True))
-
-    def queued_trace(self) -> Tensor:
-        """Return the trace as a scalar tensor."""
-        first, *others = (weight * term.queued_trace() for weight, term in self)
-        return sum(others, first)
-
-    @property
-    def traces(self) -> Sequence[float]:
-        """The terms' traces, without the weights; they are computed once."""
+        """Return the weighted sum of the terms' traces, which are computed once."""
         if self._traces is None:
             self._traces = [term.trace() for term in self.terms]
-        return self._traces
+        return sum(w * t for w, t in zip(self.weights, self._traces, strict=True))
+
+    def traces(self, parts: int = 1) -> Tensor:
+        """Return the trace of each part of a stack."""
+        first, *others = (weight * term.traces(parts) for weight, term in self)
+        return sum(others, first)
 
     def scaled(self, factor: float) -> "WeightedSum":
         """Return the sum with every weight scaled; no tensor is touched."""
@@ -211,7 +205,7 @@ class WeightedSum(Curvature):
 
     def solver(self, damping: float) -> Solver:
         """Return a solver: conjugate gradients, except for diagonals or one term."""
-        if all(isinstance(term, Diagonal) for term in self.terms):
+        if self.is_diagonal():
             return Diagonal(self.to(dtype=torch.float64).diagonal()).solver(damping)
         if len(self.terms) == 1:
             return self.terms[0].scaled(self.weights[0]).solver(damping)

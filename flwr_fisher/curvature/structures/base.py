@@ -20,10 +20,12 @@ from flwr_fisher.curvature.operators.base import Curvature, Matvec
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.curvature.operators.lazy import WeightedSum
 from flwr_fisher.errors import StructureError
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, Shapes
 
 Parts = Mapping[str, Tensor | SymmetricFactor]  # a block's tensors by their letters
-Terms = Sequence[tuple[float, Curvature]]  # of a sum: weights and blocks
+# Of a sum: weights and blocks. A block may be a stack of several; then their weights
+# are a tensor.
+Terms = Sequence[tuple[float | Tensor, Curvature]]
 
 
 class Form(Enum):
@@ -106,13 +108,19 @@ class Structure(ABC):
 
     # --- the preconditioner
 
-    def preconditioner(self, terms: Terms, ridge: float) -> Matvec | None:
+    def preconditioner(
+        self, terms: Terms, shapes: Shapes, ridge: float
+    ) -> Matvec | None:
         r"""Return an approximate inverse of :math:`\sum_i w_i F_i + \lambda I`.
 
         Parameters
         ----------
-        terms : Sequence[tuple[float, Curvature]]
-            The weights, and blocks of this structure of one layer.
+        terms : Sequence[tuple[float | Tensor, Curvature]]
+            The weights, and blocks of this structure of one layer. A block may be
+            several clients', one stacked on the other; then the weight is a tensor, one
+            for each.
+        shapes : Mapping[str, torch.Size]
+            The parameters that a block of one client covers.
         ridge : float
             :math:`\lambda > 0`.
 
@@ -168,10 +176,12 @@ def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
         At least 0; here it counts as at least 1e-4.
     """
     ridge = max(ridge, _LEAST)
-    terms = [*curvature.flat()]
+    terms = curvature.stacks()
     kinds = {type(term) for _, term in terms}
     for structure in STRUCTURES.values():
-        inverse = kinds == {structure.block} and structure.preconditioner(terms, ridge)
+        inverse = kinds == {structure.block} and structure.preconditioner(
+            terms, curvature.shapes, ridge
+        )
         if inverse:
             return inverse
     return inverse_of_diagonal(curvature.diagonal(), ridge)

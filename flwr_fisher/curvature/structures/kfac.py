@@ -12,8 +12,12 @@ from flwr_fisher.curvature.estimate.accumulators import (
 )
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer
 from flwr_fisher.curvature.operators.base import Curvature, Matvec
-from flwr_fisher.curvature.operators.factors import LowRankFactor
-from flwr_fisher.curvature.operators.kronecker import Kronecker, ScaledFactor
+from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
+from flwr_fisher.curvature.operators.kronecker import (
+    Kronecker,
+    from_matrices,
+    to_matrices,
+)
 from flwr_fisher.curvature.structures.base import (
     Form,
     Parts,
@@ -21,7 +25,7 @@ from flwr_fisher.curvature.structures.base import (
     Terms,
     register,
 )
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, Shapes
 
 _SHARINGS = {"expand": KroneckerAccumulator, "reduce": ReducedKroneckerAccumulator}
 
@@ -62,7 +66,9 @@ class KFAC(Structure):
         """Return the sum over groups of the product of both factors' traces."""
         return sum(a * g for a, g in zip(traces["A"], traces["G"], strict=True))
 
-    def preconditioner(self, terms: Terms, ridge: float) -> Matvec | None:
+    def preconditioner(
+        self, terms: Terms, shapes: Shapes, ridge: float
+    ) -> Matvec | None:
         r"""Return the inverse of the product of the sum's partial traces.
 
         A sum of Kronecker products :math:`\sum_i w_i\, G_i \otimes A_i` is not one, but
@@ -79,27 +85,36 @@ class KFAC(Structure):
         are scaled to the same mean eigenvalue.
         """
         layers = [(w, term) for w, term in terms if isinstance(term, Kronecker)]
-        # Only a convolution's factors show how many groups it has.
-        if len({layer.groups for _, layer in layers}) > 1:
-            return None
-        first = layers[0][1]
-        of_inputs: list[ScaledFactor] = []
-        of_outputs: list[ScaledFactor] = []
+        of_inputs: list[SymmetricFactor] = []
+        of_outputs: list[SymmetricFactor] = []
+        all_groups = set[int]()
         for weight, layer in layers:
             (A, scale_A), (G, scale_G) = layer.partial_traces()
-            of_inputs.append((A, weight * scale_A))
-            of_outputs.append((G, weight * scale_G))
+            count = 1
+            if isinstance(weight, Tensor):  # one for each layer of a stack
+                count = len(weight)
+                weight = weight.to(scale_A).repeat_interleave(layer.groups // count)
+            of_inputs.append(A.scaled(weight * scale_A))
+            of_outputs.append(G.scaled(weight * scale_G))
+            all_groups.add(layer.groups // count)
+        # Only a convolution's factors show how many groups it has.
+        if len(all_groups) > 1:
+            return None
+        (groups,) = all_groups
         # Both partial traces have the sum's trace; each takes the root of its mean
         # eigenvalue, group by group.
-        trace = torch.stack([scale * A.trace() for A, scale in of_inputs]).sum(0)
-        _, outputs, inputs = first.matrix_shape
+        trace = torch.cat([A.trace().view(-1, groups) for A in of_inputs]).sum(0)
+        outputs, inputs = of_outputs[0].shape[-1], of_inputs[0].shape[-1]
         mean = (trace / (outputs * inputs)).clamp_min(torch.finfo(trace.dtype).tiny)
         solve_inputs = _sum_solver(of_inputs, (outputs * mean.sqrt()), ridge**0.5)
         solve_outputs = _sum_solver(of_outputs, (inputs * mean.sqrt()), ridge**0.5)
+        weight_name, bias = layers[0][1].weight, layers[0][1].bias
 
         def product(vector: Params) -> dict[str, Tensor]:
-            matrices = solve_outputs(first.as_matrices(vector))
-            return first.as_params(solve_inputs(matrices.mT).mT)
+            last = None if bias is None else vector[bias]
+            matrices = to_matrices(vector[weight_name], last, groups)
+            solved = solve_inputs(solve_outputs(matrices).mT).mT
+            return from_matrices(solved, weight_name, shapes[weight_name], bias)
 
         return product
 
@@ -108,20 +123,25 @@ _Solver = Callable[[Tensor], Tensor]
 
 
 def _sum_solver(
-    terms: Sequence[ScaledFactor], divisor: Tensor, ridge: float
+    terms: Sequence[SymmetricFactor], divisor: Tensor, ridge: float
 ) -> _Solver:
-    """Return a solver for ``sum of scale M / divisor + ridge I``, by group."""
-    factors = [factor.scaled(scale / divisor) for factor, scale in terms]
+    """Return a solver for ``sum of M / divisor + ridge I``, by group."""
+    groups, n = len(divisor), terms[0].shape[-1]
+    factors = [
+        factor.scaled((1 / divisor).repeat(factor.shape[0] // groups))
+        for factor in terms
+    ]
     low = [factor for factor in factors if isinstance(factor, LowRankFactor)]
-    n = factors[0].shape[-1]
-    if len(low) < len(factors) or 2 * sum(factor.rank for factor in low) > n:
-        total = divisor.new_zeros(factors[0].shape)
+    columns = sum(factor.rank * len(factor.rest) for factor in low) // groups
+    if len(low) < len(factors) or 2 * columns > n:
+        total = divisor.new_zeros(groups, n, n)
         for factor in factors:
             factor.add_to(total)
         return _solver_of(total, ridge)
     # Few vectors: by Woodbury's identity, nothing of the size n x n is made.
-    vectors = torch.cat([factor.vectors() for factor in low], -1)
-    diagonal = torch.stack([factor.rest for factor in low]).sum(0) + ridge
+    joined = [factor.joined(groups) for factor in low]
+    vectors = torch.cat([every for every, _ in joined], -1)
+    diagonal = torch.stack([rest for _, rest in joined]).sum(0) + ridge
     divided = vectors / diagonal.unsqueeze(-1)
     inner = _solver_of(vectors.mT @ divided, 1.0)
     return lambda right: (
