@@ -16,16 +16,11 @@ from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_ssh_private_key,
-    load_ssh_public_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.flower_internals import generate_shared_key
@@ -179,7 +174,8 @@ def signature(path: Path | str, number: int, public: Sequence[bytes]) -> bytes:
         If there is no such key.
     """
     try:
-        key = load_ssh_private_key(Path(path).expanduser().read_bytes(), None)
+        text = Path(path).expanduser().read_bytes()
+        key = serialization.load_ssh_private_key(text, None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError(_NO_ECDSA)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -204,7 +200,7 @@ def trusted_keys(folder: Path | str) -> TrustedKeys:
     keys = {}
     for path in sorted(Path(folder).expanduser().glob("*.pub")):
         try:
-            key = load_ssh_public_key(path.read_bytes())
+            key = serialization.load_ssh_public_key(path.read_bytes())
             if not isinstance(key, ec.EllipticCurvePublicKey):
                 raise ValueError(_NO_ECDSA)
         except (ValueError, UnsupportedAlgorithm) as error:

@@ -15,27 +15,13 @@ from flwr_fisher.client.disk import DEFAULT_STATE_DIR, ClientDisk
 from flwr_fisher.client.request import arrays_of, config_of, partition_of, whole_number
 from flwr_fisher.errors import ClientError, check_known, check_range
 from flwr_fisher.options import Options, option
-from flwr_fisher.secure import crypto
+from flwr_fisher.secure import crypto, payload
 from flwr_fisher.secure.fixed_point import FixedPoint, Words
 from flwr_fisher.secure.participant import Participant
-from flwr_fisher.secure.payload import (
-    LAYOUT,
-    SECURE,
-    WORDS,
-    Contribution,
-    SecureUpload,
-    bytes_in,
-    rows_of,
-)
-from flwr_fisher.wire import (
-    NUM_EXAMPLES,
-    arrays_to_tensors,
-    join_groups,
-    named_options,
-    split_groups,
-    tensors_to_arrays,
-)
+from flwr_fisher.secure.payload import Contribution, SecureUpload
+from flwr_fisher.wire import NUM_EXAMPLES, arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.arrays import description_text, tensor_to_numbers
+from flwr_fisher.wire.options import join_groups, named_options, split_groups
 
 _NAME = "secure-sum"
 _MOST_SUMS = 10_000
@@ -75,9 +61,10 @@ class SumRequest:
         """Return an integer of the request."""
         return int(self.tensor(name, torch.int64))
 
-    def rows(self, name: str, count: int, width: int | None = None) -> list[bytes]:
-        """Return the rows of a matrix of bytes in the request."""
-        return bytes_in(self.tensor(name, torch.uint8, count, width))
+    def rows(self, name: str, of: list[int], width: int | None) -> dict[int, bytes]:
+        """Return the rows of a matrix of bytes in the request, one for each client."""
+        matrix = self.tensor(name, torch.uint8, len(of), width)
+        return dict(zip(of, payload.bytes_in(matrix), strict=True))
 
     def numbers(self, name: str) -> list[int]:
         """Return a list of clients in the request."""
@@ -106,13 +93,13 @@ class SumRequest:
     def reply_words(self, words: Words, contribution: Contribution) -> Message:
         """Return a reply with masked words and their layout."""
         layout = description_text(contribution.layout())
-        masked = {WORDS: torch.from_numpy(words), LAYOUT: layout}
+        masked = {payload.WORDS: torch.from_numpy(words), payload.LAYOUT: layout}
         return self.reply({**contribution.descriptions(), **masked})
 
     def reply_rows(self, **parts: Sequence[bytes]) -> Message:
         """Return a reply with matrices of bytes, from rows of equal length."""
-        named = {k.replace("_", "-"): rows_of(rows) for k, rows in parts.items()}
-        return self.reply({f"{SECURE}{k}": rows for k, rows in named.items()})
+        keys = {part: payload.SECURE + part.replace("_", "-") for part in parts}
+        return self.reply({keys[k]: payload.rows_of(v) for k, v in parts.items()})
 
 
 @dataclass(frozen=True)
@@ -250,10 +237,9 @@ class SecureSumsMod(Options):
         if stage == "keys":
             return _keys(self, request)
         check_known("stage of a secure sum", stage, _STAGES)
-        (session,) = bytes_in(request.tensor("session", torch.uint8, 8)[None])
+        (session,) = payload.bytes_in(request.tensor("session", torch.uint8, 8)[None])
         disk = self.disk(session, request.client)
-        memory = SumMemory.load(disk, request.index)
-        return _STAGES[stage](self, request, memory)
+        return _STAGES[stage](self, request, SumMemory.load(disk, request.index))
 
     def disk(self, session: bytes, client: int) -> ClientDisk:
         """Return the disk entry with the secrets of a session."""
@@ -269,8 +255,7 @@ def _keys(mod: SecureSumsMod, request: SumRequest) -> Message:
     check_range("secure-sums", sums, 1, _MOST_SUMS)
     session = secrets.token_bytes(8)
     participant = Participant.new(request.client, sums)
-    disk = mod.disk(session, request.client)
-    SumMemory(disk, participant, Contribution({})).save()
+    SumMemory(mod.disk(session, request.client), participant, Contribution({})).save()
     public, signed = participant.public(), crypto.UNSIGNED
     if mod.identity is not None:
         signed = crypto.signature(mod.identity, request.client, public)
@@ -281,15 +266,12 @@ def _shares(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Messa
     """Split the secrets into shares for the neighbours."""
     participant = memory.participant
     numbers = request.numbers("neighbours")
-    width = (1 + participant.sums) * crypto.PUBLIC
-    rows = request.rows("keys", len(numbers), width)
-    keys = [crypto.pieces(row, crypto.PUBLIC) for row in rows]
-    public = dict(zip(numbers, keys, strict=True))
+    rows = request.rows("keys", numbers, (1 + participant.sums) * crypto.PUBLIC)
+    public = {n: crypto.pieces(row, crypto.PUBLIC) for n, row in rows.items()}
     _check_enough(mod, public)
     if mod.trusted is not None:
-        signatures = request.rows("signatures", len(numbers), crypto.SIGNATURE)
-        signers = dict(zip(numbers, signatures, strict=True))
-        crypto.check_signatures(crypto.trusted_keys(mod.trusted), public, signers)
+        signatures = request.rows("signatures", numbers, crypto.SIGNATURE)
+        crypto.check_signatures(crypto.trusted_keys(mod.trusted), public, signatures)
     shares, commitments = participant.share(public, request.number("threshold"))
     memory.save()
     order = sorted(numbers)
@@ -302,12 +284,9 @@ def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Me
     """Compute and keep the contribution; send its masked exponents."""
     if "senders" in request.sent:
         senders = request.numbers("senders")
-        sealed = request.rows("sealed-shares", len(senders))
-        commitments = request.rows("commitments", len(senders))
-        memory.participant.receive(
-            dict(zip(senders, sealed, strict=True)),
-            dict(zip(senders, commitments, strict=True)),
-        )
+        sealed = request.rows("sealed-shares", senders, None)
+        commitments = request.rows("commitments", senders, None)
+        memory.participant.receive(sealed, commitments)
     # If the server asks again, the client sends what it has computed before.
     if memory.contribution.index != request.index:
         reply = request.answered()

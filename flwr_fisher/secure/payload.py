@@ -28,12 +28,8 @@ from flwr_fisher.errors import ClientError, WireError
 from flwr_fisher.params import Params, clipped
 from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponent_of
 from flwr_fisher.server.privacy import exponent_for, with_noise
-from flwr_fisher.wire.arrays import (
-    arrays_to_tensors,
-    contribution_bytes,
-    tensors_to_arrays,
-)
-from flwr_fisher.wire.options import NUM_EXAMPLES
+from flwr_fisher.wire import NUM_EXAMPLES, arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.arrays import contribution_bytes
 from flwr_fisher.wire.schema import Payload
 
 SECURE = "secure/"
@@ -59,10 +55,7 @@ class SecureUpload(Payload):
         Bytes, and words.
     """
 
-    disagreement = (
-        SECURE.removesuffix("/"),
-        "has other arrays than most clients' have",
-    )
+    disagreement = (SECURE[:-1], "has other arrays than most clients' have")
 
     tensors: dict[str, Tensor]
 
@@ -122,18 +115,18 @@ class SecureUpload(Payload):
             read_layout(text)
         return cls(tensors)
 
+    @staticmethod
+    def total(every: Sequence["SecureUpload"]) -> tuple[Words, dict[str, Tensor]]:
+        """Return the sum of masked words modulo 2**bits, and what describes them.
 
-def sum_words(payloads: Sequence[SecureUpload]) -> tuple[Words, dict[str, Tensor]]:
-    """Return the sum of masked words modulo 2**bits, and what describes them.
-
-    All payloads have the same layout and descriptions.
-    """
-    first = payloads[0]
-    total: Words = first.part(WORDS).numpy().copy()
-    for payload in payloads[1:]:
-        np.add(total, payload.part(WORDS).numpy(), out=total)
-    texts = {k: v for k, v in first.tensors.items() if _is_text(k)}
-    return total, texts | {LAYOUT: first.part(LAYOUT)}
+        All have the same layout and descriptions.
+        """
+        first = every[0]
+        total: Words = first.part(WORDS).numpy().copy()
+        for other in every[1:]:
+            np.add(total, other.part(WORDS).numpy(), out=total)
+        texts = {k: v for k, v in first.tensors.items() if _is_text(k)}
+        return total, texts | {LAYOUT: first.part(LAYOUT)}
 
 
 def rows_of(rows: Sequence[bytes]) -> Tensor:

@@ -16,17 +16,11 @@ from flwr_fisher.params import Params, rounded
 from flwr_fisher.secure import crypto
 from flwr_fisher.secure.aggregator import Aggregator, Sealed
 from flwr_fisher.secure.fixed_point import LEVELS, FixedPoint, Words, highest
-from flwr_fisher.secure.payload import (
-    LAYOUT,
-    SecureUpload,
-    bytes_in,
-    read_layout,
-    rows_of,
-    sum_words,
-)
+from flwr_fisher.secure.payload import LAYOUT, SecureUpload, bytes_in, read_layout
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import NUM_EXAMPLES, tensors_to_arrays
+from flwr_fisher.wire.arrays import bytes_of
 
 GROUP = "secure"  # groups of a state's tensors, and of tensors for clients' mods
 _FEWEST = 2
@@ -89,7 +83,7 @@ class SecureState:
         """Return a run's state that contains this."""
         record = dict(vars(self))
         words, descriptions = record.pop("words"), record.pop("descriptions")
-        text = rows_of([crypto.to_json(record).encode()])[0]
+        text = bytes_of(crypto.to_json(record))
         group = {**descriptions, "record": text, "words": words}
         return replace(state, groups={**state.groups, GROUP: group})
 
@@ -220,7 +214,7 @@ def take_words(
     # All uploads that are left have the same layout. The masks are still in the sum,
     # also those of clients that have left after the shares; the next stage opens it for
     # exactly these clients.
-    total, descriptions = sum_words([upload.payload for upload in uploads])
+    total, descriptions = SecureUpload.total([upload.payload for upload in uploads])
     new = known.after(uploads, words=torch.from_numpy(total), descriptions=descriptions)
     left = set(known.present) - set(new.present)
     if gone := [known.aggregator.names[n] for n in left]:
@@ -246,8 +240,7 @@ def open_exponents(
     count = len(read_layout(known.descriptions[LAYOUT]))
     if len(words) != LEVELS * count:
         raise RoundError(f"{len(words)} words for the exponents of {count} tensors")
-    new = known.after(uploads, exponents=highest(words))
-    return Step(new.into(state), quiet=True)
+    return Step(known.after(uploads, exponents=highest(words)).into(state), quiet=True)
 
 
 def open_values(
@@ -282,8 +275,8 @@ def open_values(
     # From here on the sum is like one client's upload, with the weight of all.
     metrics, members = MetricRecord(), list(known.present)
     summed = Upload(0, name, weight, payload, metrics, num_bytes=0, members=members)
-    own = replace(state, groups=state.without(GROUP))  # the strategy's
-    step = exchange.take(own, [summed])
+    # The strategy's own state is without this file's group.
+    step = exchange.take(replace(state, groups=state.without(GROUP)), [summed])
     counted = {**step.metrics, "num-summed": len(members)}
     step = replace(step, metrics=counted, summed=step.summed or summed)
     # The next exchange uses the same keys and shares. After the last, nothing is kept.
@@ -333,5 +326,4 @@ def _opened(index: int, known: SecureState, uploads: Uploads[SecureUpload]) -> W
         rows = crypto.pieces(upload.payload.data("shares"), crypto.SHARE)
         # In a reply with too few or too many shares, those that do not fit are wrong.
         shares[upload.number] = dict(zip((*survivors, *dropped), rows, strict=False))
-    words: Words = known.words.numpy()
-    return known.aggregator.unmask(index, words, known.present, shares)
+    return known.aggregator.unmask(index, known.words.numpy(), known.present, shares)

@@ -170,35 +170,26 @@ class SecureSums(Options):
             ask("shares", 0, steps.take_shares, _neighbours),
         ]
         for index, exchange in zip(range(0, sums, 2), exchanges, strict=True):
-            stages += self._summed(ask, exchange, index, exchange is exchanges[-1])
+            assert exchange.additive is not None
+            privacy, values = exchange.additive.privacy, index + 1
+            bits = max(self.bits, exchange.additive.bits)
+            job = exchange.options.get("job", "train")
+            work = {**exchange.options, "secure-job": job}
+            if exchange.additive.weighted:
+                work["secure-weighted"] = True
+            begin = partial(_begin, privacy, index == 0)
+            start = {"send": exchange.send, "start": exchange.start}
+            sized = partial(steps.take_words, index, privacy)
+            summed = partial(steps.take_words, values, privacy)
+            last = exchange is exchanges[-1]
+            opened = partial(steps.open_values, values, bits, exchange, last)
+            stages += [
+                ask("exponents", index, sized, begin, options=work, **start),
+                ask("open", index, partial(steps.open_exponents, index), _sets),
+                ask("values", values, summed, partial(_scales, bits)),
+                ask("open", values, opened, _sets, name=exchange.name),
+            ]
         return stages
-
-    def _summed(
-        self,
-        ask: Callable[..., _Stage],
-        exchange: Exchange[Any],
-        index: int,
-        last: bool,
-    ) -> list[_Stage]:
-        """Return the exchanges that open an exchange's exponents and values."""
-        assert exchange.additive is not None
-        privacy, values = exchange.additive.privacy, index + 1
-        bits = max(self.bits, exchange.additive.bits)
-        work = {**exchange.options, "secure-job": exchange.options.get("job", "train")}
-        if exchange.additive.weighted:
-            work["secure-weighted"] = True
-
-        begin = partial(_begin, privacy, index == 0)
-        start = {"send": exchange.send, "start": exchange.start}
-        sized = partial(steps.take_words, index, privacy)
-        summed = partial(steps.take_words, values, privacy)
-        opened = partial(steps.open_values, values, bits, exchange, last)
-        return [
-            ask("exponents", index, sized, begin, options=work, **start),
-            ask("open", index, partial(steps.open_exponents, index), _sets),
-            ask("values", values, summed, partial(_scales, bits)),
-            ask("open", values, opened, _sets, name=exchange.name),
-        ]
 
 
 # --- what each stage sends to each client
