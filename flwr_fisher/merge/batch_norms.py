@@ -15,13 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from flwr_fisher.curvature import models
 from flwr_fisher.curvature.data import batches_of
-from flwr_fisher.curvature.models import (
-    TOO_FEW,
-    by_batch_statistics,
-    evaluating,
-    is_frozen,
-)
 from flwr_fisher.devices import has_float64
 from flwr_fisher.errors import DataError, ParamsError
 from flwr_fisher.log_lines import watching
@@ -245,8 +240,7 @@ def norm_shifts(
             names = prefix + MEAN, prefix + VARIANCE
             variance = buffers[names[1]].cpu().double()
             mean, square = means[norm]
-            measured = shifts_of(mean, square, variance)
-            shifts |= dict(zip(names, measured, strict=True))
+            shifts |= dict(zip(names, shifts_of(mean, square, variance), strict=True))
     return shifts
 
 
@@ -267,8 +261,9 @@ def _input_means(
         inputs.append((norm, *_sums(args[0], norm)))
 
     device = next(p.device for norm in norms for p in norm.buffers())
-    watched, by_batch = watching("norm statistics"), by_batch_statistics(norms)
-    with watched, evaluating(model), by_batch, torch.no_grad(), ExitStack() as hooks:
+    watched, in_eval = watching("norm statistics"), models.evaluating(model)
+    by_batch = models.by_batch_statistics(norms)
+    with watched, in_eval, by_batch, torch.no_grad(), ExitStack() as hooks:
         for norm in norms:
             hooks.enter_context(norm.register_forward_pre_hook(see))
         for batch in batches_of(loader, model, device):
@@ -276,7 +271,7 @@ def _input_means(
             try:
                 batch.inputs(model)
             except ValueError as error:
-                if TOO_FEW not in str(error):
+                if models.TOO_FEW not in str(error):
                     raise
                 continue  # also without what the norms before have seen
             usable = True
@@ -328,4 +323,4 @@ def norms_by_prefix(model: nn.Module) -> dict[str, _BatchNorm]:
 def _trained(model: nn.Module) -> list[str]:
     """Return norms that are not frozen: without parameters, or with a trained one."""
     norms = norms_by_prefix(model).items()
-    return [prefix for prefix, norm in norms if not is_frozen(norm)]
+    return [prefix for prefix, norm in norms if not models.is_frozen(norm)]

@@ -115,8 +115,7 @@ def output_layer(model: nn.Module, loader: Iterable[Any]) -> str:
         for name, layer in model.named_modules():
             if isinstance(layer, nn.Linear):
                 hook = partial(record, name)
-                made = layer.register_forward_hook(hook, with_kwargs=True)
-                hooks.enter_context(made)
+                hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
         outputs = batch.inputs(model)
     for name, own in reversed(calls):
         if _rows(own, own, outputs) is not None:
@@ -484,8 +483,7 @@ def closed_form_head(
     """
     gram, cross, _, rows = _moments(sums, centred=bias)
     system = gram + _penalty(sums, bias=bias, ridge=ridge)
-    inverse = torch.linalg.pinv(system, hermitian=True)
-    weight = (inverse @ cross).mT.contiguous()
+    weight = (torch.linalg.pinv(system, hermitian=True) @ cross).mT.contiguous()
     if not bias:
         return (weight,)
     mean = sums.gram[:-1, -1] / rows

@@ -24,12 +24,7 @@ from flwr_fisher.curvature.data import Batch, Inputs, concatenated
 from flwr_fisher.curvature.estimate.forms import Tap, tapped_once
 from flwr_fisher.curvature.estimate.layers import Positions
 from flwr_fisher.curvature.estimate.likelihood import Expectation, check_labels
-from flwr_fisher.curvature.estimate.model_sums import (
-    ModelSums,
-    Room,
-    make_sums,
-    room_for,
-)
+from flwr_fisher.curvature.estimate.model_sums import Room, make_sums
 from flwr_fisher.curvature.estimate.pieces import Group, backward_plan, drawn
 from flwr_fisher.curvature.models import device_of
 from flwr_fisher.curvature.operators.base import Curvature
@@ -63,63 +58,45 @@ class Engine:
     ----------
     model : nn.Module
         What to differentiate, in eval mode.
-    sums : ModelSums
-        The sums to take.
+    first : Batch
+        The first batch, which is checked, but not added. It shows which form each layer
+        has, and how many examples fit in memory.
+    structure : str
+        The structure of the sums.
     expectation : Expectation
         Makes the pieces of a batch's outputs.
-    positions : Positions
-        Which positions of a layer count, if it has several.
-    room : Room
-        How many examples fit in memory.
-    padded : bool
-        Whether some tokens of the first batch are padding.
+    max_batch_bytes : int | None
+        As for :meth:`Room.of`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        sums: ModelSums,
-        expectation: Expectation,
-        positions: Positions,
-        room: Room,
-        padded: bool,
-    ) -> None:
-        self.model, self.sums, self.expectation = model, sums, expectation
-        self.padded = padded
-        self.positions, self.room, self.chunk = positions, room, room.examples
-        self.layers = {name: each.layer for name, each in sums.accumulators.items()}
-        self._tapped = {**self.layers, **sums.direct.layers}
-        self._on_cpu = device_of(model).type == "cpu"
-        self._enough = min(self.chunk, _QUEUE) if self._on_cpu else self.chunk
-        # On the CPU, so that a seed draws the same on every device.
-        self._generator = torch.Generator().manual_seed(expectation.seed)
-        self.count = 0
-        # By the number of pieces, and the form of the inputs.
-        self._queues: dict[Any, list[_Waiting]] = {}
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
         first: Batch,
         structure: str,
         expectation: Expectation,
         max_batch_bytes: int | None,
-    ) -> "Engine":
-        """Return an engine for batches like the first, which is checked.
-
-        The first batch shows which form each layer has, how many examples fit in
-        memory.
-        """
-        options = expectation.options
-        forms, sums = make_sums(
+    ) -> None:
+        self.model, self.expectation = model, expectation
+        options, seed = expectation.options, expectation.seed
+        reduces = options.weight_sharing == "reduce"
+        forms, self.sums = make_sums(
             model, first.inputs, structure, options.weight_sharing, max_batch_bytes
         )
-        reduces = options.weight_sharing == "reduce"
         most = None if structure == "diagonal" or reduces else options.max_positions
-        positions = Positions(most, expectation.seed)
-        room = room_for(model, forms, sums, positions, len(first), max_batch_bytes)
-        return cls(model, sums, expectation, positions, room, forms.padded)
+        self.positions, self.padded = Positions(most, seed), forms.padded
+        of_sums = forms, self.sums, self.positions
+        self.room = Room.of(model, *of_sums, len(first), max_batch_bytes)
+        self.chunk, accumulators = self.room.examples, self.sums.accumulators
+        self.layers = {name: each.layer for name, each in accumulators.items()}
+        self._tapped = {**self.layers, **self.sums.direct.layers}
+        self._on_cpu = device_of(model).type == "cpu"
+        self._enough = min(self.chunk, _QUEUE) if self._on_cpu else self.chunk
+        # On the CPU, so that a seed draws the same on every device.
+        self._generator = torch.Generator().manual_seed(seed)
+        self.count = 0
+        # By the number of pieces, and the form of the inputs.
+        self._queues: dict[Any, list[_Waiting]] = {}
 
     def add(self, batch: Batch, labels: Any) -> None:
         """Run a batch forward, and back once for each of its pieces that count.
@@ -288,6 +265,16 @@ class Engine:
             name: layer.prepared(taps[name].inputs)
             for name, layer in self.sums.direct.layers.items()
         }
+        weights: dict[str, float] = {}  # of a layer's gradient columns
+
+        def add(name: str, gradients: list[Tensor]) -> None:
+            """Give a layer's gradients, one tensor a pass, to its accumulator."""
+            accumulator = self.sums.accumulators[name]
+            if accumulator.takes_inputs:
+                accumulator.add_pairs(columns[name], gradients)
+            else:
+                accumulator.add_gradients(gradients, weights[name], shares.get(name))
+
         size = self._bundle_size(outputs, sizes)
         for start in range(0, passes, size):
             stop = min(start + size, passes)
@@ -296,7 +283,6 @@ class Engine:
             # operations: of layers with one position, whose gradients are small, and on
             # a device other than the CPU of all layers that take no inputs.
             bundled: dict[str, list[Tensor]] = {}
-            weights: dict[str, float] = {}
             for number, piece in enumerate(bundle if taps else (), start + 1):
                 at_layers = torch.autograd.grad(
                     outputs,
@@ -326,12 +312,12 @@ class Engine:
                             weights[name] = weight / math.prod(sizes[name])
                         g = layer.output_columns(gradient, grid)
                         if self._on_cpu and math.prod(sizes[name]) > 1:
-                            self._add(name, [g], columns, weights, shares)
+                            add(name, [g])
                         else:
                             bundled.setdefault(name, []).append(g)
             with _full_precision(outputs):
                 for name, gradients in bundled.items():
-                    self._add(name, gradients, columns, weights, shares)
+                    add(name, gradients)
             # What has no form takes each example's gradient, with passes of its own.
             if self.sums.others is not None:
                 self.sums.others.add(inputs, bundle)
@@ -346,21 +332,6 @@ class Engine:
         if not self._on_cpu:
             most = min(most, self.room.passes(n))
         return min(_MOST_BUNDLED, most)
-
-    def _add(
-        self,
-        name: str,
-        gradients: list[Tensor],
-        columns: Mapping[str, Tensor],
-        weights: Mapping[str, float],
-        shares: Mapping[str, Tensor],
-    ) -> None:
-        """Give a layer's gradients, one tensor a pass, to its accumulator."""
-        accumulator = self.sums.accumulators[name]
-        if accumulator.takes_inputs:
-            accumulator.add_pairs(columns[name], gradients)
-        else:
-            accumulator.add_gradients(gradients, weights[name], shares.get(name))
 
 
 def _share(active: Tensor) -> Tensor:

@@ -137,9 +137,7 @@ def fisher(
                 continue
             batch = labelled.to(device)
             if engine is None:
-                engine = Engine.of(
-                    model, batch, structure, expectation, max_batch_bytes
-                )
+                engine = Engine(model, batch, structure, expectation, max_batch_bytes)
             engine.add(batch, labelled.labels)
             advance(len(some))
         if engine is None:

@@ -152,8 +152,6 @@ class Forms:
         The inputs of each of these layers for one example.
     others : list[str]
         All other parameters, which need per-example gradients.
-    outputs : Tensor
-        The model's for the first examples of the batch.
     padded : bool
         Whether the model has tokens that act on no output, by no layer: padding.
     """
@@ -162,7 +160,6 @@ class Forms:
     direct: dict[str, DirectLayer]
     inputs: dict[str, Tensor]
     others: list[str]
-    outputs: Tensor
     padded: bool
 
     @classmethod
@@ -189,29 +186,26 @@ class Forms:
         """
         layers, seen = layers_by_type(model), dict[str, Tensor]()
         layers |= _repeatable(model, inputs)
-        size, first, padded = len(inputs), None, False
+        size, padded = len(inputs), False
         if max_bytes is not None:
             size = _fitting(model, inputs, layers, max_bytes)
-        for part in inputs.split(size):
+        for number, part in enumerate(inputs.split(size)):
             several = part if len(part) > 1 else concatenated([part, part])
             outputs, taps = tapped_forward(model, several, layers)
             check_outputs(outputs, len(several))
             layers, is_padded = passing(several, layers, outputs, taps)
             padded |= is_padded
-            if first is None:
+            if not number:
                 # Behind the backward passes, because a forward pass may change in place
                 # what they need.
-                first = outputs.detach()
                 seen = {n: each[0].inputs[:1] for n, each in taps.items() if each}
-                check_rows(model, several, first)
-        assert first is not None
+                check_rows(model, several, outputs)
         taken = {parameter for layer in layers.values() for parameter in layer.names}
         return cls(
             {n: x for n, x in layers.items() if isinstance(x, KroneckerLayer)},
             {n: x for n, x in layers.items() if isinstance(x, DirectLayer)},
             {name: seen[name] for name in layers},
             [name for name in trainable_names(model) if name not in taken],
-            first,
             padded,
         )
 

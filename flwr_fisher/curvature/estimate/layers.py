@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import grad
 
-from flwr_fisher.curvature.operators.kronecker import from_matrices, to_matrices
+from flwr_fisher.curvature.operators.kronecker import from_matrices
 from flwr_fisher.params import Sums
 from flwr_fisher.randomness import random_stream
 
@@ -206,11 +206,6 @@ class KroneckerLayer(Layer):
         """Return the parameters' gradients for a given gradient of the output."""
         g, a = self.output_columns(output), self.input_columns(inputs)
         return list(self.as_params(torch.einsum("ngot,ngit->goi", g, a)).values())
-
-    def matrices(self) -> Tensor:
-        """Return the weight as ``[groups, out / groups, in (+ 1)]``, the bias last."""
-        weight, *bias = self.parameters()
-        return to_matrices(weight, bias[0] if bias else None, self.groups).detach()
 
     def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
         """Return the weight and bias of such matrices: the inverse of `matrices`."""
@@ -513,19 +508,16 @@ class EmbeddingRows(DirectLayer):
 
     def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
         """Return the weight's gradient for a given gradient of the output."""
-        return [self._summed(self.prepared(inputs), output, lambda rows: rows)]
+        return [self._summed(self.prepared(inputs), output, 1)]
 
     def squares(self, prepared: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
         """Return the sum over examples of their squared gradients."""
-        return self._summed(prepared, output, torch.square)
+        return self._summed(prepared, output, 2)
 
     def _summed(
-        self,
-        prepared: tuple[Tensor, Tensor],
-        output: Tensor,
-        function: Callable[[Tensor], Tensor],
+        self, prepared: tuple[Tensor, Tensor], output: Tensor, power: int
     ) -> Tensor:
-        """Return the sum of a function of the examples' gradients; it is 0 at 0."""
+        """Return the sum of a power of the examples' gradients."""
         layer, (rows, pair_of_index) = self.layer, prepared
         gradient = output.to(self.dtype).reshape(-1, layer.embedding_dim)
         of_pairs = gradient.new_zeros(len(rows), layer.embedding_dim)
@@ -533,7 +525,7 @@ class EmbeddingRows(DirectLayer):
         if layer.padding_idx is not None:  # which is not trained
             of_pairs[rows == layer.padding_idx] = 0
         total = gradient.new_zeros(layer.num_embeddings, layer.embedding_dim)
-        return total.index_add_(0, rows, function(of_pairs))
+        return total.index_add_(0, rows, of_pairs.pow(power))
 
 
 class SquaredGradients:

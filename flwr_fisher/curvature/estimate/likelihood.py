@@ -434,14 +434,12 @@ class Expectation:
             label_mask = None
         if kind == "exact":
             pieces = self.likelihood.pieces(outputs, self.options.max_passes, generator)
-            if label_mask is None:
-                return pieces
-            return replace(pieces, mask=label_mask.flatten(1))
+            mask = None if label_mask is None else label_mask.flatten(1)
+            return replace(pieces, mask=mask)
         # A likelihood of the user's draws where its outputs are.
         seen = outputs.cpu() if _is_users(self.likelihood) else outputs
         scores = self.likelihood.sample_score(seen, generator).to(outputs.device)
-        scores = _labelled(scores, label_mask).unsqueeze(0)
-        return given_pieces(scores)
+        return given_pieces(_labelled(scores, label_mask).unsqueeze(0))
 
 
 def _is_users(likelihood: Likelihood) -> bool:

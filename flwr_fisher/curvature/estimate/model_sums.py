@@ -11,11 +11,7 @@ from flwr_fisher.curvature.data import Inputs
 from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator, diagonal_of
 from flwr_fisher.curvature.estimate.forms import Forms
 from flwr_fisher.curvature.estimate.jacobians import DiagonalJacobian
-from flwr_fisher.curvature.estimate.layers import (
-    KroneckerLayer,
-    Positions,
-    SquaredGradients,
-)
+from flwr_fisher.curvature.estimate.layers import Positions, SquaredGradients
 from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.curvature.operators.base import BlockDiagonal, Curvature, Diagonal
 from flwr_fisher.curvature.structures import STRUCTURES
@@ -137,6 +133,59 @@ class Room(NamedTuple):
     held: int
     fewest: int
 
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        forms: Forms,
+        sums: ModelSums,
+        positions: Positions,
+        batch_size: int,
+        max_batch_bytes: int | None,
+    ) -> "Room":
+        """Return how many examples, and how many passes of them, fit in memory.
+
+        By default they take about as much memory as a training step, which holds all of
+        a batch's examples and the gradients, or 64 MiB if that is more. The examples
+        and the sums together take no more than that. On a device other than the CPU the
+        examples may take at least 1 GiB, and the sums take their memory in addition.
+
+        Parameters
+        ----------
+        model : nn.Module
+            The model.
+        forms, sums
+            From :func:`~flwr_fisher.curvature.estimate.model_sums.make_sums`.
+        positions : Positions
+            Which of a layer's positions count.
+        batch_size : int
+            The number of examples in a batch.
+        max_batch_bytes : int | None
+            How much memory may be taken in addition to the forward pass.
+        """
+        sizes = [
+            _bytes(forms.inputs[name], accumulator, positions)
+            for name, accumulator in sums.accumulators.items()
+        ]
+        for name, layer in sums.direct.layers.items():
+            entries = layer.entries(forms.inputs[name])
+            size = entries * layer.parameters()[0].element_size()
+            wide = entries * layer.dtype.itemsize
+            sizes.append(_Bytes(4 * size, 2 * wide, wide, 0))
+        passing = max((each.passing for each in sizes), default=0)
+        beyond = sum(each.kept for each in sizes) + passing
+        later = sum(each.held for each in sizes)
+        if max_batch_bytes is not None:
+            return cls(max_batch_bytes, beyond, later, 1)
+        held = sum(total.nbytes for total in sums.totals())
+        parameters = [*trainable(model).values()]
+        on_cpu = all(p.device.type == "cpu" for p in parameters)
+        gradients = sum(p.nbytes for p in parameters)
+        forward = sum(each.forward for each in sizes)
+        step = max(_SHARE * (batch_size * forward + gradients), _LEAST)
+        total = step - held if on_cpu else max(step - held, _LEAST_ELSEWHERE)
+        return cls(int(total), forward + beyond, later, _FEWEST)
+
     @property
     def examples(self) -> int:
         """The largest number of examples to run at once."""
@@ -146,58 +195,6 @@ class Room(NamedTuple):
         """Return of how many passes so many examples' gradients may be held."""
         left = self.total - examples * self.each
         return max(1, left // max(examples * self.held, 1))
-
-
-def room_for(
-    model: nn.Module,
-    forms: Forms,
-    sums: ModelSums,
-    positions: Positions,
-    batch_size: int,
-    max_batch_bytes: int | None,
-) -> Room:
-    """Return how many examples, and how many passes of them, fit in memory.
-
-    By default they take about as much memory as a training step, which holds all of a
-    batch's examples and the gradients, or 64 MiB if that is more. The examples and the
-    sums together take no more than that. On a device other than the CPU the examples
-    may take at least 1 GiB, and the sums take their memory in addition.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The model.
-    forms, sums
-        From :func:`~flwr_fisher.curvature.estimate.model_sums.make_sums`.
-    positions : Positions
-        Which of a layer's positions count.
-    batch_size : int
-        The number of examples in a batch.
-    max_batch_bytes : int | None
-        How much memory may be taken in addition to the forward pass.
-    """
-    sizes = [
-        _bytes(forms.layers[name], forms.inputs[name], accumulator, positions)
-        for name, accumulator in sums.accumulators.items()
-    ]
-    for name, layer in sums.direct.layers.items():
-        entries = layer.entries(forms.inputs[name])
-        size = entries * layer.parameters()[0].element_size()
-        wide = entries * layer.dtype.itemsize
-        sizes.append(_Bytes(4 * size, 2 * wide, wide, 0))
-    passing = max((each.passing for each in sizes), default=0)
-    beyond = sum(each.kept for each in sizes) + passing
-    later = sum(each.held for each in sizes)
-    if max_batch_bytes is not None:
-        return Room(max_batch_bytes, beyond, later, 1)
-    held = sum(total.nbytes for total in sums.totals())
-    parameters = [*trainable(model).values()]
-    on_cpu = all(p.device.type == "cpu" for p in parameters)
-    gradients = sum(p.nbytes for p in parameters)
-    forward = sum(each.forward for each in sizes)
-    step = max(_SHARE * (batch_size * forward + gradients), _LEAST)
-    total = step - held if on_cpu else max(step - held, _LEAST_ELSEWHERE)
-    return Room(int(total), forward + beyond, later, _FEWEST)
 
 
 class _Bytes(NamedTuple):
@@ -219,18 +216,13 @@ class _Bytes(NamedTuple):
     held: int
 
 
-def _bytes(
-    layer: KroneckerLayer,
-    inputs: Tensor,
-    accumulator: LayerAccumulator,
-    positions: Positions,
-) -> _Bytes:
+def _bytes(inputs: Tensor, sums: LayerAccumulator, positions: Positions) -> _Bytes:
     """Return an example's bytes at a layer with a Kronecker form."""
+    layer, paired = sums.layer, sums.takes_inputs
     sizes = layer.positions(inputs.shape)
-    paired = accumulator.takes_inputs
     grid, _ = positions.of_inputs(sizes)
     columns = 0
-    if paired or accumulator.observes:
+    if paired or sums.observes:
         columns = layer.num_column_entries(inputs.shape, None if paired else grid)
     channels = len(layer.kernel)
     outputs = channels * math.prod(sizes)
