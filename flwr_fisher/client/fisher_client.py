@@ -6,22 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp as FlowerApp
 from torch import nn
 
+from flwr_fisher.client import messages
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES
 from flwr_fisher.client.jobs import Job, get_job
-from flwr_fisher.client.messages import (
-    ClientApp,
-    Mod,
-    asks_for_parameters,
-    errors_as_replies,
-    identify,
-    name_of,
-    not_sent,
-    told_to,
-)
+from flwr_fisher.client.messages import ClientApp, Mod
 from flwr_fisher.client.outbox import Outbox, TrainingCheckpoint
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import ClientLimits, Reply, Request
@@ -168,8 +160,8 @@ class FisherClient:
             problem.check_dtypes(request.params)
         told, tells = "", request.options.get("tell")
         if tells or "run" in request.options:
-            told = not_sent(problem, request.params)
-        with watching(name_of(context), unit=None):
+            told = messages.not_sent(problem, request.params)
+        with watching(messages.name_of(context), unit=None):
             if (run := request.options.get("run")) is None:
                 reply = _reply(problem, request, jobs)
             else:
@@ -184,10 +176,10 @@ class FisherClient:
                     reply = kept or _reply(problem, request, jobs)
                     if kept is None:
                         outbox.keep(reply)
-        arrays = reply.arrays
-        if arrays is not None and tells:
-            arrays = with_not_sent(arrays, told_to(tells, told))
-        return _message(message, MetricRecord({**reply.metrics}), arrays)
+        if reply.arrays is not None and tells:
+            told = messages.told_to(tells, told)
+            reply = replace(reply, arrays=with_not_sent(reply.arrays, told))
+        return _message(message, reply)
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Evaluate the server's arrays on `valloader`: ``loss`` and ``accuracy``.
@@ -203,9 +195,9 @@ class FisherClient:
         """
         request = self._read(message, context)
         job = get_job(str(request.options.get("job", "evaluate")), "evaluate")
-        with seeded(request.seed), watching(name_of(context), unit=None):
+        with seeded(request.seed), watching(messages.name_of(context), unit=None):
             reply = job(self.problem, request)
-        return _message(message, MetricRecord({**reply.metrics}))
+        return _message(message, Reply(reply.metrics))
 
     def as_client_app(self, mods: list[Mod] | None = None) -> ClientApp:
         """Return a ``ClientApp`` that uses this client on every node."""
@@ -258,21 +250,21 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
     app = ClientApp()
 
     # Flower's, because a FisherClient does every job.
-    @FlowerApp.train(app, mods=[errors_as_replies, *(mods or [])])
+    @FlowerApp.train(app, mods=[messages.errors_as_replies, *(mods or [])])
     def train(message: Message, context: Context) -> Message:
         return _client_of(client_fn, context).fit(message, context)
 
-    @app.evaluate(mods=[errors_as_replies])
+    @app.evaluate(mods=[messages.errors_as_replies])
     def evaluate(message: Message, context: Context) -> Message:
         return _client_of(client_fn, context).evaluate(message, context)
 
     # A strategy knows a node by its partition, because node ids are random. It asks
     # each node once, before training, which parameters it trains.
-    @app.query(mods=[errors_as_replies])
+    @app.query(mods=[messages.errors_as_replies])
     def query(message: Message, context: Context) -> Message:
-        asks = asks_for_parameters(message)
+        asks = messages.asks_for_parameters(message)
         problem = _client_of(client_fn, context).problem if asks else None
-        answer = identify(message, context, problem.model if problem else None)
+        answer = messages.identify(message, context, problem.model if problem else None)
         record = answer.content.config_records["config"]
         record[ANY_JOB] = True
         if problem is not None:
@@ -324,10 +316,8 @@ def _chosen_device(
     return here
 
 
-def _message(
-    message: Message, metrics: MetricRecord, arrays: ArrayRecord | None = None
-) -> Message:
-    content = RecordDict({"metrics": metrics})
-    if arrays is not None:
-        content["arrays"] = arrays
+def _message(message: Message, reply: Reply) -> Message:
+    content = RecordDict({"metrics": MetricRecord({**reply.metrics})})
+    if reply.arrays is not None:
+        content["arrays"] = reply.arrays
     return Message(content, reply_to=message)

@@ -34,6 +34,7 @@ from flwr_fisher.wire.options import LIBRARY
 
 # As flwr.clientapp has it since 1.32.
 Mod = Callable[[Message, Context, ClientAppCallable], Message]
+_Register = Callable[[ClientAppCallable], ClientAppCallable]
 
 _DIGITS = 32  # characters of a frozen parameter's digest
 _REPLACED = "original_module"  # PEFT's prefix of a module with a trained copy
@@ -65,16 +66,12 @@ class ClientApp(FlowerApp):
         super().__init__(mods=mods)
         self._has_query = False
 
-    def query(
-        self, *args: Any, **options: Any
-    ) -> Callable[[ClientAppCallable], ClientAppCallable]:
+    def query(self, *args: Any, **options: Any) -> _Register:
         """Register a query function in place of :func:`identify`, as in Flower."""
         self._has_query = True
         return super().query(*args, **options)
 
-    def train(
-        self, *args: Any, **options: Any
-    ) -> Callable[[ClientAppCallable], ClientAppCallable]:
+    def train(self, *args: Any, **options: Any) -> _Register:
         """Register a train function, as in Flower. It is not called for other jobs."""
         register = super().train(*args, **options)
 

@@ -97,8 +97,7 @@ def fisher_arrays(
     arrays = job.packed(problem, request, curvature, count)
     if not (tells := request.options.get("tell")) and not job.structure:
         return arrays
-    told = told_to(tells, not_sent(problem, request.params))
-    return with_not_sent(arrays, told)
+    return with_not_sent(arrays, told_to(tells, not_sent(problem, request.params)))
 
 
 def check_fisher(

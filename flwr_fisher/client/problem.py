@@ -41,14 +41,7 @@ from flwr_fisher.errors import (
     quoted,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import (
-    Params,
-    load_state,
-    select,
-    state_of,
-    trainable,
-    trainable_names,
-)
+from flwr_fisher.params import Params, load_state, select, state_of, trainable
 from flwr_fisher.wire.options import NUM_EXAMPLES, client_name
 
 
@@ -194,7 +187,7 @@ class LocalProblem:
         functions = self.train_fn, self.loss_fn, self.likelihood, self.batch_fn
         numbers = self.limits.max_examples, self.num_examples
         # A layer's settings, such as a dropout's rate, change what it computes.
-        of_model = trainable_names(self.model), attributes_of(self.model)
+        of_model = list(self.trainable()), attributes_of(self.model)
         return {"functions": settings_of([*functions, *numbers, *of_model])}
 
     @property
@@ -460,7 +453,7 @@ class LocalProblem:
                     f"the client's model has {has}: start from shared_state(model) of "
                     "the same model (if another app ran here before, restart Flower)"
                 )
-        names = trainable_names(self.model)
+        names = self.trainable()
         if missing := [name for name in names if name not in params]:
             raise ClientError(
                 f"the server did not send the trainable parameters {quoted(missing)}: "

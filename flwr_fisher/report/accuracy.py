@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from flwr_fisher.client import cross_entropy, score
 from flwr_fisher.client.training import Loader
-from flwr_fisher.curvature.data import (
-    IGNORED,
-    Batch,
-    batches_of,
-    check_classes,
-    is_correct,
-)
+from flwr_fisher.curvature.data import IGNORED, batches_of, check_classes, is_correct
 from flwr_fisher.curvature.losses import Loss
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import default_device
@@ -94,7 +88,14 @@ def class_hits(
             mean = torch.zeros((), dtype=torch.float32, device=device)
             for member, weight in zip(models, weights, strict=True):
                 mean = mean + batch.inputs(member).softmax(-1) * weight
-            hits = hits + _hits(mean, batch)
+            if (found := is_correct(mean, batch.labels)) is None:
+                hits = hits + torch.tensor([[nan], [batch.num_labels]])
+                continue
+            labels, count = batch.labels, mean.shape[-1]
+            check_classes(labels, count)
+            both = labels[found], labels[labels != IGNORED]
+            every = [y.long().cpu().bincount(minlength=count) for y in both]
+            hits = hits + torch.stack(every)
     if not hits[1].any():
         raise DataError("the loader has no examples with a label")
     return hits
@@ -104,16 +105,6 @@ def accuracy_of(hits: Tensor) -> float:
     """Return the accuracy of all classes' hits."""
     found, count = hits.sum(1).tolist()
     return float(found / count)
-
-
-def _hits(outputs: Tensor, batch: Batch) -> Tensor:
-    """Return what :func:`class_hits` does, of a batch's outputs."""
-    labels, count = batch.labels, outputs.shape[-1]
-    if (found := is_correct(outputs, labels)) is None:
-        return torch.tensor([[nan], [batch.num_labels]])
-    check_classes(labels, count)
-    both = labels[found], labels[labels != IGNORED]
-    return torch.stack([y.long().cpu().bincount(minlength=count) for y in both])
 
 
 def _copy_with(model: nn.Module, params: Params) -> nn.Module:
@@ -167,9 +158,6 @@ def test_scores(
     """Return the accuracy and, except of a TCT model, the loss of parameters."""
     device = default_device()
     is_tct = TCTModel.is_in(params)
-    if is_tct:
-        model = TCTModel.from_tensors(copy.deepcopy(model), params)
-    else:
-        model = _copy_with(model, params)
+    model = (TCTModel.from_tensors if is_tct else _copy_with)(model, params)
     loss, accuracy, _ = score(model.to(device), loader, device, loss_fn)
     return {"accuracy": accuracy} if is_tct else {"accuracy": accuracy, "loss": loss}

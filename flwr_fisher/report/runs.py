@@ -20,24 +20,13 @@ from flwr_fisher.files import save_tensors
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import MergeResult
 from flwr_fisher.params import Params, weighted_mean
-from flwr_fisher.report.accuracy import (
-    accuracy_of,
-    class_hits,
-    ensemble_accuracy,
-    test_scores,
-)
+from flwr_fisher.report.accuracy import accuracy_of, class_hits, test_scores
 from flwr_fisher.report.diagnosis import against_fedavg, one_shot_sentences
 from flwr_fisher.report.pictures import plot_accuracies, plot_rounds, points_of
 from flwr_fisher.strategies import CurvatureResult
 from flwr_fisher.tangent import TCTModel
-from flwr_fisher.wire import (
-    Additive,
-    FisherUpload,
-    HeadUpload,
-    arrays_bytes,
-    arrays_to_tensors,
-    tensors_to_arrays,
-)
+from flwr_fisher.wire import Additive, FisherUpload, HeadUpload
+from flwr_fisher.wire.arrays import arrays_bytes, arrays_to_tensors, tensors_to_arrays
 
 _TITLES = {
     "fedavg": "FedAvg",
@@ -162,7 +151,7 @@ def report_one_shot(
         for (name, own), n, share in counted
     ]
     if uploads:
-        accuracy["ensemble"] = ensemble_accuracy(model, members, weights, loader)
+        accuracy["ensemble"] = accuracy_of(class_hits(model, members, weights, loader))
         accuracy["best_client"] = max(row["accuracy"] for row in clients)
     titles = {name: t.replace("FedFisher", method) for name, t in _TITLES.items()}
     titled = {t: accuracy[name] for name, t in titles.items() if name in accuracy}

@@ -9,14 +9,8 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from flwr_fisher import flower_internals
 from flwr_fisher.errors import ConfigurationError, check_whole
-from flwr_fisher.flower_internals import (
-    ErrorCode,
-    Run,
-    identify_process,
-    round_trip,
-    set_message_id,
-)
 from flwr_fisher.log_lines import Failures
 
 _RUN_ID = 1
@@ -99,15 +93,15 @@ class LocalGrid(Grid):
         self._waiting: dict[str, Message] = {}
         self._count = 0
         self._failures = Failures()
-        identify_process(_RUN_ID)
+        flower_internals.identify_process(_RUN_ID)
 
-    def set_run(self, run: Run) -> None:
+    def set_run(self, run: flower_internals.Run) -> None:
         """Do nothing, because there is only one run."""
 
     @property
-    def run(self) -> Run:
+    def run(self) -> flower_internals.Run:
         """A run with the id of all messages, and the run config."""
-        run = Run.create_empty(_RUN_ID)
+        run = flower_internals.Run.create_empty(_RUN_ID)
         run.override_config = self._run_config
         return run
 
@@ -132,7 +126,7 @@ class LocalGrid(Grid):
         for message in messages:
             self._count += 1
             ids.append(f"message-{self._count}")
-            set_message_id(message, ids[-1])
+            flower_internals.set_message_id(message, ids[-1])
             self._waiting[ids[-1]] = message
         return ids
 
@@ -152,20 +146,19 @@ class LocalGrid(Grid):
 
     def _handle(self, message: Message) -> Message:
         node, sent = message.metadata.dst_node_id, message.content
-        message.content = round_trip(sent)
+        message.content = flower_internals.round_trip(sent)
         try:
             reply = self.client_app(message, self._contexts[node])
-            received = round_trip(reply.content) if reply.has_content() else None
+            if reply.has_content():
+                reply.content = flower_internals.round_trip(reply.content)
         except (Exception, SystemExit) as error:  # like the simulation, for a client's
             reason = self._failures.tell(f"partition-{self.nodes[node]}", error)
-            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+            code = flower_internals.ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             return Message(Error(code=code, reason=reason), reply_to=message)
         finally:
             message.content = sent  # frees the client's copy, not the sender's
         if reply.metadata.reply_to_message_id != message.metadata.message_id:
             return _answers_another(message, reply)
-        if received is not None:
-            reply.content = received
         return reply
 
 
@@ -188,4 +181,5 @@ def _answers_another(message: Message, reply: Message) -> Message:
     """
     error = reply.error.reason if reply.has_error() else "no error"
     reason = f"the reply answers another message; a SuperLink would drop it: {error}"
-    return Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=message)
+    code = flower_internals.ErrorCode.UNKNOWN
+    return Message(Error(code=code, reason=reason), reply_to=message)

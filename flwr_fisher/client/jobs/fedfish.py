@@ -9,7 +9,7 @@ from torch import nn
 
 from flwr_fisher.client.jobs import LocalProblem, Request
 from flwr_fisher.client.jobs.norm_statistics import catch_up_norms
-from flwr_fisher.client.jobs.train import TrainingJob, codec_of, training_job
+from flwr_fisher.client.jobs.train import Trained, TrainingJob, codec_of, training_job
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
 from flwr_fisher.curvature.data import Batch, read
@@ -57,12 +57,9 @@ class FedFishJob(TrainingJob):
             local_sgd(problem.train_fn, _SQUARES)
         fisher_options = FisherOptions.full(expectation="empirical-batch")
         as_sums = request.options.get("upload") == "sums"
-        codec = codec_of(request)
-        return cls("diagonal", fisher_options, codec, fish_options, as_sums)
+        return cls("diagonal", fisher_options, codec_of(request), fish_options, as_sums)
 
-    def train(
-        self, problem: LocalProblem, request: Request
-    ) -> tuple[dict[str, float], Curvature | None]:
+    def train(self, problem: LocalProblem, request: Request) -> Trained:
         """Run the client's loop; return its metrics, and the Fisher."""
         mean: Curvature
         if self.fish_options.fisher_source == "extra-pass":

@@ -27,9 +27,8 @@ def gradient_job(problem: LocalProblem, request: Request) -> Reply:
 
     It is in train mode if ``train-mode`` of the options says so, or else in eval mode.
     """
-    vector, loss = gradient(
-        problem.model, problem.train_batches, **_loss_and_mode(problem, request)
-    )
+    data = problem.model, problem.train_batches
+    vector, loss = gradient(*data, **_loss_and_mode(problem, request))
     return Reply({"train_loss": loss}, Additive({"gradient": vector}).to_arrays())
 
 
@@ -49,9 +48,8 @@ def probe_job(problem: LocalProblem, request: Request) -> Reply:
         probe = random_probe(problem.trainable(), seed)
     elif kind == "momentum":
         probe = request.vector("probe", problem.trainable())
-    slope, product, loss = gradient_and_hvp(
-        problem.model, problem.train_batches, probe, **_loss_and_mode(problem, request)
-    )
+    data = problem.model, problem.train_batches, probe
+    slope, product, loss = gradient_and_hvp(*data, **_loss_and_mode(problem, request))
     upload = Additive({"gradient": slope, "hvp": product})
     return Reply({"train_loss": loss}, upload.to_arrays())
 

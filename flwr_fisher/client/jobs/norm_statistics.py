@@ -5,12 +5,7 @@ from flwr_fisher.client.training import score
 from flwr_fisher.curvature.models import by_batch_statistics, evaluating, is_frozen
 from flwr_fisher.errors import FlwrFisherError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.merge.batch_norms import (
-    norm_shifts,
-    norms_by_prefix,
-    refresh_norms,
-    zero_shifts,
-)
+from flwr_fisher.merge import batch_norms
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import Additive
 from flwr_fisher.wire.additive import NORMS
@@ -36,10 +31,10 @@ def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
     prefixes = list(map(str, named)) if isinstance(named, list) else []
     measured = prefixes
     if request.options.get("frozen") is False:
-        norms = norms_by_prefix(problem.model)
+        norms = batch_norms.norms_by_prefix(problem.model)
         measured = [p for p in prefixes if p not in norms or not is_frozen(norms[p])]
-    shifts = zero_shifts(request.params, prefixes)
-    shifts |= norm_shifts(problem.model, problem.train_batches, measured)
+    shifts = batch_norms.zero_shifts(request.params, prefixes)
+    shifts |= batch_norms.norm_shifts(problem.model, problem.train_batches, measured)
     shifts = {k: value.to(request.params[k].dtype) for k, value in shifts.items()}
     return Reply({}, Additive({NORMS: shifts}).to_arrays())
 
@@ -51,7 +46,8 @@ def catch_up_norms(problem: LocalProblem) -> None:
     from early in the training. With them, the model that is uploaded would not be the
     model that was trained, and its Fisher would be wrong, too.
     """
-    model, norms = problem.model, set(norms_by_prefix(problem.model).values())
+    model = problem.model
+    norms = set(batch_norms.norms_by_prefix(model).values())
     if not norms:
         return
     with seeded(0):  # nothing else depends on these random numbers
@@ -75,4 +71,4 @@ def catch_up_norms(problem: LocalProblem) -> None:
         text = "The batch norms' running statistics lag behind the trained model: its "
         text += "loss is %.3g in eval mode and %.3g in train mode. Recomputing them "
         logger.warning(text + "from the training data", in_eval, in_train)
-        refresh_norms(model, problem.train_batches)
+        batch_norms.refresh_norms(model, problem.train_batches)

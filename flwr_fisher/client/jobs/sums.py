@@ -17,14 +17,9 @@ from flwr_fisher.client.state import run_disk
 from flwr_fisher.errors import ClientError
 from flwr_fisher.merge import DiagonalSums, LocalPosterior, balanced, partial_traces
 from flwr_fisher.params import Params, select, subtract
-from flwr_fisher.wire import (
-    NUM_EXAMPLES,
-    PREFIX,
-    Additive,
-    curvature_to_tensors,
-    tensors_to_curvature,
-)
+from flwr_fisher.wire import NUM_EXAMPLES, PREFIX, Additive
 from flwr_fisher.wire.additive import SUMS, LayerTraces
+from flwr_fisher.wire.layout import curvature_to_tensors, tensors_to_curvature
 
 _NAME, _PARAMS = "kfac-sums", "params/"
 

@@ -12,24 +12,11 @@ from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
 from flwr_fisher.client.jobs.tct_features import ClientFeatures
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.errors import ClientError, check_positive
-from flwr_fisher.tangent import (
-    TCTModel,
-    check_lr,
-    feature_sums,
-    largest_safe_lr,
-    tct_control,
-    tct_residual,
-    tct_steps,
-    tct_update,
-)
+from flwr_fisher.tangent import TCTModel, feature_sums, tct_control
+from flwr_fisher.tangent.regression import tct_residual, tct_steps, tct_update
+from flwr_fisher.tangent.spectrum import check_lr, largest_safe_lr
+from flwr_fisher.wire import tct_upload
 from flwr_fisher.wire.arrays import bytes_of
-from flwr_fisher.wire.tct_upload import (
-    EigenvalueCounts,
-    EigenvalueUpload,
-    FeatureUpload,
-    WeightUpload,
-    about_features,
-)
 
 _CONTROL, _STEPS = "tct-control", 500
 
@@ -78,7 +65,8 @@ def tct_features_job(problem: LocalProblem, request: Request) -> Reply:
         computed.
     """
     mine = _features(problem, request)
-    upload = FeatureUpload.of(_about(mine), feature_sums(mine.raw()["features"]))
+    sums = feature_sums(mine.raw()["features"])
+    upload = tct_upload.FeatureUpload.of(_about(mine), sums)
     return Reply({}, upload.counting(problem.num_examples).to_arrays())
 
 
@@ -90,11 +78,11 @@ def tct_spectrum_job(problem: LocalProblem, request: Request) -> Reply:
     only sums over clients, the eigenvalue is a count in a histogram.
     """
     mine = _features(problem, request)
-    largest = mine.regression(*_statistics(mine, request)).largest
+    about, largest = _about(mine), mine.regression(*_statistics(mine, request)).largest
     if request.options.get("aggregate") == "sums":
-        return Reply({}, EigenvalueCounts.of(_about(mine), largest).to_arrays())
+        return Reply({}, tct_upload.EigenvalueCounts.of(about, largest).to_arrays())
     value = torch.tensor(largest, dtype=torch.float64)
-    return Reply({}, EigenvalueUpload(_about(mine), value).to_arrays())
+    return Reply({}, tct_upload.EigenvalueUpload(about, value).to_arrays())
 
 
 @register_job("tct-step")
@@ -146,7 +134,7 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
         state.save({_CONTROL: new})
     loss = float(residual.square().sum()) / (2 * len(residual))
     metrics = {"train_loss": loss, "state-lost": int(lost)}
-    return Reply(metrics, WeightUpload(_about(mine), moved).to_arrays())
+    return Reply(metrics, tct_upload.WeightUpload(_about(mine), moved).to_arrays())
 
 
 def _times_shorter(lr: float, largest: float, most: int) -> int:
@@ -164,7 +152,7 @@ def _times_shorter(lr: float, largest: float, most: int) -> int:
 
 def _about(mine: ClientFeatures) -> dict[str, Any]:
     tangent = mine.tangent
-    return about_features(tangent.digest, tangent.head, tangent.num_classes)
+    return tct_upload.about_features(tangent.digest, tangent.head, tangent.num_classes)
 
 
 def _features(problem: LocalProblem, request: Request) -> ClientFeatures:

@@ -23,19 +23,13 @@ from flwr_fisher.log_lines import log_once, logger, watching
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params
 from flwr_fisher.tangent.frozen_head import output_layer
-from flwr_fisher.wire import (
-    NUM_EXAMPLES,
-    REGRESSION,
-    Codec,
-    FisherUpload,
-    arrays_bytes,
-    fedavg_bytes,
-    resolve,
-    tensors_to_arrays,
-)
+from flwr_fisher.wire import NUM_EXAMPLES, REGRESSION, Codec, FisherUpload, resolve
+from flwr_fisher.wire.arrays import arrays_bytes, fedavg_bytes, tensors_to_arrays
 from flwr_fisher.wire.options import client_name
 
 J = TypeVar("J", bound="type[TrainingJob]")
+Trained = tuple[dict[str, float], Curvature | None]
+"""A loop's metrics, and the Fisher of the trained model if it has one."""
 
 
 def training_job(name: str) -> Callable[[J], J]:
@@ -129,9 +123,7 @@ class TrainingJob:
         logger.info("%s: trained on %g examples", client_name(request.client), count)
         return Reply({**metrics, NUM_EXAMPLES: count}, arrays)
 
-    def train(
-        self, problem: LocalProblem, request: Request
-    ) -> tuple[dict[str, float], Curvature | None]:
+    def train(self, problem: LocalProblem, request: Request) -> Trained:
         """Run the client's loop; return its metrics, and the Fisher if it has one."""
         metrics = self.run_loop(problem, request)
         if self.structure is None:
