@@ -18,17 +18,7 @@ from flwr_fisher.curvature import Curvature
 from flwr_fisher.curvature.operators.base import Iterate
 from flwr_fisher.errors import WireError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.merge import MergeOptions, MergeResult
-from flwr_fisher.merge.sums_solver import (
-    ITERATE,
-    advanced,
-    begin,
-    begun_again,
-    from_groups,
-    merged,
-    step_of_product,
-    to_groups,
-)
+from flwr_fisher.merge import MergeOptions, MergeResult, sums_solver
 from flwr_fisher.params import Params, check_finite, double, norm, rounded
 from flwr_fisher.randomness import new_run_number
 from flwr_fisher.server.exchange import (
@@ -39,14 +29,9 @@ from flwr_fisher.server.exchange import (
     Summation,
     Uploads,
 )
-from flwr_fisher.wire import (
-    PREFIX,
-    Additive,
-    ConfigValue,
-    checked_to_curvature,
-    exact_mean,
-)
+from flwr_fisher.wire import Additive, ConfigValue, exact_mean
 from flwr_fisher.wire.additive import PARAMS, PRODUCT, PRODUCT_STEP, LayerTraces
+from flwr_fisher.wire.layout import PREFIX, checked_to_curvature
 
 _RUN, _TRACES = "sums", "traces"
 _MEAN = Summation[Any](mean=exact_mean)
@@ -160,7 +145,7 @@ class KfacSums:
         return measure
 
     def _step_length(self, traces: Curvature, product: Params) -> dict[str, float]:
-        step = step_of_product(traces, product, self.merge.anchor)
+        step = sums_solver.step_of_product(traces, product, self.merge.anchor)
         return {PRODUCT_STEP: float(norm(step))}
 
     def _begin(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
@@ -169,7 +154,8 @@ class KfacSums:
         total = {k: v for k, v in mean.tensors.items() if k.startswith(PREFIX)}
         groups = {**state.groups, _TRACES: total, **_count(uploads)}
         begun = ServerState(state.params, groups)
-        layers = begin(_traces(begun), mean.part(PRODUCT), self.merge.anchor)
+        product = mean.part(PRODUCT)
+        layers = sums_solver.begin(_traces(begun), product, self.merge.anchor)
         return Step(_with(begun, layers))
 
     def _advance(
@@ -177,11 +163,11 @@ class KfacSums:
     ) -> Step:
         """Return a step by one iteration, or to the merged model after the last."""
         traces, product = _traces(state), uploads[0].payload.part(PRODUCT)
-        layers, groups = from_groups(state.groups, traces), _count(uploads)
+        layers, groups = sums_solver.from_groups(state.groups, traces), _count(uploads)
         if _COUNT not in state.groups:
-            layers = begun_again(traces, layers, product, self.merge.anchor)
+            layers = sums_solver.begun_again(traces, layers, product, self.merge.anchor)
         elif groups[_COUNT] == state.group(_COUNT):
-            layers = advanced(traces, layers, product, self.merge)
+            layers = sums_solver.advanced(traces, layers, product, self.merge)
         else:  # The product is not with the matrix of the right-hand side.
             groups, left = {}, len(uploads[0].members)
             last = iteration == self.merge.iterations
@@ -191,8 +177,8 @@ class KfacSums:
         if iteration < self.merge.iterations:
             begun = ServerState(state.params, {**state.without(_COUNT), **groups})
             return Step(_with(begun, layers))
-        result = replace(merged(state.params, layers), options=self.merge)
-        return step_of(result, state.without(_TRACES, _COUNT, *ITERATE))
+        result = replace(sums_solver.merged(state.params, layers), options=self.merge)
+        return step_of(result, state.without(_TRACES, _COUNT, *sums_solver.ITERATE))
 
 
 def _check_product(product: Params, direction: Params, traces: Curvature) -> None:
@@ -225,7 +211,7 @@ def _with(state: ServerState, layers: Sequence[Iterate]) -> ServerState:
     ParamsError
         If that would not be finite.
     """
-    groups = to_groups(layers)
+    groups = sums_solver.to_groups(layers)
     sent = {k: v.to(state.params[k].dtype) for k, v in groups[_DIRECTION].items()}
     check_finite(sent, "the direction")
     groups[_DIRECTION] = double(sent)

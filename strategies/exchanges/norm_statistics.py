@@ -10,13 +10,7 @@ from functools import partial
 from flwr.app import ArrayRecord
 
 from flwr_fisher.errors import ParamsError, WireError
-from flwr_fisher.merge.batch_norms import (
-    check_shifts,
-    moved_norms,
-    norms_of,
-    with_shifts,
-    zero_shifts,
-)
+from flwr_fisher.merge import batch_norms
 from flwr_fisher.params import Params, double, weighted_mean
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -74,7 +68,8 @@ def norm_exchanges(strategy: CurvatureStrategy) -> Sequence[Exchange[Additive]]:
         If no training moves statistics, a norm is measured if its own parameters have
         changed, also one that clients do not train.
         """
-        prefixes = moved_norms(before.params, now.params, in_eval=not trained)
+        both = before.params, now.params
+        prefixes = batch_norms.moved_norms(*both, in_eval=not trained)
         if not prefixes:
             return None
         options = {**exchange.options, "norms": prefixes, "frozen": trained}
@@ -87,9 +82,10 @@ def norm_exchanges(strategy: CurvatureStrategy) -> Sequence[Exchange[Additive]]:
 def _read(prefixes: Set[str], record: ArrayRecord, like: Params) -> Additive:
     upload = _READ(record, like)
     shifts = upload.part(NORMS)
-    check_same_keys(shifts.keys(), zero_shifts(like, prefixes).keys(), f"{NORMS}/")
+    wanted = batch_norms.zero_shifts(like, prefixes)
+    check_same_keys(shifts.keys(), wanted.keys(), f"{NORMS}/")
     try:
-        check_shifts(shifts)
+        batch_norms.check_shifts(shifts)
     except ParamsError as error:
         raise WireError(str(error), field=NORMS) from error
     return upload
@@ -97,12 +93,11 @@ def _read(prefixes: Set[str], record: ArrayRecord, like: Params) -> Additive:
 
 def _step(state: ServerState, uploads: Uploads[Additive]) -> Step:
     """Set the norms to the statistics of all clients' inputs."""
-    shifts = weighted_mean(
-        [double(upload.payload.part(NORMS)) for upload in uploads], weights_of(uploads)
-    )
-    params = with_shifts(state.params, shifts)
+    every = [double(upload.payload.part(NORMS)) for upload in uploads]
+    shifts = weighted_mean(every, weights_of(uploads))
+    params = batch_norms.with_shifts(state.params, shifts)
     # A module's own `running_mean` is measured by no client, and neither is an unused
     # norm's: their shifts are 0.
     moved = {name: shift for name, shift in shifts.items() if shift.any()}
-    metrics = {"num-norms-refreshed": len(norms_of(moved))}
+    metrics = {"num-norms-refreshed": len(batch_norms.norms_of(moved))}
     return Step(ServerState(params, state.groups), metrics, quiet=True)

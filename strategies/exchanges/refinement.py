@@ -31,27 +31,15 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.norm_statistics import norm_exchanges
-from flwr_fisher.tangent.frozen_head import (
-    HeadSums,
-    chosen_ridge,
-    closed_form_head,
-    lda_head,
-    majorizer,
-    ridge_of,
-)
-from flwr_fisher.wire import (
-    PREFIX,
-    ConfigValue,
-    HeadLossUpload,
-    HeadUpload,
-    LossUpload,
-    NoHead,
-    checked_to_curvature,
-    join_groups,
-    read_head,
-    split_groups,
-)
+from flwr_fisher.tangent import HeadSums, chosen_ridge, closed_form_head, lda_head
+from flwr_fisher.tangent.frozen_head import majorizer, ridge_of
+from flwr_fisher.wire import ConfigValue, HeadLossUpload, HeadUpload, LossUpload, NoHead
 from flwr_fisher.wire.additive import GRADIENT, LOSS, GradientUpload
+from flwr_fisher.wire.head_upload import read_head
+from flwr_fisher.wire.layout import PREFIX, checked_to_curvature
+from flwr_fisher.wire.options import join_groups, split_groups
+
+Exchanges = Sequence[Exchange[Any]]
 
 _ANY_NUMBER = 2**53
 _MANY = 100  # clients that are enough for a head
@@ -74,9 +62,7 @@ _SCALES_OF = {"categorical": [0.125, 0.25, 0.5, 1.0], "bernoulli": [1.0, 2.0, 4.
 _BOUNDS = {"categorical": 0.5, "bernoulli": 0.25}  # of an output's Hessian, over zz^T
 
 
-def refinements(
-    strategy: CurvatureStrategy, server_round: int
-) -> Sequence[Exchange[Any]]:
+def refinements(strategy: CurvatureStrategy, server_round: int) -> Exchanges:
     """Return the exchanges after a round's step: norms' statistics, head, steps.
 
     A strategy lists them behind its last step that changes the model's weights. They
@@ -136,9 +122,7 @@ def check_pretrained(strategy: CurvatureStrategy, pretrained: bool) -> bool:
     return True
 
 
-def head_first(
-    strategy: CurvatureStrategy, server_round: int
-) -> Sequence[Exchange[Any]]:
+def head_first(strategy: CurvatureStrategy, server_round: int) -> Exchanges:
     """Return the exchanges for a pre-trained model's head, before the first training.
 
     Clients then train from there, with the options of :func:`training_options`. The
@@ -178,7 +162,7 @@ def head_exchange(
     )
 
 
-def _head_exchanges(strategy: CurvatureStrategy) -> Sequence[Exchange[Any]]:
+def _head_exchanges(strategy: CurvatureStrategy) -> Exchanges:
     """Return the exchanges for a head: for sums, and for the losses of candidates.
 
     If the run began with a pre-trained model, also for the losses of that one.
@@ -220,7 +204,7 @@ def _losses_of(
         step,
         send=lambda state: {_SOLVED: state.group(solved)},
         additive=Summation(),
-        measure=partial(_measure_step, scales),
+        measure=lambda state: partial(_lengths, state.group(scales).get("majorizer")),
         name=f"{name} losses",
         **asking,
     )
@@ -236,28 +220,20 @@ def _losses_of(
         width = sum(part.numel() for part in parts) // classes
         shape = 1 + len(factors), classes, width
         read = partial(HeadLossUpload.read_slopes, shape)
-        options = {**losses.options, "scales": factors}
-        return replace(losses, options=options, read=read)
+        return replace(losses, options={**losses.options, "scales": factors}, read=read)
 
     return replace(losses, prepare=compared)
 
 
-def _measure_step(
-    scales: str, state: ServerState
-) -> Callable[[HeadLossUpload], dict[str, float]]:
-    """Return a function that measures the steps to which a client's slopes lead.
+def _lengths(majorizer: Tensor | None, upload: HeadLossUpload) -> dict[str, float]:
+    """Return the lengths of the steps to which a client's slopes lead.
 
     Ordinary slopes lead far where the clients' features hardly vary.
     """
-    majorizer = state.group(scales).get("majorizer")
-
-    def measure(upload: HeadLossUpload) -> dict[str, float]:
-        if majorizer is None:
-            return {}
-        steps = upload.slopes.double() @ majorizer
-        return {f"slopes {n}": float(step.norm()) for n, step in enumerate(steps)}
-
-    return measure
+    if majorizer is None:
+        return {}
+    steps = upload.slopes.double() @ majorizer
+    return {f"slopes {n}": float(step.norm()) for n, step in enumerate(steps)}
 
 
 def _total(uploads: Uploads[HeadUpload]) -> HeadSums:
@@ -421,7 +397,7 @@ def _with(params: Params, changed: Params) -> dict[str, Tensor]:
 # --- the steps
 
 
-def _step_exchanges(steps: int) -> Sequence[Exchange[Any]]:
+def _step_exchanges(steps: int) -> Exchanges:
     """Return an exchange for each step's gradient, and one for the last loss."""
     asking = {"additive": Summation(), "quiet": True, **_ASKING}
     gradient: dict[str, Any] = {"job": "gradient-and-kfac"}

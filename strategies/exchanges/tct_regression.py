@@ -12,14 +12,9 @@ from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.tangent import check_lr, largest_safe_lr, standardisation, tct_average
+from flwr_fisher.wire import tct_upload
 from flwr_fisher.wire.arrays import bytes_of
-from flwr_fisher.wire.tct_upload import (
-    KEYS,
-    EigenvalueCounts,
-    EigenvalueUpload,
-    FeatureUpload,
-    WeightUpload,
-)
+from flwr_fisher.wire.tct_upload import KEYS, FeatureUpload, WeightUpload
 
 # groups of the state's tensors, and names in them
 MEMBERSHIP, CONTROL, _FACTS = "membership", "control", "regression"
@@ -102,7 +97,7 @@ def standardise_features(
 
 def agree_on_rate(
     state: ServerState,
-    uploads: Uploads[EigenvalueUpload | EigenvalueCounts],
+    uploads: Uploads[tct_upload.EigenvalueUpload | tct_upload.EigenvalueCounts],
     *,
     lr: float | None,
     control: bool,
