@@ -155,7 +155,17 @@ def table(classes):
     return own
 
 
-@pytest.mark.parametrize("kind", ["folders", "subset", "table", "renumbered", "none"])
+def tagged(classes):
+    """Return one whose features are lists of classes, as of tagged words."""
+    own = examples()
+    own.features = {"tags": SimpleNamespace(feature=SimpleNamespace(names=classes))}
+    return own
+
+
+REFUSED = ["folders", "subset", "table", "tagged"]
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, "renumbered", "none", "gaussian"])
 def test_classes_have_the_same_numbers_on_all_clients(kind, caplog):
     """A folder for each class gives other numbers where a class is missing."""
 
@@ -166,14 +176,22 @@ def test_classes_have_the_same_numbers_on_all_clients(kind, caplog):
             "folders": lambda: folders(classes),
             "subset": lambda: Subset(folders(classes), range(8)),
             "table": lambda: table(classes),
+            "tagged": lambda: tagged(classes),
+            "gaussian": lambda: table(classes),  # its labels are numbers
             "renumbered": lambda: folders(classes, lambda label: label),
             "none": lambda: folders(None) if lacks else folders(classes),
         }[kind]()
+        if kind == "gaussian":
+            x, y = own.tensors
+            own.tensors = x, torch.stack([y, y], -1).float()
+            train = LocalSGD(loss_fn=nn.MSELoss())
+            loader = DataLoader(own, 4)
+            return FisherClient(model(), loader, train_fn=train, likelihood=kind)
         return FisherClient(model(), DataLoader(own, 4))
 
     grid, strategy = LocalGrid(app_by_partition(client_of), 4), FedFisherOneShot()
     result = strategy.start(grid, arrays(shared_state(model())))
-    refused = kind in ("folders", "subset", "table")
+    refused = kind in REFUSED
     assert len(result.uploads) == 4 - refused
     said = "its classes cat, dog, and those of most ant, cat, dog: number them"
     assert caplog.text.count(said) == refused
@@ -242,9 +260,9 @@ def test_who_says_its_classes_too_late_is_left_out_by_its_upload(caplog):
             return ids
 
     grid = Slow(app_by_partition(class_lists), 4)
-    strategy = FedFisherOneShot(refine=None, fraction_evaluate=0.0)
-    result = strategy.start(grid, arrays(shared_state(model())))
+    result = FedFisherOneShot(refine=None).start(grid, arrays(shared_state(model())))
     assert clients_of(result) == [0, 2, 3]
+    assert result.evaluate_metrics_clientapp[1]["loss"] == 0  # the odd one's is 1
     assert "its data set names its classes otherwise" in caplog.text
 
 

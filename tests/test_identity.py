@@ -5,8 +5,9 @@ import re
 import pytest
 from clocked import Behaviour, ClockedGrid, KilledError, options_of
 from flwr.app import Error, Message
-from virtual import LIFTED, Node, Watched, quick_app, tiny_arrays
+from virtual import LIFTED, Node, Watched, quick_app, tiny_arrays, tiny_client
 
+from flwr_fisher.client import make_client_app
 from flwr_fisher.errors import RoundError
 from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.strategies import FedFisherOneShot, Waiting
@@ -110,6 +111,29 @@ def test_a_node_that_is_registered_between_two_lives_counts_once(clock, tmp_path
     grid._contexts = {node + 1: own for node, own in grid._contexts.items()}
     result = start(grid, waiting, checkpoint_dir=tmp_path, resume=True)
     assert clients_of(result) == ["partition-0", "partition-2", "hospital"]
+
+
+@pytest.mark.parametrize(
+    ("other_id", "partition", "told"), [(1, False, 1), (0, False, 0), (1, True, 0)]
+)
+def test_a_named_node_with_another_id_is_told_apart(
+    other_id, partition, told, clock, tmp_path, caplog
+):
+    """Its name alone does not find what it kept: its partition does, or its old id."""
+    app = make_client_app(lambda context: tiny_client(context.node_config["data"]))
+    for life in range(2):
+        grid = Named(app, {}, clock, 3, registered={1: "hospital"})
+        for own in grid._contexts.values():
+            place = own.node_config.pop("partition-id")
+            own.node_config |= {
+                "data": place,
+                **({"partition-id": place} if partition else {}),
+            }
+        shift = life * other_id
+        grid.nodes = {node + shift: place for node, place in grid.nodes.items()}
+        grid._contexts = {node + shift: own for node, own in grid._contexts.items()}
+        start(grid, checkpoint_dir=tmp_path, resume=True, num_rounds=1 + life)
+    assert caplog.text.count("hospital was client ") == told
 
 
 # Errors

@@ -25,6 +25,7 @@ from virtual import (
 
 from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.errors import ConfigurationError, RoundError
+from flwr_fisher.report import report_rounds
 from flwr_fisher.secure import SecureSums
 from flwr_fisher.strategies import FedAvg, FedFisherOneShot, Refinement, Waiting
 from flwr_fisher.wire import arrays_to_tensors
@@ -83,12 +84,19 @@ def scales(factor):
         pytest.param(FedAvg, {}, 1e12, id="features too large to send sums of"),
     ],
 )
-def test_a_training_that_spoils_the_features_is_not_taken(make, own, factor, caplog):
+def test_a_training_that_spoils_the_features_is_not_taken(
+    make, own, factor, tmp_path, caplog
+):
     result = run(make, app_of(scales(factor)), **KNOWN, **own)
     head_alone = run(FedAvg, untrained_app(), refine=Refinement())
     assert close(result.arrays, head_alone.arrays, 1e-6)
     assert result.train_metrics_clientapp[1]["start-taken"] == 1
     assert "Try a lower learning rate" in caplog.text
+    report_rounds(
+        tmp_path, tiny_model(), DataLoader(tiny_data(0), 8), result, method="ours"
+    )
+    assert "The final model is the published network" in caplog.text
+    assert "refining the last model adds" not in caplog.text
 
 
 def test_first_and_last_model_are_compared_on_the_same_clients():

@@ -84,6 +84,15 @@ def test_members_vote_on_the_same_examples(shuffle):
     assert by_hand([0.2, 0.5, 0.3]) != by_hand([9.0, 1.0, 0.5])
 
 
+def test_members_of_half_precision_may_have_many_examples():
+    model, data = nn.Linear(3, 4).half(), [(X.half(), Y)]
+    halves = [
+        dict(seeded(lambda: nn.Linear(3, 4).half(), s).state_dict()) for s in (1, 2)
+    ]
+    got = [ensemble_accuracy(model, halves, [n, 2 * n], data) for n in (1.0, 1e6)]
+    assert got[0] == got[1]
+
+
 def test_missing_keys_stay_the_models():
     model = seeded(net)
     part = {k: v for k, v in members()[0].items() if k.startswith("3.")}

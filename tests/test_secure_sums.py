@@ -336,6 +336,25 @@ def test_who_leaves_changes_the_set_and_nothing_else(stage, times, tmp_path, cap
     assert "partition-2" in caplog.text
 
 
+@pytest.mark.parametrize("late", ["shares", "exponents", "values"])
+def test_half_of_those_asked_for_keys_must_reply_to_the_end(late, tmp_path, caplog):
+    """Three of the head's eight are half of four that were there for the shares."""
+    seen = {partition: [] for partition in range(8)}
+
+    def leaves(message, context, now):
+        partition = context.node_config["partition-id"]
+        seen[partition].append(now)
+        again = seen[partition].count("keys") == 2  # of the head's sums
+        if again and (partition < 4 or (partition == 4 and late in seen[4][-1:])):
+            raise ClientError("gone")
+
+    strategy = FedAvg(secure=SecureSums(), refine=Refinement(), fraction_evaluate=0.0)
+    grid = LocalGrid(secure_app(tmp_path, leaves, min_clients=2), 8)
+    result = strategy.start(grid, tiny_arrays(), num_rounds=1)
+    assert "only 3 usable replies, but 4 must reply" in caplog.text
+    assert "head-loss" not in str(result.train_metrics_clientapp)
+
+
 # What is refused
 
 

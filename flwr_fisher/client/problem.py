@@ -200,17 +200,21 @@ class LocalProblem:
     def class_names(self) -> list[str]:
         """The names of the data set's classes, in the order of their numbers.
 
-        Empty if there are none, or if a ``target_transform`` numbers classes anew.
+        Empty if labels are no classes, there are no names, or if a ``target_transform``
+        numbers classes anew.
         """
         data = getattr(self.trainloader, "dataset", None)
         while isinstance(data, Subset):
             data = data.dataset
         features = getattr(data, "features", None)  # of Hugging Face's
         tables = features.values() if isinstance(features, Mapping) else ()
-        labels = [each.names for each in tables if hasattr(each, "names")]
+        columns = [getattr(each, "feature", each) for each in tables]  # or their lists
+        labels = [n for each in columns if (n := getattr(each, "names", None))]
         names = labels[0] if len(labels) == 1 else getattr(data, "classes", None)
         renumbered = getattr(data, "target_transform", None) is not None
-        return [] if renumbered or not isinstance(names, list) else [*map(str, names)]
+        if renumbered or not isinstance(names, list) or not self.has_classes:
+            return []
+        return [*map(str, names)]
 
     @property
     def counted(self) -> CountedLoader:

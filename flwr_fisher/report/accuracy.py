@@ -15,7 +15,7 @@ from flwr_fisher.curvature.losses import Loss
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import default_device
 from flwr_fisher.errors import DataError, check_whole
-from flwr_fisher.params import Params, load_state
+from flwr_fisher.params import Params, load_state, widened
 from flwr_fisher.server.driver import EvaluateFn
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.wire import arrays_to_tensors
@@ -87,7 +87,7 @@ def class_hits(
         for batch in batches_of(loader, model, device, labelled=True):
             mean = torch.zeros((), dtype=torch.float32, device=device)
             for member, weight in zip(models, weights, strict=True):
-                mean = mean + batch.inputs(member).softmax(-1) * weight
+                mean = mean + widened(batch.inputs(member)).softmax(-1) * weight
             if (found := is_correct(mean, batch.labels)) is None:
                 hits = hits + torch.tensor([[nan], [batch.num_labels]])
                 continue

@@ -36,6 +36,10 @@ _TITLES = {
     "fedfisher_merge": "FedFisher, the merge",
     "fedfisher": "FedFisher",
 }
+_PUBLISHED = (
+    "The final model is the published network with a new last layer: the clients' "
+    "training, which is in none of it, had made the network worse."
+)
 
 
 def resolve_output_dir(output_dir: str, run_id: int) -> Path:
@@ -173,7 +177,8 @@ def report_one_shot(
     rounds = rounds_of(result)
     last = rounds[max(rounds)].get("evaluate", {}) if rounds else {}
     told = accuracy, hits["fedfisher"], of_clients, losses, last.get("accuracy", nan)
-    for sentence in one_shot_sentences(*told, method):
+    published = [_PUBLISHED] if _is_published(rounds) else None
+    for sentence in published or one_shot_sentences(*told, method):
         logger.info(sentence)
     run = {"rounds": rounds, "seconds": seconds}
     metrics = {"accuracy": accuracy, "clients": clients, **run}
@@ -254,7 +259,10 @@ def report_rounds(
         before = arrays_to_tensors(result.unrefined)  # nor is FedAvg's mean refined
         ours = accuracy_of(class_hits(model, [before], [1.0], loader))
         who = f"{method}, before it is refined,"
-        if not isnan(gain := 100 * (last["accuracy"] - ours)):
+        gain = 100 * (last["accuracy"] - ours)
+        if _is_published(rounds):
+            logger.info(_PUBLISHED)
+        elif not isnan(gain):
             logger.info("%s: refining the last model adds %.1f points", method, gain)
     if models and not method.lower().startswith("fedavg") and not isnan(ours):
         mean = weighted_mean(models, [upload.num_examples for upload in uploads])
@@ -279,6 +287,12 @@ def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
         for number, record in getattr(result, field).items():
             rounds.setdefault(number, {})[source] = dict(record)
     return dict(sorted(rounds.items()))
+
+
+def _is_published(rounds: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> bool:
+    """Return whether the last round took the network as it was published."""
+    of_last = rounds[max(rounds)] if rounds else {}
+    return bool(of_last.get("train", {}).get("start-taken"))
 
 
 def _has_one_class(payload: object) -> bool:

@@ -30,7 +30,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.mailbox import QUERY_LIFETIME, Mailbox, NodeReply, query
 from flwr_fisher.wire import named_options
-from flwr_fisher.wire.options import Answer, adapter_warning, frozen_name
+from flwr_fisher.wire.options import Answer, frozen_name
 
 Order = tuple[int, int, str]
 Key = TypeVar("Key")
@@ -169,6 +169,8 @@ class Cohort:
         How many usable replies ended the last exchange that drew its clients.
     abstaining : set[int]
         Nodes without data for evaluation.
+    unlike : set[int]
+        Nodes whose last upload told of other labels or frozen layers than most.
     """
 
     def __init__(self, seed: int, allow_foreign: bool = True) -> None:
@@ -178,7 +180,7 @@ class Cohort:
         self.foreign: dict[int, str] = {}
         self.do_any_job: set[int] = set()
         self.connected, self.enough = 0, 0.0
-        self.abstaining: set[int] = set()
+        self.abstaining, self.unlike = set[int](), set[int]()
         self._mailbox: Mailbox | None = None
         self._known: dict[int, Identity] = {}
         self._registered: dict[int, str] = {}  # names of the asked nodes, or ""
@@ -188,6 +190,7 @@ class Cohort:
         # By name: how many deadlines a node missed in a row, and the round until which
         # it sits out.
         self._missed: dict[str, tuple[int, int]] = {}
+        self._numbers: dict[str, int] = {}  # the first one of each registered name
         self._patience = _GONE_WITHIN  # seconds for which nodes are waited for
         # By node: names of trained parameters; names and digests of frozen ones; and
         # what the labels are.
@@ -303,6 +306,15 @@ class Cohort:
         if answer.partition is not None:
             registered = self._registered.get(node, "")
             self._known[node] = Identity(node, registered, answer.partition)
+        known = self._known[node]
+        before = self._numbers.setdefault(known.name, known.number)
+        if known.registered and before != known.number:
+            self.warn_once(
+                f"{known.name} was client {before}, and is now {known.number}: what it "
+                "keeps for a method, and its part of an open exchange, is not found "
+                "again; start a node with --node-config 'partition-id=0', for example, "
+                "for it to be the same client whatever its node id"
+            )
         return False
 
     def _refuse(self, nodes: Collection[int]) -> None:
@@ -431,7 +443,7 @@ class Cohort:
 
     def absences(self) -> dict[str, Any]:
         """Return the nodes that sit out, for the journal of a resumed run."""
-        return {"missed": dict(self._missed)}
+        return {"missed": dict(self._missed), "numbers": dict(self._numbers)}
 
     def recall_absences(self, record: Mapping[str, Any]) -> None:
         """Restore what :meth:`absences` returned before the run was resumed.
@@ -444,6 +456,7 @@ class Cohort:
         with kept_record("the run's record of the clients that sit out"):
             missed = record.get("missed", {}).items()
             self._missed = {name: (times, until) for name, (times, until) in missed}
+            self._numbers |= record.get("numbers", {})
 
     def _reliable(
         self, nodes: Sequence[int], minimum: int, server_round: int
@@ -491,8 +504,6 @@ class Cohort:
         trained = {n: t for n in known if (t := self._trained[n]) is not None}
         answers: list[tuple[Mapping[int, Any], Callable[..., str]]] = []
         if parameters:
-            if text := adapter_warning(frozenset[str]().union(*trained.values())):
-                self.warn_once(text, "products of adapters")
             answers += [(trained, _difference), (self._frozen, _other_values)]
         answers += [(self._likelihoods, _other_labels), (self._classes, _other_classes)]
         errors: dict[int, ClientError] = {}

@@ -475,12 +475,14 @@ class Door(Generic[P]):
                 what = sorted(set(layout) ^ set(common)) or "the same in another order"
                 self.withdraw(upload, WireError(f"{reason}: {what}", field=field))
         # They were not asked before their training, so it shows only now.
+        self.cohort.unlike -= {upload.node_id for upload in self.admitted}
         for number, reason in enumerate(_DIFFERENCES):
             uploads = {u.client: u for u in self.admitted}
             said = {c: t for c in uploads if (t := self._not_sent[c][number])}
             for client, (_, whom) in unlike_most(said).items():
                 error = WireError(reason.format(whom), field="frozen")
                 self.withdraw(uploads[client], error)
+                self.cohort.unlike.add(uploads[client].node_id)
 
     def metrics(
         self, aggregate: Aggregate, uploads: Sequence[Upload[P]]

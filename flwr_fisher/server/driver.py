@@ -23,6 +23,7 @@ from flwr_fisher.server.mailbox import NodeReply, collect
 from flwr_fisher.server.round import ExchangeRun, Strategy, must_be_alike, requests
 from flwr_fisher.server.run import Run
 from flwr_fisher.wire import NUM_EXAMPLES, named_options
+from flwr_fisher.wire.options import adapter_warning
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]  # the server's scores
 _LONGEST_WAIT = 60.0  # seconds until enough clients are connected to evaluate
@@ -64,6 +65,8 @@ class Driver:
                 "exchanges() end with *refinements(self, server_round), which "
                 "norm_statistics='refresh' needs, too; or pass refine=None"
             )
+        if text := adapter_warning(run.state.params):
+            logger.warning("%s", text)
         if evaluate_fn and run.server_round == 0:
             self._evaluate_here(evaluate_fn)
             run.finish(0, {})
@@ -151,11 +154,13 @@ class Driver:
                 if prepared is None:
                     continue
                 session = [exchange := prepared]
-            weights = previous
+            weights, needed = previous, 0
             try:
                 for stage in self._stages(session, index):
                     index += 1
-                    weights = self._do_exchange(stage, index, config, weights)
+                    weights, needed = self._do_exchange(
+                        stage, index, config, weights, needed
+                    )
                 # Optional exchanges ask the same clients one after another: if each
                 # asked those that answered the last one, fewer would be left.
                 if not (exchange.optional and exchange.clients == "previous"):
@@ -207,8 +212,13 @@ class Driver:
         index: int,
         config: ConfigRecord,
         previous: Mapping[int, float],
-    ) -> dict[int, float]:
-        """Do one exchange; return the weights of its clients by number."""
+        needed: int,
+    ) -> tuple[dict[int, float], int]:
+        """Do one exchange.
+
+        Return its clients' weights by number, and how many it needs: of an optional
+        sum's clients, each stage needs as many as the first one.
+        """
         run, server_round = self.run, self.server_round
         if not exchange.optional:  # free uploads before the next ones arrive
             run.keep_uploads()
@@ -216,6 +226,8 @@ class Driver:
         under_way = ExchangeRun(
             self.strategy, exchange, run.state, config, self.grid, journal, previous
         )
+        if exchange.optional:
+            under_way.needed = max(under_way.needed, needed)
         try:
             under_way.gather(partial(self._take_late, server_round))
             step, uploads, metrics = under_way.step()
@@ -237,7 +249,8 @@ class Driver:
                 raise
             raise RoundError(f"it failed: {error!r}") from error
         # Before the policy's limits, which the next exchange has, too.
-        return {u.number: u.num_examples for u in under_way.door.admitted}
+        weights = {u.number: u.num_examples for u in under_way.door.admitted}
+        return weights, under_way.needed
 
     def _take_late(self, asked_in: int, reply: NodeReply) -> None:
         """Log a reply that comes after the end of its exchange.
@@ -346,7 +359,8 @@ class Driver:
         alike = must_be_alike(strategy, self._exchanges(self.server_round))
         # What their scores mean is unlike, too.
         unlike = self.cohort.mismatched(*asked, parameters=alike)
-        return [n for n in nodes if n not in self.cohort.abstaining | unlike.keys()]
+        without = self.cohort.abstaining | self.cohort.unlike | unlike.keys()
+        return [n for n in nodes if n not in without]
 
     def _aggregated(
         self, scores: Mapping[int, MetricRecord], left_out: LeftOut

@@ -303,17 +303,17 @@ def split_not_sent(record: ArrayRecord) -> tuple[ArrayRecord, str]:
 # the trained parameters
 
 
-def adapter_warning(trained: Iterable[str]) -> str:
-    """Return a warning if both factors of adapters are trained, or else "".
+def adapter_warning(sent: Iterable[str]) -> str:
+    """Return a warning if both factors of adapters are sent to clients, or else "".
 
     Examples
     --------
     >>> adapter_warning(["q.lora_B.default.weight", "head.weight"])
     ''
     >>> adapter_warning(["q.lora_A.weight", "q.lora_B.weight"])
-    "Clients train both factors of adapters, 'q.lora_A.weight' and its lora_B. ..."
+    "The model has both factors of adapters, 'q.lora_A.weight' and its lora_B. ..."
     """
-    names = set(trained)
+    names = set(sent)
     both = {
         name
         for name in names
@@ -322,9 +322,9 @@ def adapter_warning(trained: Iterable[str]) -> str:
     if not both:
         return ""
     return (
-        f"Clients train both factors of adapters, {quoted(both)} and its lora_B. The "
-        "merge of each factor is not the merge of their product. Freeze each lora_A, "
-        "the same on every client, and double the rank"
+        f"The model has both factors of adapters, {quoted(both)} and its lora_B. If "
+        "clients train both, the merge of each is not the merge of their product. "
+        "Freeze each lora_A, the same on every client, and double the rank"
     )
 
 
