@@ -407,9 +407,14 @@ def _travels(value: Tensor) -> bool:
     return value.dtype in _SENDABLE and bool(value.isfinite().all())
 
 
+def curvature_dtype(tensor: Tensor) -> torch.dtype:
+    """Return a parameter's, but float32 for halves, which hold no small squares."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def widened(tensor: Tensor) -> Tensor:
     """Return a detached tensor in at least float32, for squares and sums."""
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.detach().to(curvature_dtype(tensor))
 
 
 class Sums:
@@ -421,11 +426,10 @@ class Sums:
     Parameters
     ----------
     parameters : Mapping[str, Tensor]
-        The sums have their shapes, and the means their dtypes.
+        The sums have their shapes.
     """
 
     def __init__(self, parameters: Params) -> None:
-        self.parameters = parameters
         self.totals = {n: widened(torch.zeros_like(p)) for n, p in parameters.items()}
 
     def add(self, terms: Iterable[Tensor | None], weight: int = 1) -> None:
@@ -439,8 +443,5 @@ class Sums:
         self.add(None if term is None else widened(term).square() for term in terms)
 
     def mean(self, count: int) -> dict[str, Tensor]:
-        """Return the sums divided by a count, in the parameters' dtypes."""
-        return {
-            name: (total / count).to(self.parameters[name].dtype)
-            for name, total in self.totals.items()
-        }
+        """Return the sums divided by a count, in the sums' dtypes."""
+        return {name: total / count for name, total in self.totals.items()}

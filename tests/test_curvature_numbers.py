@@ -90,7 +90,8 @@ def many_batches(dtype):
 
 
 def check_half(found, want, dtype):
-    assert {tensor.dtype for tensor in found.tensors()} == {dtype}
+    # A half has no number as small as a confident model's squared gradients.
+    assert {tensor.dtype for tensor in found.tensors()} == {torch.float32}
     assert relative(found.to_dense(), want.to_dense()) <= 2 * torch.finfo(dtype).eps
 
 

@@ -153,8 +153,8 @@ def _layer(layout, name, bias, dtype, spectrum, seed):
 
 
 def upload_of(name, structure, dtype=torch.float32, spectrum="steep", seed=0):
-    layout = LAYOUTS[name]
-    curvature = curvature_of(layout, structure, dtype, spectrum, seed)
+    layout, wide = LAYOUTS[name], torch.promote_types(dtype, torch.float32)
+    curvature = curvature_of(layout, structure, wide, spectrum, seed)
     return FisherUpload(params_of(layout, dtype), curvature)
 
 

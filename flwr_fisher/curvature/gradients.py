@@ -139,4 +139,8 @@ def mean_derivatives(
         raise DataError(
             "the loader has no examples with a label, so it has no gradient"
         )
-    return [each.mean(count) for each in sums], float(torch.stack(losses).sum()) / count
+    found = [
+        {k: v.to(parameters[k].dtype) for k, v in each.mean(count).items()}
+        for each in sums
+    ]
+    return found, float(torch.stack(losses).sum()) / count

@@ -24,7 +24,7 @@ from torch import Tensor
 from flwr_fisher.curvature.structures import STRUCTURES, Form, Structure
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import advance
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, curvature_dtype
 from flwr_fisher.wire import matrices, quantise
 from flwr_fisher.wire.arrays import (
     LayoutKey,
@@ -172,7 +172,7 @@ def pack_upload(
     keys = {key: Key.parse(key, params) for key in parts}
     vectors = {k: v for k, v in parts.items() if keys[k].form == Form.VECTOR}
     to_send = [
-        _Matrix(key, value, params[keys[key].name].dtype)
+        _Matrix(key, value, curvature_dtype(params[keys[key].name]))
         for key, value in parts.items()
         if key not in vectors
     ]

@@ -24,7 +24,7 @@ from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.curvature.structures import STRUCTURES, Form, Structure, structure_of
 from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
-from flwr_fisher.params import Params, bias_of
+from flwr_fisher.params import Params, bias_of, curvature_dtype, widened
 from flwr_fisher.wire.arrays import (
     Layout,
     announced_shape,
@@ -104,7 +104,7 @@ def diagonal_key(name: str) -> str:
 
 
 def curvature_to_tensors(curvature: Curvature) -> dict[str, Tensor]:
-    """Return a curvature as named tensors, without copies.
+    """Return a curvature as named tensors in at least float32, without other copies.
 
     Raises
     ------
@@ -115,7 +115,7 @@ def curvature_to_tensors(curvature: Curvature) -> dict[str, Tensor]:
     for block in (each.made() for each in curvature.blocks()):
         structure, name = structure_of(block), next(iter(block.shapes))
         for letter, tensor in structure.parts(block).items():
-            tensors[str(Key(structure, name, letter))] = tensor
+            tensors[str(Key(structure, name, letter))] = widened(tensor)
     return tensors
 
 
@@ -130,7 +130,7 @@ def curvature_layouts(record: ArrayRecord, params: Params) -> dict[str, Layout]:
         if key.startswith(PREFIX) and key != FORMAT:
             shape = announced_shape(key, array)
             check_shape(key, shape, params)
-            layouts[key] = params[Key.parse(key, params).name].dtype, shape
+            layouts[key] = curvature_dtype(params[Key.parse(key, params).name]), shape
     return layouts
 
 

@@ -39,7 +39,7 @@ from flwr_fisher.curvature.operators.factors import (
 from flwr_fisher.curvature.structures import Form
 from flwr_fisher.errors import WireError
 from flwr_fisher.files import to_bytes
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, curvature_dtype
 from flwr_fisher.wire.layout import Key, check_shape
 from flwr_fisher.wire.quantise import (
     SCALE,
@@ -244,12 +244,12 @@ def check_part(entry: ArrayLike, params: Params, *, field: str) -> CheckedPart:
         It names the wrong entry.
     """
     key = Key.parse(field, params)
-    like = params[key.name]
+    like, dtype = params[key.name], curvature_dtype(params[key.name])
     packing, bits, sizes, body = read_head(entry, field)
     if packing not in _PACKINGS[key.form]:
         raise WireError(f"form {packing.name} for this part", field=field)
     if key.form == Form.VECTOR:
-        read = partial(decode_diagonal, body, like.numel(), like.dtype, field=field)
+        read = partial(decode_diagonal, body, like.numel(), dtype, field=field)
         values, shape = read().view(like.shape), tuple(like.shape)
         trace = float(values.sum(dtype=torch.float64))
         if like.numel() <= _FEW:
@@ -276,17 +276,17 @@ def check_part(entry: ArrayLike, params: Params, *, field: str) -> CheckedPart:
 
     def make() -> SymmetricFactor:
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(like.dtype) if tensor.is_floating_point() else tensor
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
         factor = decode()
-        return factor if like.dtype == torch.float32 else factor.mapped(cast)
+        return factor if dtype == torch.float32 else factor.mapped(cast)
 
     # The diagonal bounds the other entries, and the trace the diagonal.
-    limit = min(torch.finfo(like.dtype).max, torch.finfo(torch.float32).max)
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     if 1.001 * max(traces, default=0.0) > limit:
         top = squares if whole else decode().diagonal().numpy()
         if not (1.001 * top <= limit).all():  # false for NaN
-            raise WireError(f"its norms overflow {like.dtype}", field=field)
+            raise WireError(f"its norms overflow {dtype}", field=field)
     return CheckedPart((groups, n, n), make, traces)
 
 

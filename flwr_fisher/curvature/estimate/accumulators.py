@@ -107,10 +107,6 @@ class LayerAccumulator(ABC):
     def result(self) -> Curvature:
         """Return `totals` as a curvature; these are used up."""
 
-    def rounded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor rounded to the weight's dtype; sums may be wider."""
-        return tensor.to(self.layer.kernel.dtype)
-
 
 class KroneckerAccumulator(LayerAccumulator):
     """K-FAC's factors, with `A` summed over positions and `G` averaged (expand)."""
@@ -150,7 +146,7 @@ class KroneckerAccumulator(LayerAccumulator):
     def result(self) -> Kronecker:
         """Return the layer's Kronecker product."""
         shape = self.layer.kernel.shape
-        A, G = (self.rounded(x.result()) for x in (self.A, self.G))
+        A, G = (x.result() for x in (self.A, self.G))
         return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
 
 
@@ -208,7 +204,7 @@ class DiagonalAccumulator(LayerAccumulator):
 
     def result(self) -> Diagonal:
         """Return the layer's diagonal."""
-        return Diagonal(self.layer.as_params(self.rounded(self.total)))
+        return Diagonal(self.layer.as_params(self.total))
 
 
 class GroupedDiagonalAccumulator(DiagonalAccumulator):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import grad
 
 from flwr_fisher.curvature.operators.kronecker import from_matrices
-from flwr_fisher.params import Sums
+from flwr_fisher.params import Sums, curvature_dtype
 from flwr_fisher.randomness import random_stream
 
 _FEW = 8  # channels of a group up to which a convolution is faster than columns
@@ -581,7 +581,7 @@ class SquaredGradients:
         sizes = [p.numel() for p in self._of_dense.values()]
         parts = torch.split(self._row / count, sizes)
         for (name, p), part in zip(self._of_dense.items(), parts, strict=True):
-            found[name] = part.view(p.shape).to(p.dtype)
+            found[name] = part.view(p.shape).to(curvature_dtype(p))
         return found
 
 
