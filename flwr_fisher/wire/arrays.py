@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, RecordDict
 from numpy.lib import format as npy
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from flwr_fisher.errors import WireError, printable
@@ -256,7 +257,7 @@ def description_text(description: object) -> Tensor:
     return bytes_of(json.dumps(description, separators=(",", ":")))
 
 
-def read_description(text: Tensor | None, field: str) -> dict[str, Any]:
+def read_description(text: ArrayLike | None, field: str) -> dict[str, Any]:
     """Return the description in an untrusted text of :func:`description_text`.
 
     Raises
@@ -265,10 +266,11 @@ def read_description(text: Tensor | None, field: str) -> dict[str, Any]:
         If there is no description, it is not JSON, or it names no format version that
         this package reads.
     """
-    if text is None or text.dtype != torch.uint8 or text.numel() > _DESCRIPTION:
+    data = np.asarray([] if text is None else text)
+    if data.dtype != np.uint8 or data.size > _DESCRIPTION:
         raise WireError("missing, too long, or not a text", field=field)
     try:
-        description = json.loads(text.numpy().tobytes())
+        description = json.loads(data.tobytes())
     except (ValueError, RecursionError) as error:
         raise WireError(f"not JSON: {error}"[:200], field=field) from error
     if not isinstance(description, dict) or "version" not in description:

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from safetensors.numpy import load
 from safetensors.torch import save
-from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, WireError, check_known, printable
 from flwr_fisher.options import Options, option
@@ -122,7 +121,7 @@ class Codec(Options):
         """Return the description of the codec that an upload carries."""
         return {"version": FORMAT_VERSION, **asdict(self)}
 
-    def check_description(self, text: Tensor | None, *, field: str) -> None:
+    def check_description(self, text: ArrayLike | None, *, field: str) -> None:
         """Raise :class:`WireError` unless an upload's description names this codec."""
         received = read_description(text, field)
         if received != (requested := self.describe()):

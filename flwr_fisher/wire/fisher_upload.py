@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Deferred
 from flwr_fisher.errors import WireError
 from flwr_fisher.merge import LocalPosterior
-from flwr_fisher.params import Params, check_finite
+from flwr_fisher.params import Params, bias_of, check_finite
 from flwr_fisher.wire.arrays import (
     check_same_keys,
     description_text,
@@ -169,9 +169,7 @@ def _read_packed(
 ) -> tuple[Params, Curvature]:
     """Return the parameters and the deferred curvature of a packed upload."""
     entries = from_container(record, limit=byte_limit(like, codec), count=len(like))
-    described = entries.pop(FORMAT, None)
-    text = None if described is None else torch.from_numpy(described)
-    codec.check_description(text, field=FORMAT)
+    codec.check_description(entries.get(FORMAT), field=FORMAT)
     curvature_keys = _curvature_keys(entries, like, structure)
     params = {k: decode_param(entries[k], v, field=k) for k, v in like.items()}
     checked = {key: check_part(entries[key], like, field=key) for key in curvature_keys}
@@ -182,15 +180,16 @@ def _read_packed(
 
 def _deferred(parts: Mapping[str, CheckedPart], like: Params) -> Deferred:
     """Return the deferred block of checked parts."""
-    block = block_of({key: part.shape for key, part in parts.items()}, like, stand_in)
     keys = {key: Key.parse(key, like) for key in parts}
-    structure = next(iter(keys.values())).structure
-    trace = structure.trace({keys[k].letter: part.traces for k, part in parts.items()})
+    first = next(iter(keys.values()))
+    sizes = tuple((keys[key].letter, part.shape) for key, part in parts.items())
+    block = stand_in(first, like[first.name].shape, sizes, bias_of(first.name, like))
+    traces = {keys[key].letter: part.traces for key, part in parts.items()}
 
     def make() -> Curvature:
         return block_of({key: part.make() for key, part in parts.items()}, like)
 
-    return Deferred(block, make, trace)
+    return Deferred(block, make, first.structure.trace(traces))
 
 
 def _curvature_keys(

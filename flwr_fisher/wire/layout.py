@@ -10,10 +10,9 @@ tensors a block has.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
@@ -258,28 +257,7 @@ def _by_block(
     return [blocks[block] for block in sorted(blocks)]
 
 
-# Makes a block of a key, its parameter's shape, its parts by letter, and its bias.
-Maker = Callable[[Key, torch.Size, tuple[tuple[str, Any], ...], str | None], Curvature]
-
-
-def _made(
-    key: Key, shape: torch.Size, letters: tuple[tuple[str, Any], ...], bias: str | None
-) -> Curvature:
-    return key.structure.block_of(key.name, shape, dict(letters), bias)
-
-
-@lru_cache(maxsize=4096)  # all clients' are the same
-def stand_in(
-    key: Key, shape: torch.Size, sizes: tuple[tuple[str, Any], ...], bias: str | None
-) -> Curvature:
-    """Return a block with parts of these sizes, which take no memory."""
-    empty = partial(torch.empty, dtype=torch.float32, device="meta")
-    return _made(key, shape, tuple((k, empty(size)) for k, size in sizes), bias)
-
-
-def block_of(
-    parts: Mapping[str, Any], params: Params, make: Maker = _made
-) -> Curvature:
+def block_of(parts: Parts, params: Params) -> Curvature:
     """Return the block of checked parts, given its keys.
 
     Raises
@@ -289,12 +267,36 @@ def block_of(
     """
     keys = {key: Key.parse(key, params) for key in parts}
     first = next(iter(keys.values()))
+    letters = {keys[key].letter: part for key, part in parts.items()}
     shape, bias = params[first.name].shape, bias_of(first.name, params)
-    letters = tuple((keys[key].letter, part) for key, part in parts.items())
+    return _made(first, shape, letters, bias)
+
+
+@lru_cache(maxsize=4096)  # all clients' are the same
+def stand_in(
+    key: Key,
+    shape: torch.Size,
+    sizes: tuple[tuple[str, tuple[int, ...]], ...],
+    bias: str | None,
+) -> Curvature:
+    """Return a block of parts with these sizes, by letter; they take no memory.
+
+    `shape` is the parameter's, and `bias` its layer's.
+
+    Raises
+    ------
+    WireError
+        If the parts do not fit each other.
+    """
+    empty = partial(torch.empty, dtype=torch.float32, device="meta")
+    return _made(key, shape, {k: empty(size) for k, size in sizes}, bias)
+
+
+def _made(key: Key, shape: torch.Size, letters: Parts, bias: str | None) -> Curvature:
     try:
-        return make(first, shape, letters, bias)
+        return key.structure.block_of(key.name, shape, letters, bias)
     except StructureError as error:  # the parts do not fit each other
-        raise WireError(str(error), field=str(first)) from error
+        raise WireError(str(error), field=str(key)) from error
 
 
 def join_blocks(blocks: Sequence[Curvature]) -> BlockDiagonal:

@@ -88,7 +88,8 @@ def encode_whole(matrices: Tensor, bits: int) -> Tensor:
     correlations = matrices.to(torch.float64, copy=True)
     correlations.div_(unit.unsqueeze(-1)).div_(unit.unsqueeze(-2))
     codes = _codes(_cholesky(correlations, bits), bits)
-    body = [to_bytes(norms.float()), pack(codes[_lower(codes)], bits)]
+    lower = torch.ones_like(codes, dtype=torch.bool).tril_()  # row after row
+    body = [to_bytes(norms.float()), pack(codes[lower], bits)]
     return entry_of(Packing.WHOLE, bits, torch.cat(body), (*matrices.shape[:2], 0))
 
 
@@ -152,11 +153,6 @@ def _codes(vectors: Tensor, bits: int) -> Tensor:
     largest = wide.abs().amax(-1, keepdim=True)
     scaled = wide / torch.where(largest > 0, largest, 1) * levels(bits)
     return scaled.round_().to(torch.int16)
-
-
-def _lower(matrices: Tensor) -> Tensor:
-    """Return a mask of the lower triangles, in the order of rows."""
-    return torch.ones_like(matrices, dtype=torch.bool).tril_()
 
 
 def leading_vectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:

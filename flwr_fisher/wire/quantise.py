@@ -75,17 +75,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     >>> pack(torch.tensor([1, -1]), 16)
     tensor([  1,   0, 255, 255], dtype=torch.uint8)
     """
-    return codes.to(_integer(bits)).view(torch.uint8)
+    return codes.to(torch.int16 if bits == 16 else torch.int8).view(torch.uint8)
 
 
 def unpack(data: Bytes, bits: int) -> NDArray[np.signedinteger]:
     """Return the integers in bytes of :func:`pack`; all bytes are valid."""
     # PyTorch needs aligned numbers, and a copy is aligned.
     return data.copy().view(np.int16) if bits == 16 else data.view(np.int8)
-
-
-def _integer(bits: int) -> torch.dtype:
-    return torch.int16 if bits == 16 else torch.int8
 
 
 def levels(bits: int) -> int:

@@ -535,8 +535,7 @@ class BlockDiagonal(Curvature):
     def __init__(self, children: Sequence[Curvature]) -> None:
         self.children = tuple(children)
         names = [name for child in self.children for name in child.shapes]
-        shared = sorted(name for name, times in Counter(names).items() if times > 1)
-        if shared:
+        if shared := sorted(k for k, times in Counter(names).items() if times > 1):
             raise StructureError(f"parameters {shared} are in more than one block")
         self.shapes = {k: s for c in self.children for k, s in c.shapes.items()}
 

@@ -246,7 +246,9 @@ class LowRankFactor(SymmetricFactor):
 
     def to_dense(self) -> Tensor:
         """Return the matrices, exactly symmetric."""
-        matrices = gram(self.vectors())
+        vectors = self.vectors()
+        half = (vectors @ vectors.mT).div_(2)  # first: the sum may overflow
+        matrices = half + half.mT
         matrices.diagonal(dim1=-2, dim2=-1).add_(self.rest)
         return matrices
 
@@ -288,12 +290,6 @@ class LowRankFactor(SymmetricFactor):
     def __rmatmul__(self, left: Tensor) -> Tensor:
         vectors = self.vectors()
         return left @ vectors @ vectors.mT + left * self.rest.unsqueeze(-2)
-
-
-def gram(vectors: Tensor, out: Tensor | None = None) -> Tensor:
-    r"""Return :math:`V V^\top`, exactly symmetric."""
-    half = (vectors @ vectors.mT).div_(2)  # first: the sum may overflow
-    return torch.add(half, half.mT, out=out)
 
 
 def _by_group(factor: float | Tensor, dim: int) -> float | Tensor:
