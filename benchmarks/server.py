@@ -14,6 +14,7 @@ FedAvg's* is its ratio to FedAvg's. FedFisher is the merge alone: what follows i
 import logging
 import statistics
 import time
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
-from harness.page import blocks, command_line, opening, write_page
+from harness.page import blocks, opening, write_page
 from harness.size import sized
 from harness.tables import head, row
 from harness.timing import where
@@ -121,7 +122,7 @@ def milliseconds(make: Any) -> list[float]:
 
 def main() -> None:
     """Write the page."""
-    command_line(__doc__).parse_args()
+    ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     rounds: dict[str, list[float]] = {name: [] for name in STRATEGIES}

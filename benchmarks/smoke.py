@@ -70,6 +70,7 @@ SCRIPTS = {  # the longest first
     "published": Script(arguments=("--only", "digits")),
     "privacy": Script(packages=("opacus",)),
     "secure_sums": WITHOUT_DATA,
+    "server": WITHOUT_DATA,
     "starts": PLAIN,
     "students": PLAIN,
     "theory": PLAIN,

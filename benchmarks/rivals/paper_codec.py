@@ -60,7 +60,8 @@ def pack_as_paper(client: LocalPosterior) -> ArrayRecord:
 def unpack_as_paper(record: ArrayRecord, client: LocalPosterior) -> LocalPosterior:
     """Undo :func:`pack_as_paper`, for the client that sent it."""
     like = client.params
-    entries = from_container(record, limit=1 << 40, count=len(like))
+    read = from_container(record, limit=1 << 40, count=len(like))
+    entries = {key: torch.from_numpy(entry.copy()) for key, entry in read.items()}
     params = {key: _unpacked_param(entries.pop(key), like[key]) for key in like}
     parts = {key: _unpacked_part(key, entry, like) for key, entry in entries.items()}
     blocks = [
@@ -136,7 +137,7 @@ def _dequantised(
         count = math.prod(shape)
         end = _SCALE + packed_size(count, bits)
         scale = data[:_SCALE].clone().view(torch.float32)
-        codes = unpack(data[_SCALE:end], bits)
+        codes = torch.from_numpy(unpack(data[_SCALE:end].numpy(), bits))
         tensors.append((codes / levels(bits) * scale).view(tuple(shape)))
         data = data[end:]
     return tensors

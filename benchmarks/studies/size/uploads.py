@@ -73,9 +73,10 @@ def packed(name: str, count: int) -> Iterator[ArrayRecord]:
     yield from made
     for seed in range(MADE, count):
         size = byte_limit(like, codec)
-        entries = from_container(made[seed % MADE], limit=size, count=len(like))
+        read = from_container(made[seed % MADE], limit=size, count=len(like))
+        entries = {key: torch.from_numpy(entry.copy()) for key, entry in read.items()}
         for key, value in like.items():
             if value.is_floating_point():
-                own = decode_param(entries[key], value, field=key)
+                own = decode_param(read[key], value, field=key)
                 entries[key] = encode_param(perturbed(own, seed), 16)
         yield to_container(entries)
