@@ -288,8 +288,9 @@ def _measured(
         numbers.append(torch.stack([value.double() for value in each]))
         measured.append((members, curvature))
         order += members
-    every = torch.cat(numbers, -1)[:, torch.tensor(order).argsort()]
-    return _Layer(measured, moves_of, *every.tolist())
+    every: list[list[float]] = torch.cat(numbers, -1).tolist()
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return _Layer(measured, moves_of, *([row[i] for i in places] for row in every))
 
 
 def _wide(tensor: Tensor, device: Device, dtype: torch.dtype) -> Tensor:
