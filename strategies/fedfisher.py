@@ -35,7 +35,6 @@ from flwr_fisher.strategies.exchanges.refinement import (
 )
 from flwr_fisher.wire import (
     LOSSLESS,
-    REGRESSION,
     Additive,
     Codec,
     FisherUpload,
@@ -285,7 +284,7 @@ class FedFisherOneShot(CurvatureStrategy):
         self, merge: MergeOptions, state: ServerState, uploads: Uploads[FisherUpload]
     ) -> Step:
         """Return the step to the merge of the uploads."""
-        regressions = sum(bool(u.metrics.get(REGRESSION)) for u in uploads)
+        regressions = sum(u.likelihood == "gaussian" for u in uploads)
         if _fewer_in_a_regression(merge) and 2 * regressions > len(uploads):
             merge = replace(merge, iterations=1)
         merged_on = partial(

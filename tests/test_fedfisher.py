@@ -6,7 +6,7 @@ import pytest
 import rivals_path  # noqa: F401
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp.mod import (
     LocalDpMod,
     arrays_size_mod,
@@ -26,7 +26,7 @@ from virtual import (
     tiny_arrays,
 )
 
-from flwr_fisher.client import FisherClient, LocalSGD, score
+from flwr_fisher.client import ClientApp, FisherClient, LocalSGD, fisher_arrays, score
 from flwr_fisher.curvature import Kronecker
 from flwr_fisher.errors import RoundError
 from flwr_fisher.params import shared_state, trainable_names
@@ -127,6 +127,25 @@ def test_a_regression_takes_one_iteration():
             return float(F.mse_loss(model(test[0]), test[1]) / test[1].var())
 
     assert unexplained() == unexplained(iterations=1) < unexplained(iterations=4) - 0.2
+
+
+def test_a_regression_of_plain_apps_takes_one_iteration_too():
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        x = torch.randn(20, 3) + context.node_config["partition-id"]
+        given = message, context, model, [(x, torch.randn(20, 2))]
+        record = fisher_arrays(*given, likelihood="gaussian")
+        content = RecordDict({"a": record, "m": MetricRecord({"num-examples": 20})})
+        return Message(content, reply_to=message)
+
+    torch.manual_seed(0)
+    start = shared_state(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    strategy = fedfisher_with(fraction_evaluate=0.0)
+    result = strategy.start(LocalGrid(app, 3), ArrayRecord(start))
+    assert result.details.iterations == 1
 
 
 def test_accuracy_rises_over_a_few_rounds_and_the_first_beats_fedavg():

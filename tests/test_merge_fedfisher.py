@@ -18,6 +18,7 @@ from oracles import (
     random_dense,
     random_diagonal,
     random_kronecker,
+    random_like,
     random_psd,
     relative,
 )
@@ -309,6 +310,24 @@ def test_neither_order_nor_a_common_factor_of_weights_matters(solver, make):
     assert apart(fedfisher(tenfold, **shortened(solver)), once.params) <= 1e-6
     other = [replace(c, num_examples=60) for c in clients]
     assert apart(fedfisher(other, **shortened(solver)), once.params) > 1e-3
+
+
+def test_parameters_are_paired_by_name():
+    """A file of tensors sorts them; one client's layer is diagonal."""
+    layers = [random_kronecker(i, shape=(1, 4), bias="b") for i in range(2)]
+    entries = random_diagonal(5, w=(1, 4), b=(1,)).entries
+    params = [random_like(layers[0], seed) for seed in range(3)]
+    one, other = (
+        fedfisher(
+            [
+                LocalPosterior(own, F, 10)
+                for own, F in zip(params, [*layers, Diagonal(last)], strict=True)
+            ]
+        )
+        for last in (entries, dict(reversed(entries.items())))
+    )
+    assert one.shares == pytest.approx(other.shares, rel=1e-12)
+    assert apart(one, other.params) <= 1e-12
 
 
 @every_solver

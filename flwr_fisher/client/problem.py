@@ -200,8 +200,8 @@ class LocalProblem:
     def class_names(self) -> list[str]:
         """The names of the data set's classes, in the order of their numbers.
 
-        Empty if labels are no classes, there are no names, or if a ``target_transform``
-        numbers classes anew.
+        Empty in a regression, if there are none, or if a ``target_transform`` numbers
+        classes anew.
         """
         data = getattr(self.trainloader, "dataset", None)
         while isinstance(data, Subset):
@@ -212,7 +212,7 @@ class LocalProblem:
         labels = [n for each in columns if (n := getattr(each, "names", None))]
         names = labels[0] if len(labels) == 1 else getattr(data, "classes", None)
         renumbered = getattr(data, "target_transform", None) is not None
-        if renumbered or not isinstance(names, list) or not self.has_classes:
+        if renumbered or not isinstance(names, list) or self.likelihood == "gaussian":
             return []
         return [*map(str, names)]
 

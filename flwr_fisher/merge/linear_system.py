@@ -23,6 +23,7 @@ from flwr_fisher.params import (
     norm,
     repeated,
     scale,
+    select,
     shares_of,
     side_by_side,
     subtract,
@@ -279,7 +280,7 @@ def _measured(
         )
         moves, count = moves_of(members), len(members)
         rows = by_part(moves, count)
-        products = by_part(curvature.matvec(moves), count)
+        products = by_part(select(curvature.matvec(moves), moves), count)
         pairs = zip(rows, products, strict=True)
         square = torch.stack([(a * b).sum(-1) for a, b in pairs]).sum(0).clamp_min(0)
         length = torch.stack([row.square().sum(-1) for row in rows]).sum(0)

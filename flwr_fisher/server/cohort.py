@@ -169,8 +169,8 @@ class Cohort:
         How many usable replies ended the last exchange that drew its clients.
     abstaining : set[int]
         Nodes without data for evaluation.
-    unlike : set[int]
-        Nodes whose last upload told of other labels or frozen layers than most.
+    unlike : set[str]
+        Clients whose last upload told of other labels or frozen layers than most.
     """
 
     def __init__(self, seed: int, allow_foreign: bool = True) -> None:
@@ -180,7 +180,7 @@ class Cohort:
         self.foreign: dict[int, str] = {}
         self.do_any_job: set[int] = set()
         self.connected, self.enough = 0, 0.0
-        self.abstaining, self.unlike = set[int](), set[int]()
+        self.abstaining, self.unlike = set[int](), set[str]()
         self._mailbox: Mailbox | None = None
         self._known: dict[int, Identity] = {}
         self._registered: dict[int, str] = {}  # names of the asked nodes, or ""
@@ -443,7 +443,8 @@ class Cohort:
 
     def absences(self) -> dict[str, Any]:
         """Return the nodes that sit out, for the journal of a resumed run."""
-        return {"missed": dict(self._missed), "numbers": dict(self._numbers)}
+        known = {"numbers": dict(self._numbers), "unlike": sorted(self.unlike)}
+        return {"missed": dict(self._missed), **known}
 
     def recall_absences(self, record: Mapping[str, Any]) -> None:
         """Restore what :meth:`absences` returned before the run was resumed.
@@ -457,6 +458,7 @@ class Cohort:
             missed = record.get("missed", {}).items()
             self._missed = {name: (times, until) for name, (times, until) in missed}
             self._numbers |= record.get("numbers", {})
+            self.unlike |= set(record.get("unlike", ()))
 
     def _reliable(
         self, nodes: Sequence[int], minimum: int, server_round: int

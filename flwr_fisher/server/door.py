@@ -340,12 +340,15 @@ class Door(Generic[P]):
         sizes.check_plausible()
         node, name, number = identity.node, identity.name, identity.number
         size = arrays_bytes(arrays)
-        upload = Upload(node, name, weight, payload, metrics, size, number)
+        told = *not_sent.split(" ", 2), "", ""
+        upload = Upload(
+            node, name, weight, payload, metrics, size, number, likelihood=told[2]
+        )
         self.admitted.append(upload)
         self._clients[upload.client], self._sizes[upload.client] = identity, sizes
         for claim in (name, number):
             self._claims[claim].add(name)
-        self._not_sent[upload.client] = (*not_sent.split(" ", 2), "", "")
+        self._not_sent[upload.client] = told
         self.left_out.missing.pop(upload.client, None)
         if not self.exchange.quiet:
             count = len(self.admitted) + len(self.left_out.rejected)
@@ -475,14 +478,14 @@ class Door(Generic[P]):
                 what = sorted(set(layout) ^ set(common)) or "the same in another order"
                 self.withdraw(upload, WireError(f"{reason}: {what}", field=field))
         # They were not asked before their training, so it shows only now.
-        self.cohort.unlike -= {upload.node_id for upload in self.admitted}
+        self.cohort.unlike -= {upload.client for upload in self.admitted}
         for number, reason in enumerate(_DIFFERENCES):
             uploads = {u.client: u for u in self.admitted}
             said = {c: t for c in uploads if (t := self._not_sent[c][number])}
             for client, (_, whom) in unlike_most(said).items():
                 error = WireError(reason.format(whom), field="frozen")
                 self.withdraw(uploads[client], error)
-                self.cohort.unlike.add(uploads[client].node_id)
+                self.cohort.unlike.add(client)
 
     def metrics(
         self, aggregate: Aggregate, uploads: Sequence[Upload[P]]

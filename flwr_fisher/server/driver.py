@@ -359,8 +359,11 @@ class Driver:
         alike = must_be_alike(strategy, self._exchanges(self.server_round))
         # What their scores mean is unlike, too.
         unlike = self.cohort.mismatched(*asked, parameters=alike)
-        without = self.cohort.abstaining | self.cohort.unlike | unlike.keys()
-        return [n for n in nodes if n not in without]
+        without = self.cohort.abstaining | unlike.keys()
+        told = self.cohort.unlike  # by their uploads
+        return [
+            n for n in nodes if n not in without and self.cohort.name(n) not in told
+        ]
 
     def _aggregated(
         self, scores: Mapping[int, MetricRecord], left_out: LeftOut

@@ -130,6 +130,8 @@ class Upload(Generic[P]):
         that is left. Empty if it has cut nothing.
     taken : float, default 1
         Only with the exchange's `kept`: the share that is left of that part.
+    likelihood : str, default ""
+        The client's likelihood; empty if it does not say.
     """
 
     node_id: int
@@ -142,6 +144,7 @@ class Upload(Generic[P]):
     members: Sequence[int] = ()
     limited: Mapping[str, float] = field(default_factory=dict)
     taken: float = 1.0
+    likelihood: str = ""
 
 
 WEIGHT = "weight"

@@ -21,7 +21,6 @@ from flwr_fisher.wire.layout import checked_to_curvature as checked_to_curvature
 from flwr_fisher.wire.layout import curvature_to_tensors as curvature_to_tensors
 from flwr_fisher.wire.layout import tensors_to_curvature as tensors_to_curvature
 from flwr_fisher.wire.options import NUM_EXAMPLES as NUM_EXAMPLES
-from flwr_fisher.wire.options import REGRESSION as REGRESSION
 from flwr_fisher.wire.options import ConfigValue as ConfigValue
 from flwr_fisher.wire.options import join_groups as join_groups
 from flwr_fisher.wire.options import named_options as named_options

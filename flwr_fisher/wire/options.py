@@ -37,7 +37,6 @@ LIBRARY = "flwr-fisher"  # the key of a client's version in its answer
 NUM_EXAMPLES = "num-examples"  # Flower's metric, by which clients are weighted
 # A server refuses replies with more metrics, longer names, or more numbers in lists.
 MOST_METRICS, LONGEST_NAME, MOST_NUMBERS = 1000, 200, 100_000
-REGRESSION = "regression"  # a metric of clients with a Gaussian likelihood
 _CLIENTS, _PARTS = "clients", "client-parts"
 
 Value = TypeVar("Value")

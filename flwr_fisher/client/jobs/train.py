@@ -23,7 +23,7 @@ from flwr_fisher.log_lines import log_once, logger, watching
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params
 from flwr_fisher.tangent.frozen_head import output_layer
-from flwr_fisher.wire import NUM_EXAMPLES, REGRESSION, Codec, FisherUpload, resolve
+from flwr_fisher.wire import NUM_EXAMPLES, Codec, FisherUpload, resolve
 from flwr_fisher.wire.arrays import arrays_bytes, fedavg_bytes, tensors_to_arrays
 from flwr_fisher.wire.options import client_name
 
@@ -130,9 +130,6 @@ class TrainingJob:
             return metrics, None
         if request.options.get(PRETRAINED) is not True:  # or else they are as published
             catch_up_norms(problem)
-        if problem.likelihood == "gaussian":
-            # By default the merge takes one iteration then: strategies/fedfisher.py.
-            metrics = {**metrics, REGRESSION: 1}
         return metrics, self.curvature(problem, problem.train_batches)
 
     def run_loop(self, problem: LocalProblem, request: Request) -> dict[str, Any]:

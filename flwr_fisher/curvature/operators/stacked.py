@@ -43,10 +43,8 @@ def stacks(curvatures: Iterable[Curvature]) -> Iterator[tuple[list[int], Curvatu
 
 def _layout(term: Curvature) -> object:
     """Return what terms that can be stacked have in common; None for any other."""
-    if type(term) is Diagonal:  # a subclass may hold more
-        return Diagonal
-    if type(term) is not Kronecker:
-        return None
+    if type(term) is not Kronecker:  # a subclass may hold more
+        return Diagonal if type(term) is Diagonal else None
     factors = term.A_factor, term.G_factor
     if any(isinstance(f, LowRankFactor) and f.rows is not None for f in factors):
         return None

@@ -90,17 +90,14 @@ class KFAC(Structure):
         all_groups = set[int]()
         for weight, layer in layers:
             (A, scale_A), (G, scale_G) = layer.partial_traces()
-            count = 1
-            if isinstance(weight, Tensor):  # one for each layer of a stack
-                count = len(weight)
-                weight = weight.to(scale_A).repeat_interleave(layer.groups // count)
-            of_inputs.append(A.scaled(weight * scale_A))
-            of_outputs.append(G.scaled(weight * scale_G))
-            all_groups.add(layer.groups // count)
+            weights = torch.as_tensor(weight, dtype=torch.float64).to(scale_A).view(-1)
+            all_groups.add(groups := layer.groups // len(weights))
+            weights = weights.repeat_interleave(groups)
+            of_inputs.append(A.scaled(weights * scale_A))
+            of_outputs.append(G.scaled(weights * scale_G))
         # Only a convolution's factors show how many groups it has.
         if len(all_groups) > 1:
             return None
-        (groups,) = all_groups
         # Both partial traces have the sum's trace; each takes the root of its mean
         # eigenvalue, group by group.
         trace = torch.cat([A.trace().view(-1, groups) for A in of_inputs]).sum(0)
