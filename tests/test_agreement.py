@@ -230,7 +230,9 @@ def test_classes_have_the_same_numbers_for_every_strategy(make, caplog):
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_who_is_left_out_does_not_evaluate_after_a_restart_either(slow, tmp_path):
+def test_who_is_left_out_does_not_evaluate_after_a_restart_either(
+    slow, clock, tmp_path
+):
     def ends(server_round, arrays):
         if server_round and not again:
             raise KeyboardInterrupt
@@ -260,7 +262,7 @@ class Slow(LocalGrid):
         return ids
 
 
-def test_who_says_its_classes_too_late_is_left_out_by_its_upload(caplog):
+def test_who_says_its_classes_too_late_is_left_out_by_its_upload(clock, caplog):
     """Its query was not waited for, and nobody looked at it again."""
     grid = Slow(app_by_partition(class_lists), 4)
     result = FedFisherOneShot(refine=None).start(grid, arrays(shared_state(model())))

@@ -10,8 +10,8 @@ from virtual import (
     Watched,
     fail,
     killing_app,
+    quick_app,
     same_bits,
-    tiny_app,
     tiny_arrays,
     tiny_client,
     tiny_data,
@@ -47,7 +47,7 @@ class WithHead(FedFisherOneShot):
 
 def run(make, app=None, clients=CLIENTS, *, options=None, **start):
     strategy = make(fraction_evaluate=0.0, refine=None, **(options or {}))
-    grid = LocalGrid(tiny_app() if app is None else app, clients)
+    grid = LocalGrid(quick_app() if app is None else app, clients)
     return strategy.start(grid, tiny_arrays(), **start)
 
 
@@ -141,7 +141,7 @@ def test_the_same_clients_are_asked_in_all_of_them():
     strategy = FedFisherOneShot(
         fraction_evaluate=0.0, refine=Refinement(steps=2), waiting=waiting
     )
-    result = strategy.start(LocalGrid(tiny_app(), 10), tiny_arrays())
+    result = strategy.start(LocalGrid(quick_app(), 10), tiny_arrays())
     assert len(result.uploads) == 6
     assert len(result.exchange_uploads) == 3
     assert {len(uploads) for uploads in result.exchange_uploads.values()} == {6}
@@ -151,7 +151,7 @@ def test_whom_a_head_took_is_waited_for_in_what_follows():
     """A head takes half of those that it asks, also where fewer are enough."""
     own = {"fraction_train": 0.5, "waiting": Waiting(enough_replies=3)}
     strategy = FedAvg(fraction_evaluate=0.0, refine=Refinement(), **own)
-    result = strategy.start(LocalGrid(tiny_app(), 8), tiny_arrays())
+    result = strategy.start(LocalGrid(quick_app(), 8), tiny_arrays())
     every = result.exchange_uploads.items()
     assert {k: len(uploads) for k, uploads in every if "head" in k} == {
         "head": 4,
@@ -164,7 +164,7 @@ def test_a_head_asks_more_clients_than_a_round_samples(kind, tmp_path):
     for again in ({}, {"resume": True, "reopen": True}):
         strategy = kind(fraction_train=0.4, fraction_evaluate=0.0, refine=Refinement())
         options = {"checkpoint_dir": tmp_path, **again}
-        result = strategy.start(LocalGrid(tiny_app(), 5), tiny_arrays(), **options)
+        result = strategy.start(LocalGrid(quick_app(), 5), tiny_arrays(), **options)
         assert len(result.uploads) == 2
         assert len(result.exchange_uploads["head"]) == 5
 
@@ -199,7 +199,7 @@ def test_a_last_round_that_was_none_is_said_to_be_unrefined(tmp_path, caplog):
     for rounds, callbacks in ((3, [StopsAfterTwo()]), (2, [])):
         caplog.clear()
         result = FedFisherOneShot(fraction_evaluate=0.0).start(
-            LocalGrid(tiny_app(), CLIENTS),
+            LocalGrid(quick_app(), CLIENTS),
             tiny_arrays(),
             num_rounds=rounds,
             checkpoint_dir=tmp_path,

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -155,10 +155,15 @@ def test_the_default_rate_is_a_tenth_from_published_weights():
     assert LocalSGD().rate({"pretrained": "resnet18.pt"}) == 0.01  # the user's own key
 
 
+@cache
+def known(**own):
+    return run(**KNOWN, **own)
+
+
 @pytest.mark.parametrize("asked", range(2, 16, 4))
 @pytest.mark.parametrize("own", [{}, {"aggregate": "sums"}], ids=["parts", "sums"])
 def test_a_run_that_stops_anywhere_ends_in_the_same_bits(own, asked, tmp_path):
-    whole = run(**KNOWN, **own)
+    whole = known(**own)
     with pytest.raises(KeyboardInterrupt):
         run(app=killing_app(asked, 3), **KNOWN, **own, checkpoint_dir=tmp_path)
     resumed = run(**KNOWN, **own, checkpoint_dir=tmp_path, resume=True)
