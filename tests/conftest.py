@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -23,11 +24,20 @@ _FOLDER = "FLWR_FISHER_TESTS"  # in the environment, where several processes tes
 collect_ignore_glob = [] if devices.pretended else ["accelerator/*"]
 
 
+def memory() -> str | None:
+    """Where files are in memory, if there is room: a disk takes its time to delete."""
+    place = "/dev/shm"
+    roomy = os.access(place, os.W_OK) and shutil.disk_usage(place).free > 2**31
+    return place if roomy else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses a folder for tests' files
 def pytest_configure(config: pytest.Config) -> None:
     """Choose where it is: the first process's workers have its environment."""
     if not hasattr(config, "workerinput"):
         check_installed()
-        os.environ[_FOLDER] = tempfile.mkdtemp(prefix="flwr-fisher-")
+        os.environ[_FOLDER] = tempfile.mkdtemp(prefix="flwr-fisher-", dir=memory())
+        config.option.basetemp = config.option.basetemp or os.environ[_FOLDER] + "/tmp"
         # Matplotlib lists a machine's fonts once a home, which takes seconds.
         os.environ["MPLCONFIGDIR"] = os.environ[_FOLDER] + "/matplotlib"
 
@@ -56,6 +66,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> object:
     from clocked import stop
 
     return stop(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def no_momentum() -> Iterator[None]:
+    """Let tiny clients train as SCAFFOLD's do."""
+    import virtual
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(virtual, "LocalSGD", partial(virtual.LocalSGD, momentum=0.0))
+        yield
 
 
 @pytest.fixture
@@ -90,10 +110,7 @@ def spoiled_answers_are_nobodys(request: pytest.FixtureRequest) -> Iterator[None
 
 @pytest.fixture(scope="session", autouse=True)
 def power_stays() -> Iterator[None]:
-    """Wait for no disk: no test takes away the power, and a killed process needs none.
-
-    The forks of test_crashes.py begin in another process; they work in memory.
-    """
+    """Wait for no disk: no test takes away the power; a killed process needs none."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield

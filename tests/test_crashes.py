@@ -1,16 +1,14 @@
 """``kill -9`` of servers and clients: the resumed run is the uninterrupted one."""
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
+from contextlib import redirect_stdout
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import killing
 import pytest
 
-TOOLS = Path(__file__).parents[1] / "tools"
 # SCAFFOLD's clients keep something from round to round, too.
 TRIALS = {
     "named": ["--named", "1"],
@@ -18,26 +16,30 @@ TRIALS = {
 }
 
 
+# A child of a process with threads, of which it needs none.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is multi-threaded")
+
+
+def kill(folder: Path) -> None:
+    """Print the verdicts into a file for each kind of trials."""
+    for name, options in TRIALS.items():
+        with (folder / f"{name}.txt").open("w") as told, redirect_stdout(told):
+            killing.main([str(folder / name), *options])
+
+
 @pytest.fixture(scope="module")
-def trials() -> dict[str, list[dict[str, Any]]]:
+def trials(tmp_path_factory: Any) -> dict[str, list[dict[str, Any]]]:
     """The verdicts of ``killing.py`` by its trials, the uninterrupted run's first.
 
-    All in one process, in memory where there is such a place: every life waits for its
-    disk often. What a killed process wrote is there all the same: no test takes away
-    the power.
+    All in one fork of this process, which has imported what they need. What a killed
+    process wrote is there all the same: no test takes away the power.
     """
-    memory = Path("/dev/shm")
-    where = memory if os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=where) as folder:
-        calls = [[f"{folder}/{name}", *options] for name, options in TRIALS.items()]
-        code = "import json, sys; sys.path.append(sys.argv[1]); import killing\n"
-        code += "for each in json.loads(sys.argv[2]): killing.main(each); print()"
-        command = [sys.executable, "-c", code, str(TOOLS), json.dumps(calls)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = done.stdout.strip().split("\n\n")
-    verdicts = [[json.loads(line) for line in text.splitlines()] for text in told]
-    return dict(zip(TRIALS, verdicts, strict=True))
+    folder = tmp_path_factory.mktemp("trials")
+    (fork := get_context("fork").Process(target=kill, args=[folder])).start()
+    fork.join()
+    assert fork.exitcode == 0
+    texts = {name: (folder / f"{name}.txt").read_text() for name in TRIALS}
+    return {k: [json.loads(line) for line in v.splitlines()] for k, v in texts.items()}
 
 
 def assert_as_if_nothing_had_happened(verdict: dict[str, Any]) -> None:

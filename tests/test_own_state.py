@@ -1,6 +1,5 @@
 """A method whose clients remember, from the library's public faces alone: FedDyn."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import virtual
 from safetensors.torch import load_file
 from virtual import Watched, tiny_app, tiny_arrays, tiny_client
 
-from flwr_fisher.client import ClientState, LocalSGD, Request
+from flwr_fisher.client import ClientState, Request
 from flwr_fisher.errors import ClientError, ConfigurationError, ParamsError
 from flwr_fisher.params import trainable_names
 from flwr_fisher.secure import SecureSums
@@ -20,13 +19,8 @@ from flwr_fisher.strategies import Exchange, Membership
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive
 
+pytestmark = pytest.mark.usefixtures("no_momentum")
 OWN = tutorials.load("own_state", "Two runs")
-
-
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
 
 
 def feddyn(**options):

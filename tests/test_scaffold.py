@@ -33,12 +33,8 @@ from flwr_fisher.server.round import ExchangeRun
 from flwr_fisher.strategies import Policy, Scaffold, Waiting
 from flwr_fisher.wire import arrays_to_tensors
 
+pytestmark = pytest.mark.usefixtures("no_momentum")
 plain_sgd = partial(LocalSGD, momentum=0.0)
-
-
-@pytest.fixture(autouse=True)
-def _no_momentum(monkeypatch):
-    monkeypatch.setattr(virtual, "LocalSGD", plain_sgd)
 
 
 def state_files():

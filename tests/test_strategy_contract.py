@@ -20,7 +20,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 from virtual import (
-    Clock,
     Watched,
     app_by_partition,
     ask,
@@ -49,7 +48,6 @@ from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import ConfigurationError, RoundError
 from flwr_fisher.params import trainable_names
 from flwr_fisher.randomness import seed_of_clients
-from flwr_fisher.server import cohort, mailbox, round
 from flwr_fisher.strategies import (
     AFL,
     FAGH,
@@ -193,9 +191,10 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture
-def row(request, monkeypatch):
+def row(request):
     """A row, whose clients train as it needs from now on."""
-    return of_name(request.param, monkeypatch)
+    with pytest.MonkeyPatch.context() as patch:
+        yield of_name(request.param, patch)
 
 
 def of_name(name, monkeypatch):
@@ -449,14 +448,6 @@ class Silent(LocalGrid):
     def _swallowed(self, reply):
         is_train = reply.metadata.message_type == "train"
         return is_train and self.nodes[reply.metadata.src_node_id] == self.silent
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    stopped = Clock()
-    for module in (cohort, mailbox, round):
-        monkeypatch.setattr(module, "time", stopped)
-    return stopped
 
 
 def test_a_client_that_never_answers_costs_the_timeout_and_no_more(row, clock):

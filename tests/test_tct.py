@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     CLASSES,
+    Remembering,
     Watched,
     app_by_partition,
     change_array,
@@ -50,12 +51,8 @@ from flwr_fisher.wire import arrays_to_tensors
 from flwr_fisher.wire.arrays import description_text
 from flwr_fisher.wire.tct_upload import about_features
 
+pytestmark = pytest.mark.usefixtures("no_momentum")
 CLIENTS, STAGE1, ROUNDS = 3, 2, 5
-
-
-@pytest.fixture(autouse=True)
-def _no_momentum(monkeypatch):
-    monkeypatch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
 
 
 def tct(**options):
@@ -66,12 +63,13 @@ def tct(**options):
     return TCT(regression=regression, **{**own, **options})
 
 
-def client_app(change=None, **options):
+def client_app(change=None, anew=False, **options):
     def make(partition):
         client = tiny_client(partition, **options)
         return (change and change(partition, client)) or client
 
-    return app_by_partition(make)
+    app = app_by_partition(make)
+    return app if change or options or anew else Remembering(app, virtual.tiny)
 
 
 def run(strategy, app=None, clients=CLIENTS, num_rounds=ROUNDS, **options):
@@ -536,7 +534,7 @@ def test_once_stage_2_has_begun_the_rate_stays(tmp_path):
 
 
 def test_too_many_examples_are_refused_by_name_in_the_first_round(few):
-    app = Watched(client_app())
+    app = Watched(client_app(anew=True))
     with pytest.raises(RoundError, match=r"partition-2: .* 12 examples.*'steps'"):
         run(tct(min_train_nodes=3), app)
     assert {server_round for server_round, _ in app.trained} == {1}
@@ -673,7 +671,7 @@ def test_features_are_computed_once_a_client_and_run(counted, tmp_path):
 
 def test_another_run_computes_its_own(counted):
     """No key knows what a model's code does."""
-    first, second = run(tct()), run(tct())
+    first, second = (run(tct(), client_app(anew=True)) for _ in range(2))
     assert sum(counted) == 2 * (8 + 10 + 12 + TRIED)
     assert same_bits(first.arrays, second.arrays)
 

@@ -1,15 +1,11 @@
 """TCT whose server sees sums: the model of the plain run, and no client's features."""
 
-from functools import partial
-
 import pytest
 import torch
-import virtual
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual import LIFTED, quick_app, tiny_app, tiny_arrays
+from virtual import LIFTED, quick_app, tiny_arrays
 
-from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import ConfigurationError, WireError
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import TCT, Regression
@@ -17,12 +13,8 @@ from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 from flwr_fisher.wire.tct_upload import EigenvalueCounts, about_features
 
+pytestmark = pytest.mark.usefixtures("no_momentum")
 SECURE = SecureSums()
-
-
-@pytest.fixture(autouse=True)
-def _no_momentum(monkeypatch):
-    monkeypatch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
 
 
 def tct(**options):
@@ -31,7 +23,7 @@ def tct(**options):
 
 
 def run(strategy, app=None, rounds=4):
-    grid = LocalGrid(tiny_app(mods=[SecureSumsMod()]) if app is None else app, 4)
+    grid = LocalGrid(quick_app(mods=[SecureSumsMod()]) if app is None else app, 4)
     return strategy.start(grid, tiny_arrays(), num_rounds=rounds)
 
 
@@ -100,10 +92,8 @@ def test_malformed_numbers_of_clients_are_refused():
 
 
 @pytest.fixture(scope="module")
-def three_rounds():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
-        return run(tct(lr=0.05), quick_app(), rounds=3)
+def three_rounds(no_momentum):
+    return run(tct(lr=0.05), quick_app(), rounds=3)
 
 
 @pytest.mark.parametrize("stop", [6, 22, 38, 62, 74])
@@ -119,7 +109,7 @@ def test_a_killed_server_goes_on_in_either_stage(stop, three_rounds, tmp_path):
                 raise KeyboardInterrupt
             return super().__call__(message, context, call_next)
 
-    app = tiny_app(mods=[Dying()])
+    app = quick_app(mods=[Dying()])
     kept = {"checkpoint_dir": tmp_path / "run"}
     grid = LocalGrid(app, 4)
     with pytest.raises(KeyboardInterrupt):

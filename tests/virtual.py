@@ -117,14 +117,18 @@ class Remembering(ClientApp):
         self.app, self.made_of = app, made_of
 
     def __call__(self, message, context):
+        return self.answer(message, context, self.app)
+
+    def answer(self, message, context, app):
+        """Answer from memory, or as the app does; for it as a mod, too."""
         records = message.content.array_records
         if not message.content or any(
             key.startswith("server/run") for each in records.values() for key in each
         ):
-            return self.app(message, context)
+            return app(message, context)
         key = self._key(message, int(context.node_config["partition-id"]))
         if key not in _ANSWERS:
-            reply = self.app(message, context)
+            reply = app(message, context)
             if reply.has_error():
                 return reply
             _ANSWERS[key] = _copied(reply.content)
@@ -146,14 +150,16 @@ class Remembering(ClientApp):
         return self.made_of(partition), partition, kind, repr(config), *sent
 
 
-def quick_app(holdings=None):
-    """``tiny_app``, whose clients answer from memory where they can."""
+def tiny(partition, *more):
+    """What a tiny client's answers hang on."""
+    return "tiny", partition, repr(LocalSGD()), *more
 
-    def made_of(partition):
-        held = partition if holdings is None else holdings[partition]
-        return "tiny", held, repr(LocalSGD())
 
-    return Remembering(tiny_app(holdings), made_of)
+def quick_app(holdings=None, mods=None):
+    """``tiny_app``, whose clients answer from memory where they can, below all mods."""
+    memory = Remembering(None, lambda i: tiny(i if holdings is None else holdings[i]))
+    memory.app = tiny_app(holdings, mods=mods and [*mods, memory.answer])
+    return memory.app if mods else memory
 
 
 def _copied(content):
