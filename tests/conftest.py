@@ -61,11 +61,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> object:
+def server_patch() -> Iterator[pytest.MonkeyPatch]:
+    """Patch what no client runs: their answers are remembered all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture
+def clock(server_patch: pytest.MonkeyPatch) -> object:
     """The server's, which goes on only while it sleeps."""
     from clocked import stop
 
-    return stop(monkeypatch)
+    return stop(server_patch)
 
 
 @pytest.fixture(scope="module")

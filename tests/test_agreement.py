@@ -38,6 +38,7 @@ from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire.options import split_not_sent
 
 MOST = ("categorical",) * 2
+one_shot = partial(FedFisherOneShot, refine=None, fraction_evaluate=0.0)
 
 
 def model(frozen=()):
@@ -101,7 +102,7 @@ def test_the_odd_one_is_named_before_it_trains(make, caplog):
 def test_what_most_freeze_may_be_sent_and_who_trains_it_is_odd():
     trained = []
     grid = grid_of({0: ("0.weight",), 2: ("0.weight",)}, 3, trained)
-    strategy = FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=3)
+    strategy = one_shot(min_train_nodes=3)
     with pytest.raises(RoundError) as caught:
         strategy.start(grid, arrays(model().state_dict()), num_rounds=1)
     assert trained == []
@@ -275,7 +276,7 @@ def test_who_was_left_out_is_left_out_after_a_restart(tmp_path):
     trained, kept = [], {"checkpoint_dir": tmp_path, "resume": True}
 
     def start(app):
-        strategy = FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=2)
+        strategy = one_shot(min_train_nodes=2)
         return strategy.start(LocalGrid(app, 4), arrays(shared_state(model())), **kept)
 
     class Dies(list):
@@ -338,7 +339,7 @@ def test_who_has_another_frozen_base_has_no_part_in_the_head(make):
 def test_frozen_parameters_that_the_server_sends_may_have_been_others():
     trained = []
     app = app_of(on_a_base, trained)
-    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    strategy = one_shot()
     start = arrays(on_a_base(0).state_dict())
     assert len(strategy.start(LocalGrid(app, 3), start).uploads) == 3
     assert sorted(trained) == [0, 1, 2]
@@ -361,7 +362,7 @@ class Replaced(nn.Module):
 def test_a_frozen_head_that_a_trained_copy_replaces_is_each_clients_own():
     start = arrays(shared_state(Replaced(0)))
     grid = LocalGrid(app_of(Replaced, []), 3)
-    assert len(FedFisherOneShot(fraction_evaluate=0.0).start(grid, start).uploads) == 3
+    assert len(one_shot().start(grid, start).uploads) == 3
 
 
 class Adapter(nn.Module):
@@ -385,7 +386,7 @@ def test_that_factors_of_a_product_are_merged_apart_is_told_once(freeze, caplog)
         return Adapter(freeze)
 
     start = arrays(shared_state(make(0)))
-    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    strategy = one_shot()
     strategy.start(LocalGrid(app_of(make, []), 3), start, num_rounds=2)
     told = [m for m in caplog.messages if "both factors of adapters" in m]
     assert len(told) == (not freeze)
@@ -425,10 +426,8 @@ OTHER_FROZEN = re.compile(
     "differ from those of (most|others): load the same pre-trained"
 )
 PLAIN = {
-    "kfac": lambda: FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=3),
-    "sums": lambda: FedFisherOneShot(
-        structure="diagonal", aggregate="sums", fraction_evaluate=0.0, min_train_nodes=3
-    ),
+    "kfac": lambda: one_shot(min_train_nodes=3),
+    "sums": lambda: one_shot(structure="diagonal", aggregate="sums", min_train_nodes=3),
     "fedfish": lambda: FedFish(fraction_evaluate=0.0, min_train_nodes=3),
     "secure": lambda: FedFish(
         secure=SecureSums(), fraction_evaluate=0.0, min_train_nodes=3
@@ -457,7 +456,7 @@ def test_a_plain_identify_finds_other_frozen_values_with_the_upload(
 
 def test_where_no_two_freeze_the_same_nobody_takes_part():
     start = arrays(shared_state(on_a_base(0)))
-    strategy = FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=1)
+    strategy = one_shot(min_train_nodes=1)
     for app in (plain_app(on_a_base, False), app_of(on_a_base, [])):
         with pytest.raises(RoundError, match="0 usable replies") as caught:
             strategy.start(LocalGrid(app, 3), start)
@@ -493,7 +492,7 @@ def test_what_an_upload_says_is_frozen_outlives_its_server(tmp_path):
     grid = LocalGrid(plain_app(make, tells=False), 4)
     counts = []
     for _ in range(2):
-        strategy = FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=4)
+        strategy = one_shot(min_train_nodes=4)
         with pytest.raises(RoundError, match=OTHER_FROZEN):
             strategy.start(grid, start, checkpoint_dir=tmp_path, resume=bool(counts))
         counts.append(len(seen))

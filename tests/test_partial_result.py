@@ -74,11 +74,11 @@ def test_it_has_whole_rounds_alone(finished):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
-def test_it_has_the_merge_if_the_run_ends_in_what_is_optional(error, monkeypatch):
+def test_it_has_the_merge_if_the_run_ends_in_what_is_optional(error, server_patch):
     def fails(*args):
         raise error("of a test")
 
-    monkeypatch.setattr(refinement, "_solve_head", fails)
+    server_patch.setattr(refinement, "_solve_head", fails)
     strategy, options = FedFisherOneShot(), {"num_rounds": 1}
     with pytest.raises(error, match="of a test"):
         run(strategy, **options)
@@ -119,17 +119,17 @@ def test_a_round_more_that_fails_leaves_the_refined_model(tmp_path, on_failed_ro
 )
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyError, KeyboardInterrupt])
 def test_whatever_fails_after_the_door_leaves_the_uploads(
-    owner, function, error, monkeypatch
+    owner, function, error, server_patch
 ):
     def fails(*args, **options):
         raise error("of a test")
 
-    monkeypatch.setattr(owner, function, fails)
+    server_patch.setattr(owner, function, fails)
     options = {"norm_statistics": "average", "refine": None}
     strategy = FedFisherOneShot(**options)
     with pytest.raises(error, match="of a test"):
         run(strategy, num_rounds=1)
-    monkeypatch.undo()
+    server_patch.undo()
     uploads = strategy.partial_result.uploads
     by_hand = merge.fedfisher([u.payload.posterior(u.num_examples) for u in uploads])
     want = run(FedFisherOneShot(**options), num_rounds=1).arrays

@@ -888,7 +888,7 @@ def test_a_client_that_fails_is_skipped_by_name(request_number, caplog):
 
 
 def test_a_step_that_is_too_long_is_taken_back_when_a_client_leaves(
-    monkeypatch, caplog
+    server_patch, caplog
 ):
     begin = Descent.begin
 
@@ -899,7 +899,7 @@ def test_a_step_that_is_too_long_is_taken_back_when_a_client_leaves(
     def second(content):
         return fail(content) if next(count) == 3 else None
 
-    monkeypatch.setattr(Descent, "begin", too_long)
+    server_patch.setattr(Descent, "begin", too_long)
     count = iter(range(1, 100))
     app, refine = Watched(tamper={1: second}), Refinement(head=False, steps=2)
     with caplog.at_level(logging.INFO, "flwr"):
@@ -949,12 +949,12 @@ def test_where_nobody_is_left_the_merge_stays(caplog):
     [("lda_head", Refinement()), ("damped_inverse", Refinement(head=False, steps=2))],
 )
 def test_whatever_fails_on_the_server_the_merge_stays(
-    name, refine, monkeypatch, caplog
+    name, refine, server_patch, caplog
 ):
     def out_of_memory(*args, **options):
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr(refinement, name, out_of_memory)
+    server_patch.setattr(refinement, name, out_of_memory)
     with caplog.at_level(logging.WARNING, "flwr"):
         result = run(refine=refine)
     assert same_bits(result.arrays, run(refine=None).arrays)
