@@ -67,24 +67,6 @@ def difference(one, other):
     return np.sqrt(squares + rotation * saturation * shade)
 
 
-@pytest.mark.parametrize(
-    "published",
-    [
-        "50 2.6772 -79.7751 50 0 -82.7485 2.0425",
-        "50 -1 2 50 0 0 2.3669",
-        "50 2.49 -0.001 50 -2.49 0.0011 7.2195",
-        "50 2.5 0 58 24 15 19.4535",
-        "60.2574 -34.0099 36.2677 60.4626 -34.1751 39.4387 1.2644",
-        "35.0831 -44.1164 3.7933 35.0232 -40.0716 1.5901 1.8645",
-        "90.8027 -2.0831 1.441 91.1528 -1.6435 0.0447 1.4441",
-        "2.0776 0.0795 -1.135 0.9033 -0.0636 -0.5514 0.9082",
-    ],
-)
-def test_differences_are_those_of_sharma(published):
-    *colors, want = map(float, published.split())
-    assert difference(colors[:3], colors[3:]) == pytest.approx(want, abs=5e-5)
-
-
 @pytest.mark.parametrize("kind", SEEN)
 def test_any_two_curves_differ_in_colour_or_in_line(kind):
     looks = [*islice(zip(cycle(COLORS), cycle(LINES), strict=False), 12)]

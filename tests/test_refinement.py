@@ -17,6 +17,7 @@ from virtual import (
     LIFTED,
     Remembering,
     Watched,
+    app_by_partition,
     close,
     fail,
     killing_app,
@@ -28,7 +29,7 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.curvature import FisherOptions, Kronecker, fisher, gradient
 from flwr_fisher.errors import (
     CheckpointError,
@@ -315,8 +316,8 @@ def test_steps_of_a_regression_do_not_depend_on_the_targets_unit(unit):
         net[2].weight.data *= unit
         return net
 
-    def client_fn(context):
-        x, y = tiny_data(context.node_config["partition-id"]).tensors
+    def client_of(partition):
+        x, y = tiny_data(partition).tensors
         own = DataLoader(TensorDataset(x, unit * y.float().unsqueeze(1)), 4)
         likelihood = {"loss_fn": F.mse_loss, "likelihood": "gaussian"}
         keep = lambda *_: {}  # noqa: E731
@@ -324,7 +325,7 @@ def test_steps_of_a_regression_do_not_depend_on_the_targets_unit(unit):
 
     refine = Refinement(head=False, steps=4)
     arrays = ArrayRecord(model().state_dict())
-    result = run(app=make_client_app(client_fn), arrays=arrays, refine=refine)
+    result = run(app=app_by_partition(client_of), arrays=arrays, refine=refine)
     metrics = result.train_metrics_clientapp[1]
     assert metrics["loss-after-steps"] < 0.9 * metrics["loss-before-steps"]
 
@@ -551,12 +552,12 @@ def run(make=FedFisherOneShot, app=None, clients=3, *, arrays=None, **own):
 def untrained_app():
     """Clients that keep the model as it is."""
 
-    def client_fn(context):
-        own = DataLoader(tiny_data(context.node_config["partition-id"]), 4)
+    def client_of(partition):
+        own = DataLoader(tiny_data(partition), 4)
         keep = lambda *_: {}  # noqa: E731
         return FisherClient(tiny_model(), own, train_fn=keep, device="cpu")
 
-    return Remembering(make_client_app(client_fn), lambda partition: "untrained")
+    return Remembering(app_by_partition(client_of), lambda partition: "untrained")
 
 
 def pooled(clients=3):
@@ -663,15 +664,15 @@ def test_gradients_of_the_smallest_floats_have_a_metric():
 def test_the_first_step_is_that_of_the_pooled_data():
     """A and G are means over all clients' examples."""
 
-    def client_fn(context):
-        own = tiny_data(context.node_config["partition-id"]).tensors
+    def client_of(partition):
+        own = tiny_data(partition).tensors
         data = TensorDataset(own[0].double(), own[1])
         return FisherClient(tiny_model().double(), DataLoader(data, 4), device="cpu")
 
     model = tiny_model().double().eval()
     arrays = ArrayRecord(model.state_dict())
     options = {"ridge": 1.0, "refine": Refinement(head=False, steps=1)}
-    result = run(AFL, make_client_app(client_fn), arrays=arrays, **options)
+    result = run(AFL, app_by_partition(client_of), arrays=arrays, **options)
     before, after = (arrays_to_tensors(a) for a in (result.unrefined, result.arrays))
     model.load_state_dict(before)
     x, y = pooled()
@@ -692,13 +693,13 @@ def test_nobody_asks_where_nothing_is_refined():
 def headless(**options):
     """An app whose model ends in a tanh, and the arrays to start from."""
 
-    def client_fn(context):
+    def client_of(partition):
         model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 3), nn.Tanh())
         return FisherClient(model, DataLoader(tiny_data(0), 4), device="cpu")
 
     torch.manual_seed(0)
     arrays = ArrayRecord(nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 3)).state_dict())
-    return {"app": make_client_app(client_fn, **options), "arrays": arrays}
+    return {"app": app_by_partition(client_of, **options), "arrays": arrays}
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -729,11 +730,11 @@ def test_a_last_layer_that_is_not_linear_stays(kind, caplog):
             head.register_forward_hook(lambda m, args, out: torch.tanh(9 * out))
         return nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 8), head)
 
-    def client_fn(context):
-        own = tiny_data(context.node_config["partition-id"])
+    def client_of(partition):
+        own = tiny_data(partition)
         return FisherClient(make(), DataLoader(own, 4), device="cpu")
 
-    app, arrays = make_client_app(client_fn), ArrayRecord(make().state_dict())
+    app, arrays = app_by_partition(client_of), ArrayRecord(make().state_dict())
     with caplog.at_level(logging.INFO, "flwr"):
         result = run(app=app, arrays=arrays, refine=Refinement())
     assert same_bits(result.arrays, result.unrefined)
@@ -747,13 +748,15 @@ def test_a_small_heads_large_sums_are_sent_if_they_are_asked_for(caplog):
     model = nn.Sequential(nn.Linear(3, 30), nn.Linear(30, 3))
     model[0].requires_grad_(False)
 
-    def client_fn(context):
-        own = DataLoader(tiny_data(context.node_config["partition-id"]), 4)
+    def client_of(partition):
+        own = DataLoader(tiny_data(partition), 4)
         return FisherClient(copy.deepcopy(model), own, device="cpu")
 
     arrays = ArrayRecord(model[1].state_dict(prefix="1."))
     few, all_ = (
-        run(app=make_client_app(client_fn), arrays=arrays, refine=Refinement(head=head))
+        run(
+            app=app_by_partition(client_of), arrays=arrays, refine=Refinement(head=head)
+        )
         for head in ("auto", True)
     )
     assert (
@@ -769,15 +772,15 @@ def numbers(likelihood, loss_fn, targets, **options):
     def model():
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
-    def client_fn(context):
-        x, _ = tiny_data(int(context.node_config["partition-id"])).tensors
+    def client_of(partition):
+        x, _ = tiny_data(partition).tensors
         loader = DataLoader(TensorDataset(x, targets(x)), 4)
         train = LocalSGD(loss_fn=loss_fn)
         return FisherClient(model(), loader, train_fn=train, likelihood=likelihood)
 
     torch.manual_seed(0)
     arrays = ArrayRecord(model().state_dict())
-    result = run(app=make_client_app(client_fn), arrays=arrays, **options)
+    result = run(app=app_by_partition(client_of), arrays=arrays, **options)
     return result.train_metrics_clientapp[1]
 
 
@@ -833,16 +836,14 @@ def test_secure_sums_give_the_same_model(tmp_path):
 def test_with_weights_of_a_loops_own_too(own, tmp_path):
     """What is optional is a mean over examples, whatever weights the training has."""
 
-    def client_fn(context):
-        client = int(context.node_config["partition-id"])
-
+    def client_of(partition):
         def weighs(*args):
-            return {**LocalSGD()(*args), "num-examples": [1, 1, 1000][client]}
+            return {**LocalSGD()(*args), "num-examples": [1, 1, 1000][partition]}
 
-        return tiny_client(client, train_fn=weighs)
+        return tiny_client(partition, train_fn=weighs)
 
     def merged(secure):
-        app = make_client_app(client_fn, mods=[SecureSumsMod(state_dir=tmp_path)])
+        app = app_by_partition(client_of, mods=[SecureSumsMod(state_dir=tmp_path)])
         return run(FedAvg, app, secure=secure, policy=None, **own).arrays
 
     plain, masked = (merged(each) for each in (None, SecureSums()))
@@ -1006,8 +1007,8 @@ def stretched(policy, *, refine):
         y = (x[:, 0] + randn(9 + partition, 60) > 0).long()
         return x * (10 if partition > 2 else 1), y
 
-    def client_fn(context):
-        own = data(int(context.node_config["partition-id"]))
+    def client_of(partition):
+        own = data(partition)
         keep = lambda *_: {}  # noqa: E731
         return FisherClient(nn.Linear(3, 2), [own], train_fn=keep, device="cpu")
 
@@ -1015,7 +1016,7 @@ def stretched(policy, *, refine):
     nn.init.constant_(model.weight, 0.3)
     result = run(
         FedAvg,
-        make_client_app(client_fn),
+        app_by_partition(client_of),
         clients=5,
         arrays=ArrayRecord(model.state_dict()),
         policy=policy,
@@ -1044,16 +1045,12 @@ def test_a_clients_weight_counts_in_its_head():
     """A training's own weight, and not the examples that a pass reads."""
 
     def app(weights):
-        def client_fn(context):
-            own = int(context.node_config["partition-id"])
-            loader = DataLoader(tiny_data(own), 4)
-
-            def loop(model, loader, device, config):
-                return {"num-examples": weights[own]}
-
+        def client_of(partition):
+            own = {"num-examples": weights[partition]}
+            loader, loop = DataLoader(tiny_data(partition), 4), lambda *_: own
             return FisherClient(tiny_model(), loader, train_fn=loop, device="cpu")
 
-        return make_client_app(client_fn)
+        return app_by_partition(client_of)
 
     few, many = (run(app=app([scale * n for n in (8, 10, 12)])) for scale in (0.1, 1.0))
     torch.testing.assert_close(

@@ -72,37 +72,3 @@ def test_no_page_quotes_a_figure_that_the_results_have_not():
     for path in summary.QUOTING:
         made = summary.requoted(path, summary.KINDS)
         assert made == path.read_text(), f"{path.name} is stale: run `make results`"
-
-
-PAGE = """# A page
-
-| cost | LeNet | CNN |
-|---|---|---|
-| **ours** | 1.7 | 2.4 |
-| theirs | 3.3 | 4.0 |
-
-## Longer
-
-| | E | global |
-|---|---|---|
-| skew | 1 | 94.6 |
-| skew | 4 | 91.7 |
-| shift | 1 | 92.0 |
-"""
-
-
-@pytest.fixture
-def requoted(monkeypatch, tmp_path):
-    from harness import quotes
-
-    quotes._tables_of.cache_clear()
-    monkeypatch.setattr(quotes, "RESULTS", tmp_path)
-    (tmp_path / "some.md").write_text(PAGE)
-    page = tmp_path / "page.md"
-
-    def write(text):
-        page.write_text(text)
-        return quotes.requoted(page, {"words": lambda *names: [*names]})
-
-    yield write
-    quotes._tables_of.cache_clear()

@@ -19,6 +19,7 @@ from virtual import (
     LIFTED,
     Remembering,
     Watched,
+    app_by_partition,
     close,
     quick_app,
     tiny,
@@ -149,14 +150,13 @@ def test_features_of_unlike_sizes_are_summed_exactly(make, tmp_path):
     model[0].bias.data *= sizes
     model[2].weight.data /= sizes
 
-    def client_fn(context):
-        data = tiny_data(int(context.node_config["partition-id"]))
+    def make_client(partition):
+        own = copy.deepcopy(model), DataLoader(tiny_data(partition), 8)
         none = LocalSGD(lr=1e-12)
-        own = copy.deepcopy(model), DataLoader(data, 8)
         return FisherClient(*own, train_fn=none, device="cpu", state_dir=tmp_path)
 
     def arrays(**options):
-        app = make_client_app(client_fn, mods=[SecureSumsMod(state_dir=tmp_path)])
+        app = app_by_partition(make_client, mods=[SecureSumsMod(state_dir=tmp_path)])
         strategy = make(fraction_evaluate=0.0, **options)
         rounds = 2 if isinstance(strategy, TCT) else 1
         start = ArrayRecord(model.state_dict())
@@ -230,18 +230,20 @@ class Buffers(nn.Module):
 PRIVATE = {"privacy": Privacy(noise_multiplier=1.0, clipping_norm=1.0)}
 
 
-@pytest.mark.parametrize("bits", [32, 64])
-@pytest.mark.parametrize("name", ["fedavg", "fedfish", "fedfisher", "kfac", "private"])
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [(name, 32) for name in ("fedavg", "fedfish", "fedfisher", "kfac", "private")]
+    + [("fedavg", 64), ("private", 64)],
+)
 def test_integer_buffers_are_those_of_a_plain_round(name, bits, tmp_path):
     """In 32 bits, large ones were rounded; uint8 was refused after the training."""
 
-    def client_fn(context):
-        partition = int(context.node_config["partition-id"])
+    def make_client(partition):
         loader = DataLoader(tiny_data(partition), 2 + partition)
         return FisherClient(Buffers(), loader, device="cpu", state_dir=tmp_path)
 
     def state(**options):
-        app = make_client_app(client_fn, mods=[SecureSumsMod(state_dir=tmp_path)])
+        app = app_by_partition(make_client, mods=[SecureSumsMod(state_dir=tmp_path)])
         strategy = STRATEGIES["fedavg" if name == "private" else name](**options)
         start = ArrayRecord(Buffers().state_dict())
         return strategy.start(LocalGrid(app, 3), start).arrays.to_torch_state_dict()

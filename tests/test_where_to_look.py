@@ -51,8 +51,3 @@ def test_what_a_page_names_is_there(page):
     assert len(FILE.findall(text)) > 20
     parts = re.split(r"\n(?=\|)|\n\n", text)  # rows and paragraphs
     assert [name for part in parts for name in missing(part)] == []
-
-
-def test_what_is_not_there_is_seen():
-    text = "`server/driver.py` (`rounds`, `nothing`) → `round.py` → `nowhere.py`"
-    assert missing(text) == ["server/driver.py: nothing", "nowhere.py"]
