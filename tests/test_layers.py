@@ -79,8 +79,10 @@ def imported(name, source):
 
     ``from a import b`` gives both ``a`` and ``a.b``, since b may be a module.
     """
-    names = imported_names(name, source)
-    return {m for m, _ in names} | {f"{m}.{item}" for m, item in names if item}
+    found = set()
+    for module, item, _ in imported_names(name, source):
+        found |= {module, f"{module}.{item}"} if item else {module}
+    return found
 
 
 def rooms(modules):
@@ -147,31 +149,31 @@ def graph(files):
     if not. A package's face is a file like any other.
     """
     modules = {module_of(name): (name, source) for name, source in files.items()}
-    return {
-        module: imported_files(*file, set(modules)) - {module}
-        for module, file in modules.items()
-    }
+    arrows = {}
+    for module, (name, source) in modules.items():
+        arrows[module] = imported_files(name, source, set(modules)) - {module}
+    return arrows
 
 
 @cache
 def imported_names(name, source):
-    """Return (module, name in it or "") of each of a file's imports."""
+    """Return (module, name in it or "", name here) of each of a file's imports."""
     package, found = ["flwr_fisher", *name.split("/")[:-1]], []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(a.name, "") for a in node.names]
+            found += [(a.name, "", a.asname or a.name) for a in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = [node.module] if node.module else []
             if node.level:
                 base = package[: len(package) - node.level + 1] + base
             module = ".".join(base)
-            found += [(module, a.name) for a in node.names]
+            found += [(module, a.name, a.asname or a.name) for a in node.names]
     return found
 
 
 def imported_files(name, source, modules):
     found = set()
-    for module, item in imported_names(name, source):
+    for module, item, _ in imported_names(name, source):
         whole = f"{module}.{item}"
         found.add(whole if whole in modules else module)
     return found & modules
@@ -179,7 +181,8 @@ def imported_files(name, source, modules):
 
 def circles(arrows):
     """Return a circle for each arrow that closes one, in a walk along all arrows."""
-    done, found = set(), []
+    done = set()
+    found = []
 
     def walk(module, path):
         if module in path:
@@ -200,13 +203,122 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize(
+    "files",
+    [
+        {"a.py": "import flwr_fisher.b", "b.py": "from flwr_fisher.a import x"},
+        {"a.py": "def f():\n    from flwr_fisher import b", "b.py": "from . import a"},
+        {
+            "a.py": "if TYPE_CHECKING:\n    from flwr_fisher.b import B",
+            "b.py": "from flwr_fisher.c import C",
+            "c.py": "from flwr_fisher.a import A",
+        },
+        {"p/__init__.py": "from flwr_fisher.p.a import A", "p/a.py": "from . import B"},
+    ],
+    ids=["two", "in a function", "for types", "a package's face"],
+)
+def test_a_circle_is_seen(files):
+    assert len(circles(graph(files))) == 1
+
+
+# What lies on an algorithm's way
+
+# How many files are imported, directly or not: a bound to lower, or to raise where a
+# long file becomes several.
+REACH = {
+    "what every strategy stands on": (25, ["flwr_fisher.strategies.base"]),
+    "FedFisher's two halves": (
+        92,
+        [
+            "flwr_fisher.strategies.fedfisher",
+            "flwr_fisher.client.fisher_client",
+            # Jobs are imported when they are asked for.
+            "flwr_fisher.client.jobs.train",
+            "flwr_fisher.client.jobs.evaluate",
+        ],
+    ),
+}
+
+
+def reached(files, starts):
+    """Return the files that some files import, directly or not, besides themselves.
+
+    A name that a package's face re-exports counts as the file that defines it.
+    """
+    modules = {module_of(name): (name, source) for name, source in files.items()}
+    faces = {
+        module: {
+            here: (origin, item)
+            for origin, item, here in imported_names(*modules[module])
+        }
+        for module, (name, _) in modules.items()
+        if name.endswith("__init__.py")
+    }
+
+    def defining(module, item):
+        if f"{module}.{item}" in modules:
+            return f"{module}.{item}"
+        if item in faces.get(module, {}):
+            return defining(*faces[module][item])
+        return module
+
+    found = set()
+    todo = list(starts)
+    while todo:
+        for module, item, _ in imported_names(*modules[todo.pop()]):
+            file = defining(module, item)
+            if file in modules and file not in found:
+                found.add(file)
+                todo.append(file)
+    return found - set(starts)
+
+
+@pytest.mark.parametrize("name", REACH)
+def test_no_more_files_lie_on_the_way_than_are_needed(name):
+    most, starts = REACH[name]
+    files = {name: path.read_text(encoding="utf-8") for _, name, path in FILES}
+    assert len(reached(files, starts)) <= most
+
+
+# How the house looks
+
+
+def test_the_room_of_strategies_shows_the_algorithms():
+    names = [name for room, name, _ in FILES if room == "strategies"]
+    assert len([name for name in names if name.count("/") == 1]) <= 8
+
+
+def test_no_strategy_touches_anothers_private_parts():
+    for room, name, path in FILES:
+        if room == "strategies":
+            assert foreign_parts(path.read_text(encoding="utf-8")) == [], name
+
+
+def foreign_parts(source):
+    """Return the names beginning with one underscore that a file takes of others."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+
+
+@pytest.mark.parametrize(
     ("room", "name", "source"),
     [
+        ("errors", "errors.py", "import torch"),
         ("params", "params.py", "from flwr_fisher import curvature"),
+        ("curvature", "curvature/x.py", "import flwr_fisher.merge.fisher"),
         ("curvature", "curvature/x.py", "from ..merge import fedfisher"),
         ("curvature", "curvature/operators/x.py", "from ..estimate import fisher"),
         ("curvature", "curvature/x.py", "def f():\n    import flwr.app"),
+        ("curvature", "curvature/x.py", "from nngeometry.metrics import FIM"),
+        ("merge", "merge/x.py", "if True:\n    from ray import remote"),
+        ("client", "client/x.py", "from flwr_fisher.server import Cohort"),
         ("server", "server/x.py", "import flwr.common.serde"),
+        ("strategies", "strategies/x.py", "from flwr_fisher.secure import SecureSums"),
         ("", "__init__.py", "from .strategies import FedFisherOneShot"),
         ("attic", "attic/x.py", "import os"),
     ],
