@@ -317,16 +317,12 @@ class Mixes(nn.Linear):
         return super().forward(x + self.mix(super().forward(x)))
 
 
-def capacity(x, most=5):
-    """Let no more examples pass than an expert takes of a batch."""
-    return x * (torch.arange(len(x)).unsqueeze(1) < most)
-
-
 MIXES = {
     "all": lambda x: x.mean(0),
     "those-before": lambda x: x.cumsum(0),
     "those-after": lambda x: x.flip(0).cumsum(0).flip(0),
     "the-one-before": lambda x: x.roll(1, 0),
-    "the-first-five-only": capacity,
+    # No more examples than an expert takes of a batch.
+    "the-first-five-only": lambda x: x * (torch.arange(len(x)).unsqueeze(1) < 5),
     "those-before-of-four": lambda x: torch.cat([b.cumsum(0) for b in x.split(4)]),
 }

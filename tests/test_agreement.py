@@ -316,8 +316,7 @@ def test_who_has_another_frozen_base_is_named_before_it_trains(make, caplog):
     app = app_of(lambda partition: on_a_base(int(partition == 1)), trained)
     start = arrays(shared_state(on_a_base(0)))
     assert set(start) == {"2.weight", "2.bias"}
-    result = make(fraction_evaluate=0.0).start(LocalGrid(app, 3), start)
-    assert len(result.uploads) == 2
+    assert len(make(fraction_evaluate=0.0).start(LocalGrid(app, 3), start).uploads) == 2
     assert 1 not in trained
     assert len(OTHER_BASE.findall(caplog.text)) == 1
     strategy = make(fraction_evaluate=0.0, min_train_nodes=3)
@@ -361,8 +360,7 @@ class Replaced(nn.Module):
 
 def test_a_frozen_head_that_a_trained_copy_replaces_is_each_clients_own():
     start = arrays(shared_state(Replaced(0)))
-    grid = LocalGrid(app_of(Replaced, []), 3)
-    assert len(one_shot().start(grid, start).uploads) == 3
+    assert len(one_shot().start(LocalGrid(app_of(Replaced, []), 3), start).uploads) == 3
 
 
 class Adapter(nn.Module):
@@ -386,8 +384,7 @@ def test_that_factors_of_a_product_are_merged_apart_is_told_once(freeze, caplog)
         return Adapter(freeze)
 
     start = arrays(shared_state(make(0)))
-    strategy = one_shot()
-    strategy.start(LocalGrid(app_of(make, []), 3), start, num_rounds=2)
+    one_shot().start(LocalGrid(app_of(make, []), 3), start, num_rounds=2)
     told = [m for m in caplog.messages if "both factors of adapters" in m]
     assert len(told) == (not freeze)
     if told:

@@ -130,13 +130,9 @@ def test_what_names_no_folder_is_refused(tmp_path, other):
 # Damage
 
 
-def flip_a_bit(data):
-    return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
-
-
 DAMAGE = {
     "truncated": lambda data: data[:-7],
-    "flipped": flip_a_bit,
+    "flipped": lambda data: data[:-100] + bytes([data[-100] ^ 1]) + data[-99:],
     "renamed": lambda data: data.replace(b'"z":', b'"y":'),
     "another note": lambda data: data.replace(b"said", b"sais"),
     "another's": None,

@@ -224,7 +224,8 @@ def test_train_mode_normalises_by_batches_and_leaves_frozen_norms(name):
     y, u = labels_for(x), randn(7, len(flat_of(model)), dtype=torch.float64)
     twin = copy.deepcopy(model).train()
     twin[0][3].eval()
-    leaves, batches = [*trained_of(twin).values()], in_batches(x, y, len(x) - 2)
+    leaves = [p for p in twin.parameters() if p.requires_grad]
+    batches = in_batches(x, y, len(x) - 2)
     loss = sum(len(b) / len(y) * F.cross_entropy(twin(a), b) for a, b in batches)
     slope = flat_of_all(torch.autograd.grad(loss, leaves, create_graph=True))
     want = flat_of_all(torch.autograd.grad(slope @ u, leaves))
@@ -239,10 +240,6 @@ def test_train_mode_normalises_by_batches_and_leaves_frozen_norms(name):
     assert value == same == pytest.approx(loss.item())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert relative(flat(gradient(model, batches)[0]), slope.detach()) > 0.1
-
-
-def trained_of(model):
-    return {k: p for k, p in model.named_parameters() if p.requires_grad}
 
 
 def flat_of_all(tensors):

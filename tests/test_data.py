@@ -3,6 +3,8 @@
 The oracle of a reading is the pair ``(inputs, labels)`` that was put into the batch.
 """
 
+from operator import itemgetter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -172,10 +174,6 @@ def test_outputs_are_a_tensor_or_have_logits():
 # A batch_fn
 
 
-def pair_of(batch):
-    return batch["left"], batch["class"]
-
-
 def odd(loader):
     """Return the same batches in a form that only a `batch_fn` can tell."""
     return [{"left": x, "right": -x, "class": y} for x, y in loader]
@@ -202,7 +200,7 @@ def test_a_batch_fn_gives_the_same_bits_as_pairs(name):
     clients = [tiny_client(2, train_fn=train_fn) for _ in range(2)]
     pairs = list(DataLoader(clients[0].problem.counted.loader.dataset, 4))
     replies = []
-    for loader, batch_fn in ((pairs, None), (odd(pairs), pair_of)):
+    for loader, batch_fn in ((pairs, None), (odd(pairs), itemgetter("left", "class"))):
         config = {k: v for k, v in CONFIGS[name].items() if k != "raw" or batch_fn}
         client = FisherClient(
             tiny_client().problem.model, loader, train_fn=train_fn, batch_fn=batch_fn

@@ -144,8 +144,7 @@ def test_a_regression_of_plain_apps_takes_one_iteration_too():
     torch.manual_seed(0)
     start = shared_state(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
     strategy = fedfisher_with(fraction_evaluate=0.0)
-    result = strategy.start(LocalGrid(app, 3), ArrayRecord(start))
-    assert result.details.iterations == 1
+    assert strategy.start(LocalGrid(app, 3), ArrayRecord(start)).details.iterations == 1
 
 
 def test_accuracy_rises_over_a_few_rounds_and_the_first_beats_fedavg():

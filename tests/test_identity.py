@@ -170,15 +170,13 @@ def test_an_error_is_no_answer_to_who_one_is(caplog):
 def test_a_client_known_better_in_the_next_life_counts_once(clock, tmp_path):
     """Its app failed at the question in the first one; its node's id is the same."""
     waiting = Waiting(window=1000)
-    comes = {2: Behaviour(connected=lambda now: now > 95)}
-    dying = Named(Fails(100), comes, clock, 3)
+    dying = Named(Fails(100), {2: Behaviour(connected=lambda now: now > 95)}, clock, 3)
     dying.server_dies = 90
     with pytest.raises(KilledError):
         start(dying, waiting, checkpoint_dir=tmp_path)
     app = Watched(CLIENTS)
     grid = ClockedGrid(app, {}, clock, 3)
-    result = start(grid, waiting, checkpoint_dir=tmp_path, resume=True)
-    assert len(result.uploads) == 3
+    assert len(start(grid, waiting, checkpoint_dir=tmp_path, resume=True).uploads) == 3
     assert app.trained == [(1, 2)]
 
 

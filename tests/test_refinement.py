@@ -509,8 +509,7 @@ def test_steps_end_at_the_minimum_and_no_loss_that_is_taken_rises():
 def test_a_step_after_which_the_loss_rose_is_taken_back():
     at, inverse, _ = quadratic()
     slope, loss = at({"w": torch.zeros(6, dtype=torch.float64)})
-    descent = replace(Descent.begin(slope, loss, inverse), gamma=20.0)
-    far = descent._turned(inverse, 1.0)
+    far = replace(Descent.begin(slope, loss, inverse), gamma=20.0)._turned(inverse, 1.0)
     after = far.after(*at({"w": far.step["w"]}), inverse)
     assert after.loss == loss
     torch.testing.assert_close(after.gradient, slope)
@@ -731,8 +730,7 @@ def test_a_last_layer_that_is_not_linear_stays(kind, caplog):
         return nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 8), head)
 
     def client_of(partition):
-        own = tiny_data(partition)
-        return FisherClient(make(), DataLoader(own, 4), device="cpu")
+        return FisherClient(make(), DataLoader(tiny_data(partition), 4), device="cpu")
 
     app, arrays = app_by_partition(client_of), ArrayRecord(make().state_dict())
     with caplog.at_level(logging.INFO, "flwr"):

@@ -58,8 +58,7 @@ def test_a_command_for_data_that_are_not_here_would_run(command, data):
     assert [flwr, run] == ["flwr", "run"]
     project = tomllib.loads((BENCHMARKS.parent / app / "pyproject.toml").read_text())
     config = project["tool"]["flwr"]["app"]["config"]
-    pairs = re.findall(r"(\S+=(?:'[^']*'|\S+))", options[-1])
-    given = tomllib.loads("\n".join(pairs))
+    given = tomllib.loads("\n".join(re.findall(r"(\S+=(?:'[^']*'|\S+))", options[-1])))
     assert {key: type(config[key]) for key in given} == {
         key: type(value) for key, value in given.items()
     }

@@ -134,8 +134,7 @@ def one_by_one(posteriors, at, steps, s):
     terms = list(terms_of(posteriors, at, s))
     Z = sum(p * B @ W @ A for p, A, B, W in terms)
     left = torch.inverse(sum(p * B for p, A, B, W in terms))
-    right = torch.inverse(sum(p * A for p, A, B, W in terms))
-    M = (left @ Z @ right).requires_grad_()
+    M = (left @ Z @ torch.inverse(sum(p * A for p, A, B, W in terms))).requires_grad_()
     for _ in range(steps):
         made = sum(p * B @ M @ A for p, A, B, W in terms)
         (gradient,) = torch.autograd.grad(nn.functional.mse_loss(made, Z), M)

@@ -65,8 +65,7 @@ class Noted(LocalGrid):
 
 
 def replies_of(strategy, folder):
-    app = make_client_app(client_of, mods=[SecureSumsMod(state_dir=folder)])
-    grid = Noted(app, 3)
+    grid = Noted(make_client_app(client_of, mods=[SecureSumsMod(state_dir=folder)]), 3)
     strategy.start(grid, tiny_arrays())
     return grid.replies
 

@@ -101,10 +101,6 @@ def conv(*layers, width):
     return nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.Linear(width, 3))
 
 
-def batch_norm():
-    return conv(nn.Conv2d(2, 4, 2), with_statistics(nn.BatchNorm2d(4)), width=16)
-
-
 def dropout():
     layers = nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 3)
     return nn.Sequential(*layers)
@@ -131,7 +127,10 @@ CASES = {
         IMAGES,
     ),
     "conv1d": (lambda: conv(nn.Conv1d(5, 3, 2), width=6), SERIES),
-    "batch norm": (batch_norm, IMAGES),
+    "batch norm": (
+        lambda: conv(nn.Conv2d(2, 4, 2), with_statistics(nn.BatchNorm2d(4)), width=16),
+        IMAGES,
+    ),
     "dropout": (dropout, VECTORS),
     "own parameter": (OwnParameter, VECTORS),
     "tied below the head": (TiedBelow, VECTORS),

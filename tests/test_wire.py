@@ -51,11 +51,6 @@ def upload_of(model, structure):
     return FisherUpload(params, fisher(model, [inputs], structure=structure))
 
 
-def format_entry():
-    """What a lossless record says about itself."""
-    return {f"{PREFIX}format": description_text(LOSSLESS.describe())}
-
-
 def travelled(record):
     """Serialise a record as Flower does."""
     (arrived,) = round_trip(RecordDict({"arrays": record})).array_records.values()
@@ -210,7 +205,8 @@ def test_rounding_in_a_symmetric_factor_is_not_rejected():
 
 def test_a_record_without_a_curvature_or_a_format_is_rejected():
     params = {"w": torch.ones(2)}
-    for tensors, field in ((params | format_entry(), ""), (params, "format")):
+    told = {f"{PREFIX}format": description_text(LOSSLESS.describe())}
+    for tensors, field in ((params | told, ""), (params, "format")):
         with pytest.raises(WireError) as caught:
             FisherUpload.from_arrays(tensors_to_arrays(tensors), params)
         assert caught.value.field == PREFIX + field

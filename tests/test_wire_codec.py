@@ -35,7 +35,7 @@ from flwr_fisher.wire import (
     resolve,
 )
 from flwr_fisher.wire.budget import _greedy, _Matrix, _pack_matrices, byte_limit
-from flwr_fisher.wire.quantise import HEAD, Packing
+from flwr_fisher.wire.quantise import HEAD, Packing, read_head
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=60)
 CASES = [(name, structure) for name in LAYOUTS for structure in STRUCTURES]
@@ -314,7 +314,7 @@ def test_columns_are_bought_as_the_slow_twin_buys_them(sizes, left):
     assert rest >= 0
     # Whole where it is no larger, and all together within what is left.
     entries = {
-        key: (entry[0], rank_of(entry), len(entry))
+        key: (entry[0], read_head(entry, key)[2][2], len(entry))
         for key, entry in _pack_matrices(matrices, left)
     }
     assert entries.keys() == {m.key for m in matrices}
@@ -326,10 +326,6 @@ def test_columns_are_bought_as_the_slow_twin_buys_them(sizes, left):
     for m in cut:
         assert entries[m.key][1] * m.column() < m.whole(8)
     assert sum(entries[m.key][2] - m.least for m in matrices) <= left
-
-
-def rank_of(entry):
-    return struct.unpack("<BBIII", bytes(entry[:HEAD].tolist()))[4]
 
 
 # --- the codec itself -----------------------------------------------------------------

@@ -27,8 +27,7 @@ def norm(name, n, statistics=True):
         f"{name}.running_var": torch.linspace(0.5, 2, n),
         f"{name}.num_batches_tracked": torch.tensor(2**40 + n),
     }
-    trained = {f"{name}.weight": (n,), f"{name}.bias": (n,)}
-    return trained, buffers if statistics else {}
+    return {f"{name}.weight": (n,), f"{name}.bias": (n,)}, buffers if statistics else {}
 
 
 LAYOUTS = {

@@ -71,8 +71,7 @@ def test_a_score_is_read_once_in_a_hundred_steps():
         scored.append(1)
         return 0.0
 
-    options = {"solver": "adam", "iterations": 200, "score": score}
-    seen, _ = waits(posteriors, **options)
+    seen, _ = waits(posteriors, solver="adam", iterations=200, score=score)
     assert len(scored) == 2
     assert len(seen.waits()) <= A_LAYER * layers + 2 * len(scored) + 2, seen.where()
 
