@@ -173,7 +173,7 @@ class FedFish(CurvatureStrategy):
         weights, gradient = weights_of(uploads), dict[str, Tensor]()
         # One parameter after another: its updates are in float64.
         for name, start in double(state.params, fishers[0]).items():
-            deltas = [{name: start - params[name].double()} for params in trained]
+            deltas = [{name: start - params[name]} for params in trained]
             pairs = zip(fishers, parts, strict=True)
             of_name = [{name: fisher[name] * part} for fisher, part in pairs]
             gradient |= fedfish_average(deltas, of_name, weights)

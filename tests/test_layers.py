@@ -202,18 +202,6 @@ def test_no_files_import_each_other_in_a_circle():
     assert circles(graph(files)) == []
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"a.py": "import flwr_fisher.b", "b.py": "from flwr_fisher.a import x"},
-        {"p/__init__.py": "from flwr_fisher.p.a import A", "p/a.py": "from . import B"},
-    ],
-    ids=["two", "a package's face"],
-)
-def test_a_circle_is_seen(files):
-    assert len(circles(graph(files))) == 1
-
-
 # What lies on an algorithm's way
 
 # How many files are imported, directly or not: a bound to lower, or to raise where a

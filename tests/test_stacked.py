@@ -53,6 +53,5 @@ def test_a_stack_has_each_ones_products_and_the_sum_of_all(kind, most, monkeypat
     assert relative(got.to_dense(), want.to_dense()) <= 1e-12
     assert relative(flat(got.diagonal()), flat(want.diagonal())) <= 1e-12
     assert (2 * got).trace() == pytest.approx(2 * want.trace())
-    v = random_like(want, 9)
-    inverses = [preconditioner(each, 0.1)(v) for each in (got, want)]
+    inverses = [preconditioner(F, 0.1)(random_like(want, 9)) for F in (got, want)]
     assert relative(*map(flat, inverses)) <= 1e-9

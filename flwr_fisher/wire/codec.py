@@ -8,7 +8,6 @@ JSON, the version and the codec of the others.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -119,7 +118,7 @@ class Codec(Options):
 
     def describe(self) -> dict[str, Any]:
         """Return the description of the codec that an upload carries."""
-        return {"version": FORMAT_VERSION, **asdict(self)}
+        return {"version": FORMAT_VERSION, "name": self.name, "budget": self.budget}
 
     def check_description(self, text: ArrayLike | None, *, field: str) -> None:
         """Raise :class:`WireError` unless an upload's description names this codec."""

@@ -247,7 +247,7 @@ def check_part(entry: ArrayLike, params: Params, *, field: str) -> CheckedPart:
     if key.form == Form.VECTOR:
         read = partial(decode_diagonal, body, like.numel(), dtype, field=field)
         values, shape = read().view(like.shape), tuple(like.shape)
-        trace = float(values.sum(dtype=torch.float64))
+        trace = float(values.numpy().sum(dtype=np.float64))
         if like.numel() <= _FEW:
             return CheckedPart(shape, lambda: values, [trace])
         return CheckedPart(shape, lambda: read().view(shape), [trace])
