@@ -104,7 +104,7 @@ def scale(params: Params, factor: float) -> dict[str, Tensor]:
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors of one shape as one, along their first dimension.
+    """Join tensors of one shape along their first dimension.
 
     Examples
     --------
@@ -117,12 +117,12 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def repeated(params: Params, count: int) -> dict[str, Tensor]:
-    """Return params as many times, side by side."""
+    """Return each tensor `count` times, joined along its first dimension."""
     return {k: side_by_side([value] * count) for k, value in params.items()}
 
 
 def by_part(params: Params, count: int) -> list[Tensor]:
-    """Return each of params that are side by side as a matrix, a row for each part."""
+    """Return each joined tensor as a matrix, with a row for each of its parts."""
     return [v.reshape(count, v.numel() // count) for v in params.values()]
 
 
@@ -408,7 +408,7 @@ def _travels(value: Tensor) -> bool:
 
 
 def curvature_dtype(tensor: Tensor) -> torch.dtype:
-    """Return a parameter's, but float32 for halves, which hold no small squares."""
+    """Return the dtype of a parameter's curvature: no half holds small squares."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

@@ -182,7 +182,7 @@ def not_sent(problem: LocalProblem, sent: Collection[str]) -> str:
 
 
 def told_to(tells: object, told: str) -> str:
-    """Return a client's text, :func:`not_sent`, without what is not compared."""
+    """Return the part of a client's text, :func:`not_sent`, that is compared."""
     # Where "labels" are, each client may freeze what it likes.
     return f" {told.partition(' ')[2]}" if tells == "labels" else told
 

@@ -442,7 +442,7 @@ class Cohort:
         self._missed.pop(self.name(node), None)
 
     def absences(self) -> dict[str, Any]:
-        """Return the nodes that sit out, for the journal of a resumed run."""
+        """Return who sits out or is unlike most, and all numbers, for a resumed run."""
         known = {"numbers": dict(self._numbers), "unlike": sorted(self.unlike)}
         return {"missed": dict(self._missed), **known}
 

@@ -332,7 +332,7 @@ class Curvature(ABC):
         return float(self.traces())
 
     def traces(self, parts: int = 1) -> Tensor:
-        """Return the trace of each part of a stack, in float64; wait for no device."""
+        """Return stacked curvatures' traces, in float64; it waits for no device."""
         rows = by_part(self.diagonal(), parts)
         return torch.stack([row.double().sum(-1) for row in rows]).sum(0)
 

@@ -230,7 +230,7 @@ class LowRankFactor(SymmetricFactor):
         return vectors if self.rows is None else vectors.mul_(self.rows.unsqueeze(-1))
 
     def joined(self, groups: int) -> tuple[Tensor, Tensor]:
-        """Return all :math:`V` and the sum of the rest of factors with so many groups.
+        """Return the vectors of stacked factors as columns, and the sum of their rests.
 
         All vectors of a group are columns of one matrix ``[groups, n, vectors]``.
         """

@@ -149,7 +149,7 @@ class WeightedSum(Curvature):
                 yield weight, term
 
     def stacks(self) -> list[tuple[float | Tensor, Curvature]]:
-        """Return the flat pairs, with each sum of a stack as its weights and stack."""
+        """Return the flat pairs; a stack is one term, and its weights are a tensor."""
         return [
             (weight * term.weights, term.stack)
             if isinstance(term, StackedSum)
