@@ -175,7 +175,7 @@ class FedFish(CurvatureStrategy):
         for name, start in double(state.params, fishers[0]).items():
             deltas = [{name: start - params[name]} for params in trained]
             pairs = zip(fishers, parts, strict=True)
-            of_name = [{name: fisher[name] * part} for fisher, part in pairs]
+            of_name = [{name: F[name] if p == 1 else F[name] * p} for F, p in pairs]
             gradient |= fedfish_average(deltas, of_name, weights)
         return self._descend(state, gradient, fishers, trained, weights)
 

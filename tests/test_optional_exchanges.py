@@ -45,6 +45,12 @@ class WithHead(FedFisherOneShot):
         return [*super().exchanges(server_round), head]
 
 
+class HeadFirst(WithHead):
+    def exchanges(self, server_round):
+        *others, head = super().exchanges(server_round)
+        return [replace(head, clients="all"), *others]
+
+
 def run(make, app=None, clients=CLIENTS, *, options=None, **start):
     strategy = make(fraction_evaluate=0.0, refine=None, **(options or {}))
     grid = LocalGrid(quick_app() if app is None else app, clients)
@@ -83,13 +89,15 @@ def test_a_head_is_fitted_to_features_with_fresh_statistics():
     assert jobs == ["train"] * 3 + ["norm-statistics"] * 3 + ["head-sums"] * 3
     # The result reports the merge.
     assert type(refitted.details) is type(merged.details)
-    assert [type(u.payload) for u in refitted.uploads] == [
-        type(u.payload) for u in merged.uploads
-    ]
+    kinds = [[type(u.payload) for u in r.uploads] for r in (merged, refitted)]
+    assert kinds[0] == kinds[1]
     assert sorted(refitted.exchange_uploads) == ["head", "norm statistics"]
     assert len(refitted.exchange_uploads["head"]) == 3
     metrics = [r.train_metrics_clientapp[1] for r in (merged, refitted)]
     assert dict(metrics[0]) == dict(metrics[1])
+    first = run(HeadFirst)
+    assert len(first.exchange_uploads["head"]) == 3
+    assert first.upload_bytes > merged.upload_bytes
 
 
 def test_a_head_is_fitted_from_a_secure_sum(tmp_path):
@@ -152,11 +160,8 @@ def test_whom_a_head_took_is_waited_for_in_what_follows():
     own = {"fraction_train": 0.5, "waiting": Waiting(enough_replies=3)}
     strategy = FedAvg(fraction_evaluate=0.0, refine=Refinement(), **own)
     result = strategy.start(LocalGrid(quick_app(), 8), tiny_arrays())
-    every = result.exchange_uploads.items()
-    assert {k: len(uploads) for k, uploads in every if "head" in k} == {
-        "head": 4,
-        "head losses": 4,
-    }
+    heads = "head", "head losses"
+    assert [len(result.exchange_uploads[name]) for name in heads] == [4, 4]
 
 
 @pytest.mark.parametrize("kind", [FedAvg, FedFisherOneShot])
@@ -198,14 +203,12 @@ class StopsAfterTwo:
 def test_a_last_round_that_was_none_is_said_to_be_unrefined(tmp_path, caplog):
     for rounds, callbacks in ((3, [StopsAfterTwo()]), (2, [])):
         caplog.clear()
-        result = FedFisherOneShot(fraction_evaluate=0.0).start(
+        own = {"num_rounds": rounds, "callbacks": callbacks, "checkpoint_dir": tmp_path}
+        grid, strategy = (
             LocalGrid(quick_app(), CLIENTS),
-            tiny_arrays(),
-            num_rounds=rounds,
-            checkpoint_dir=tmp_path,
-            resume=True,
-            callbacks=callbacks,
+            FedFisherOneShot(fraction_evaluate=0.0),
         )
+        result = strategy.start(grid, tiny_arrays(), resume=True, **own)
         assert result.unrefined is None
         assert "round 2 was not done as the last one" in caplog.text
 
@@ -300,9 +303,8 @@ def test_what_is_asked_may_depend_on_the_step_before():
             head = head_exchange(clients="previous", name="head")
 
             def prepare(before, now):
-                seen.append(
-                    [torch.equal(s.params["0.weight"], START) for s in (before, now)]
-                )
+                starts = (state.params["0.weight"] for state in (before, now))
+                seen.append([torch.equal(weight, START) for weight in starts])
                 return None if len(seen) == 1 else head
 
             return [training, replace(head, prepare=prepare)]

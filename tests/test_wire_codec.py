@@ -466,7 +466,7 @@ HOSTILE = {
     "other form of a parameter": (W, with_head(form=2, bits=8), "bytes, expected"),
     "NaN scale of a parameter": (W, with_float(HEAD, NAN), "scale"),
     "negative scale": (W, with_float(HEAD, -1.0), "scale"),
-    "NaN parameter": (W, with_byte(-1, 0x7F), "stands for no value"),
+    "NaN parameter": (W, with_byte(-1, 0x7F), "must not be NaN"),
     "short parameter": (W, lambda e: e[:-1], "bytes, expected"),
     "NaN buffer": (MEAN, with_float(HEAD, NAN), "NaN or infinity"),
     "cut head": (A, lambda e: e[: HEAD - 1], "its head"),

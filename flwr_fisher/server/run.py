@@ -185,7 +185,7 @@ class Run:
         used = list(uploads) if step.summed is None else [step.summed]
         result = self._result
         known = dict(result.train_metrics_clientapp.get(server_round, {}))
-        if not known:  # it is the round's first exchange
+        if server_round not in result.train_metrics_clientapp:  # its first exchange
             result.upload_bytes, result.exchange_uploads = 0.0, {}
             result.left_out, self._limited = {}, {}
         sizes = [upload.num_bytes for upload in uploads]

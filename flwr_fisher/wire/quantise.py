@@ -21,6 +21,7 @@ of their own (:mod:`flwr_fisher.wire.matrices`).
 
 import struct
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ _HEAD = struct.Struct("<BBIII")
 HEAD = _HEAD.size
 _FINE = struct.Struct("<I")  # how many values have more bits
 _TOP = 15  # the largest value's exponent in float16
+_INFINITY = 0x7C00  # float16's bits
+_KEPT = 1 << 14  # values of a diagonal whose spread is remembered
 _DROPPED = 7  # bits of float16, without its sign, that 8 bits leave out
 _HALF, _LARGEST = torch.finfo(torch.float16).max, torch.finfo(torch.float32).max
 Sizes = tuple[int, int, int]
@@ -182,6 +185,8 @@ def decode_param(entry: ArrayLike, like: Tensor, *, field: str) -> Tensor:
         return values.view(like.shape)
     _check_size(body, SCALE + packed_size(like.numel(), bits), field)
     half = body[SCALE:].view(np.float16).reshape(like.shape)
+    if not np.isfinite(half).all():
+        raise WireError("must not be NaN or infinity", field=field)
     return _from_half(body[:SCALE], half, like.dtype, field)
 
 
@@ -212,9 +217,7 @@ def size_of_diagonal(count: int, fine: int) -> int:
 def encode_diagonal(tensor: Tensor, fine: int) -> Tensor:
     """Return the entry of values >= 0: `fine` of them in 16 bits, the others in 8."""
     scale, words = _to_words(_wide(tensor).abs_())
-    few = torch.zeros(len(words), dtype=torch.bool)
-    few[torch.from_numpy(_spread(len(words), fine))] = True
-    few = few.to(words.device)
+    few = torch.from_numpy(_spread(len(words), fine)).to(words.device)
     count = torch.frombuffer(bytearray(_FINE.pack(fine)), dtype=torch.uint8)
     body = [
         to_bytes(scale),
@@ -243,21 +246,24 @@ def decode_diagonal(
         raise WireError(f"{fine} values with more bits, of {count}", field=field)
     _check_size(body, size_of_diagonal(count, fine) - HEAD, field)
     end = start + packed_size(fine, 16)
-    few, many = _spread(count, fine), np.ones(count, np.bool_)
-    many[few] = False
+    few = (_spread if count > _KEPT else _known_spread)(count, fine)
     words = np.empty(count, np.uint16)
-    words[many] = body[start:end].view(np.uint16)
+    words[~few] = body[start:end].view(np.uint16)
     words[few] = body[end:].astype(np.uint16) << _DROPPED
-    values = _from_half(body[:SCALE], words.view(np.float16), dtype, field)
-    if count and values.min() < 0:
-        raise WireError("must not be negative", field=field)
-    return values
+    # A sign is the first bit, and infinity the largest of the others.
+    if count and words.max() >= _INFINITY:
+        raise WireError("must not be negative, NaN or infinity", field=field)
+    return _from_half(body[:SCALE], words.view(np.float16), dtype, field)
 
 
-def _spread(count: int, fine: int) -> NDArray[np.int64]:
-    """Return the positions of the values with fewer bits, spread evenly over all."""
-    coarse = count - fine
-    return (np.arange(1, coarse + 1) * count - 1) // max(coarse, 1)
+def _spread(count: int, fine: int) -> NDArray[np.bool_]:
+    """Return which values have fewer bits: they are spread evenly over all."""
+    few, coarse = np.zeros(count, np.bool_), count - fine
+    few[(np.arange(1, coarse + 1) * count - 1) // max(coarse, 1)] = True
+    return few
+
+
+_known_spread = lru_cache(256)(_spread)
 
 
 # --- floats ---------------------------------------------------------------------------
@@ -276,20 +282,18 @@ def _from_half(
 ) -> Tensor:
     working = np.float64 if dtype == torch.float64 else np.float32
     values: NDArray[np.floating] = half.astype(working)
-    if not np.isfinite(values).all():
-        raise WireError("holds a code that stands for no value", field=field)
     (factor,), limit = as_scales(scale, field), torch.finfo(dtype).max
     with np.errstate(over="ignore"):
-        np.multiply(values, factor, out=values)
+        values *= factor
     if float(factor) * _HALF > limit:
-        np.clip(values, -limit, limit, out=values)
+        values.clip(-limit, limit, out=values)
     return torch.from_numpy(values).to(dtype)
 
 
 def _leading_bits(words: Tensor) -> Tensor:
     """Return the leading 8 bits of float16, rounded, for values without a sign."""
     rounded = (words.to(torch.int32) + (1 << (_DROPPED - 1))) >> _DROPPED
-    return rounded.clamp_(max=0x7BFF >> _DROPPED)  # of what is finite
+    return rounded.clamp_(max=(_INFINITY - 1) >> _DROPPED)
 
 
 # --- rows -----------------------------------------------------------------------------
