@@ -203,9 +203,8 @@ class BestModel:
     """Saves the model after each round that is the best so far.
 
     If a run goes on after its last round, the refined model of that round is taken
-    back, with its scores. A later round may then replace it in the file: copy the file
-    before, if you want to keep it. If ``reopen=True`` repeats a round, the file keeps
-    the model that it had, until a round is better than all others of the run.
+    back, with its scores; so is a round that ``reopen=True`` repeats. Another round's
+    model may then replace it in the file: copy the file before, if you want to keep it.
 
     Parameters
     ----------

@@ -37,7 +37,7 @@ from flwr_fisher.params import (
     subtract,
     weighted_mean,
 )
-from flwr_fisher.wire.additive import LayerTraces
+from flwr_fisher.wire.additive import GradientUpload, LayerTraces
 
 
 def grouped(seed):
@@ -265,3 +265,17 @@ def test_of_two_limits_of_a_product_the_lower_one_counts():
         factors = dict(zip(("step of the product", "product"), cut, strict=True))
         left = upload.scaled(factors, product).part("product")
         assert all(torch.equal(v, torch.full_like(v, 0.25)) for v in left.values())
+
+
+@pytest.mark.parametrize("kind", [LayerTraces, GradientUpload])
+def test_whatever_a_policy_measures_it_can_cut(kind):
+    F = random_kronecker(0)
+    vector = {name: torch.ones(shape) for name, shape in F.shapes.items()}
+    parts = (vector, F) if kind == LayerTraces else (vector, torch.ones(()), F)
+    upload = kind.of(*parts)
+
+    def sizes(upload):
+        return {**upload.step_norms(vector), **upload.curvature_norms()}
+
+    for name, size in sizes(upload).items():
+        assert sizes(upload.scaled({name: 0.5}, vector))[name] < size

@@ -31,7 +31,7 @@ from flwr_fisher.client import (
     register_job,
 )
 from flwr_fisher.client.disk import ClientDisk
-from flwr_fisher.client.outbox import Outbox
+from flwr_fisher.client.outbox import Outbox, attributes_of
 from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import tensors_to_arrays
@@ -128,6 +128,24 @@ def test_other_data_or_another_loop_are_trained_with(tmp_path):
     ask(client(tmp_path, train_fn=Counted(lr=0.1, epochs=2)), config=config)
     ask(tiny_client(1, train_fn=Counted(lr=0.1), state_dir=tmp_path), config=config)
     assert SEEN.trainings == 3
+
+
+class Layer(nn.Module):
+    """With attributes of all kinds, as layers of other libraries have them."""
+
+    def __init__(self, scale=2, shift=(0, 0), act=torch.relu, base=10.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+        self.scaling, self.shift, self.act = {"default": scale}, list(shift), act
+        self.tied = {"weight": self.weight, "twin": [nn.Linear(2, 2)]}
+        self.register_buffer("freqs", torch.tensor(1j * base), persistent=False)
+
+
+def test_a_layers_own_settings_count_and_what_is_drawn_does_not():
+    same = attributes_of(nn.Sequential(Layer()))
+    assert attributes_of(nn.Sequential(Layer()).eval()) == same
+    others = {"scale": 4}, {"shift": (0, 2)}, {"act": torch.tanh}, {"base": 100.0}
+    assert all(attributes_of(nn.Sequential(Layer(**each))) != same for each in others)
 
 
 def flip(path):

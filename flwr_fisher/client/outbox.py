@@ -11,7 +11,7 @@ import io
 import json
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,29 +33,38 @@ from flwr_fisher.wire import arrays_to_tensors, join_groups, tensors_to_arrays
 _REPLY, _TRAINING = "upload", "training"  # names of files
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, KeyError, ValueError)
 _UNSAVED = (ClientError, pickle.PicklingError, AttributeError, TypeError)
-_PLAIN = bool | int | float | str | None
 
 
-def settings_of(value: Any) -> Any:
+def settings_of(value: Any, described: Callable[[Any], Any] | None = None) -> Any:
     """Return what tells a training's function or object from another, as plain data.
 
     An object with a method ``settings`` is described by what this returns, and another
-    one by its class. A function counts by its name.
+    one by its class. A function counts by its name. With `described`, this function
+    describes both, and tensors.
 
     Examples
     --------
     >>> settings_of({"optimizer": partial(print, sep="")})
     {'optimizer': ['print', [], {'sep': ''}]}
     """
+    within = partial(settings_of, described=described)
     if isinstance(value, Mapping):
-        return {str(key): settings_of(each) for key, each in value.items()}
+        return {str(key): within(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [settings_of(each) for each in value]
+        return [within(each) for each in value]
     if isinstance(value, partial):
-        return [settings_of(each) for each in (value.func, value.args, value.keywords)]
-    if isinstance(value, _PLAIN):
+        return within((value.func, value.args, value.keywords))
+    if isinstance(value, bool | int | float | str | None):
         return value
-    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return (described or _described)(value)
+
+
+def _name_of(value: Any) -> Any:
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _described(value: Any) -> Any:
+    name = _name_of(value)
     if callable(settings := getattr(value, "settings", None)):
         return [name, settings_of(settings())]
     if isinstance(value, torch.Tensor):
@@ -66,16 +75,20 @@ def settings_of(value: Any) -> Any:
 
 
 def attributes_of(module: torch.nn.Module) -> list[Any]:
-    """Return a module's text, and the plain attributes of each of its layers.
+    """Return a module's text, each layer's attributes, and a digest of its constants.
 
-    The text leaves some of them out, such as the number of attention heads.
+    The text leaves some attributes out, such as the number of attention heads. Tensors
+    and layers among them count by their class: what is trained is drawn anew in each
+    process. Constants are the buffers that a state dict leaves out.
     """
 
-    def plain(layer: torch.nn.Module) -> dict[str, Any]:
-        named = {k: v for k, v in vars(layer).items() if isinstance(v, _PLAIN)}
-        return {k: v for k, v in named.items() if k != "training" and k[0] != "_"}
+    def own(layer: torch.nn.Module) -> Any:
+        public = {k: v for k, v in vars(layer).items() if k[0] != "_"}
+        return settings_of({**public, "training": None}, _name_of)
 
-    return [repr(module), *map(plain, module.modules())]
+    state = module.state_dict()
+    constants = {k: v for k, v in module.named_buffers() if k not in state}
+    return [repr(module), digest_of("", constants), *map(own, module.modules())]
 
 
 @dataclass(frozen=True)

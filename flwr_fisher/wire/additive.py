@@ -54,7 +54,7 @@ PRODUCT, NORMS = "product", "norms"
 GRADIENT, LOSS = "gradient", "loss"
 _CURVATURE = PREFIX.removesuffix("/")
 SUMS = (PARAMS, FISHER, POINT)  # what FedFisher needs to merge diagonals
-_OTHERS = {*SUMS, PRODUCT}  # all other parts are vectors
+_OTHERS = {*SUMS, PRODUCT, _CURVATURE}  # all other parts are vectors
 
 
 PRODUCT_STEP = f"step of the {PRODUCT}"  # to which it would lead by itself
@@ -352,10 +352,6 @@ class GradientUpload(Additive):
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by their keys in the record."""
         return {**super().tensors, LOSS: self.loss}
-
-    def step_norms(self, like: Params) -> dict[str, float]:
-        """Return the gradient's norm."""
-        return {GRADIENT: norm64(self.part(GRADIENT).values())}
 
     def curvature_norms(self) -> dict[str, float]:
         """Return the loss, and the trace of each factor."""

@@ -219,11 +219,13 @@ def encode_diagonal(tensor: Tensor, fine: int) -> Tensor:
     scale, words = _to_words(_wide(tensor).abs_())
     few = torch.from_numpy(_spread(len(words), fine)).to(words.device)
     count = torch.frombuffer(bytearray(_FINE.pack(fine)), dtype=torch.uint8)
+    # The leading 8 bits, but for the sign, are rounded, and not up to infinity.
+    rounded = (words[few].to(torch.int32) + (1 << (_DROPPED - 1))) >> _DROPPED
     body = [
         to_bytes(scale),
         count.to(words.device),
         pack(words[~few], 16),
-        pack(_leading_bits(words[few]), 8),
+        pack(rounded.clamp_(max=(_INFINITY - 1) >> _DROPPED), 8),
     ]
     return entry_of(Packing.FLOAT, 16, torch.cat(body))
 
@@ -288,12 +290,6 @@ def _from_half(
     if float(factor) * _HALF > limit:
         values.clip(-limit, limit, out=values)
     return torch.from_numpy(values).to(dtype)
-
-
-def _leading_bits(words: Tensor) -> Tensor:
-    """Return the leading 8 bits of float16, rounded, for values without a sign."""
-    rounded = (words.to(torch.int32) + (1 << (_DROPPED - 1))) >> _DROPPED
-    return rounded.clamp_(max=(_INFINITY - 1) >> _DROPPED)
 
 
 # --- rows -----------------------------------------------------------------------------
