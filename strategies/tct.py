@@ -33,8 +33,8 @@ from flwr_fisher.strategies.exchanges.tct_regression import (
 )
 from flwr_fisher.tangent import check_lr
 from flwr_fisher.wire import Additive, named_options
-from flwr_fisher.wire.schema import PARAMETERS
 from flwr_fisher.wire.tct_upload import (
+    KEYS,
     EigenvalueCounts,
     EigenvalueUpload,
     FeatureUpload,
@@ -198,7 +198,7 @@ class TCT(CurvatureStrategy):
             send,
             network,
             additive=Summation(),
-            kept=PARAMETERS,
+            kept=f"{KEYS}weight",
         )
         return [weights]
 

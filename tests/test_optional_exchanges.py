@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -134,11 +135,14 @@ def test_one_client_that_fails_is_skipped_and_named(caplog):
     assert len(result.uploads) == 3
 
 
+@pytest.mark.parametrize(("make", "request_number"), [(WithHead, 3), (HeadFirst, 1)])
 @pytest.mark.parametrize("left", [1, 2])
-def test_what_few_clients_say_is_not_taken_for_what_all_say(left, caplog):
-    gone = {p: at_request(3, fail) for p in range(left, CLIENTS)}
+def test_what_few_clients_say_is_not_taken_for_what_all_say(
+    left, make, request_number, caplog
+):
+    gone = {p: at_request(request_number, fail) for p in range(left, CLIENTS)}
     with caplog.at_level(logging.WARNING, "flwr"):
-        result = run(WithHead, Watched(tamper=gone))
+        result = run(make, Watched(tamper=gone))
     assert ("head" in result.exchange_uploads) == (left == 2)
     assert ("but 2 must reply" in caplog.text) == (left == 1)
 
@@ -275,6 +279,44 @@ def test_an_exchange_that_failed_is_not_tried_again_after_a_crash(tmp_path):
     resumed = run(WithHead, again, checkpoint_dir=tmp_path, resume=True)
     assert "num-norms-refreshed" not in resumed.train_metrics_clientapp[1]
     assert [config.get("job") for config in again.configs] == ["head-sums"] * CLIENTS
+
+
+def test_one_that_failed_while_nobody_was_there_is_not_tried_again(tmp_path):
+    class Late(LocalGrid):
+        there = False
+
+        def get_node_ids(self):
+            return super().get_node_ids() if self.there else []
+
+    def start(app, there, **options):
+        class Waits(HeadFirst):
+            def exchanges(self, server_round):
+                head, training, *others = super().exchanges(server_round)
+                arrive = partial(setattr, grid, "there", True)
+                come = replace(training, prepare=lambda *states: arrive() or training)
+                return [head, come, *others]
+
+        grid = Late(app, CLIENTS)
+        grid.there = there
+        strategy = Waits(fraction_evaluate=0.0, refine=None)
+        return strategy.start(grid, tiny_arrays(), timeout=0.5, **options)
+
+    whole = start(quick_app(), False)
+    assert "head" not in whole.exchange_uploads
+    with pytest.raises(KeyboardInterrupt):
+        start(killing_app(1, CLIENTS), False, checkpoint_dir=tmp_path)
+    resumed = start(quick_app(), True, checkpoint_dir=tmp_path, resume=True)
+    assert same_bits(resumed.arrays, whole.arrays)
+
+
+def test_a_round_that_is_nothing_but_optional_may_fail():
+    class Heads(HeadFirst):
+        def exchanges(self, server_round):
+            return super().exchanges(server_round)[:1]
+
+    app = Watched(tamper={p: at_request(2, fail) for p in range(CLIENTS)})
+    result = run(Heads, app, num_rounds=2)
+    assert (result.exchange_uploads, result.upload_bytes) == ({}, 0)
 
 
 def test_who_had_no_part_in_the_first_exchange_cannot_join_the_last(tmp_path, caplog):

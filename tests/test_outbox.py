@@ -133,18 +133,21 @@ def test_other_data_or_another_loop_are_trained_with(tmp_path):
 class Layer(nn.Module):
     """With attributes of all kinds, as layers of other libraries have them."""
 
-    def __init__(self, scale=2, shift=(0, 0), act=torch.relu, base=10.0):
+    def __init__(self, scale=2, shift=(0, 0), act=torch.relu, base=10.0, alpha=1):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(3))
         self.scaling, self.shift, self.act = {"default": scale}, list(shift), act
         self.tied = {"weight": self.weight, "twin": [nn.Linear(2, 2)]}
+        self._alpha, self.training = np.float32(alpha), alpha == 1
+        self.register_buffer("graph", torch.eye(2).to_sparse(), persistent=False)
         self.register_buffer("freqs", torch.tensor(1j * base), persistent=False)
 
 
 def test_a_layers_own_settings_count_and_what_is_drawn_does_not():
     same = attributes_of(nn.Sequential(Layer()))
     assert attributes_of(nn.Sequential(Layer()).eval()) == same
-    others = {"scale": 4}, {"shift": (0, 2)}, {"act": torch.tanh}, {"base": 100.0}
+    others = {"scale": 4}, {"shift": (0, 2)}, {"act": torch.tanh}
+    others += {"base": 100.0}, {"alpha": 2}
     assert all(attributes_of(nn.Sequential(Layer(**each))) != same for each in others)
 
 

@@ -11,6 +11,7 @@ from test_secure_sums import merged, secure_app
 from virtual import tiny_arrays
 
 from flwr_fisher.client import identify
+from flwr_fisher.client.request import config_of
 from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.server.privacy import with_noise
@@ -154,6 +155,19 @@ def test_a_client_may_ask_for_noise(tmp_path):
             merged(strategy, app)
     enough = Privacy(noise_multiplier=1.0, clipping_norm=1.0)
     merged(FedAvg(fraction_evaluate=0.0, privacy=enough, secure=SecureSums()), app)
+
+
+def test_it_asks_for_it_also_of_what_it_has_begun(tmp_path):
+    """Whoever raises it after a crash sends no values that have less."""
+    quiet, loud = (stepping_app(tmp_path, 1.0, min_noise=z) for z in (0.5, 5.0))
+
+    def raised(message, context):
+        stage = config_of(message)[0].get("secure")
+        return (loud if stage == "values" else quiet)(message, context)
+
+    privacy = Privacy(noise_multiplier=1.0, clipping_norm=1.0)
+    with pytest.raises(RoundError, match=r"SecureSumsMod\(min_noise"):
+        merged(private(privacy), raised)
 
 
 def test_a_sum_with_too_little_noise_is_not_opened(tmp_path):

@@ -1,15 +1,10 @@
 """A strategy that is added has a row in every table of tests that it belongs into."""
 
-import re
-from pathlib import Path
-
 import hostile
 import pytest
 import test_client_limits as limits
 import test_strategy_contract as contract
-from kinds import KINDS, of_sums
-
-DOCS = Path(__file__).parents[1] / "docs"
+from kinds import KINDS
 
 # FedFisher's and FedFish's options, and TCT's, are objects with tests of their own.
 OF_OBJECTS = {"FedFisherOneShot", "FedFish", "TCT"}
@@ -67,14 +62,3 @@ def test_no_strategy_is_forgotten(table):
         if not WITHOUT[table] & {row, row[0] if isinstance(row, tuple) else row}
     }
     assert not missing, f"add to tests/{table}: {sorted(missing)}"
-
-
-def test_the_pages_say_who_takes_secure_sums():
-    page = (DOCS / "secure-sums.md").read_text()
-    table = page.partition("| strategy | what is summed |\n")[2].partition("\n\n")[0]
-    named = {n for row in table.split("\n") for n in re.findall(r"`(\w+)[`(]", row)}
-    assert named & KINDS.keys() == of_sums() | {"FedFisherOneShot"}
-    page = (DOCS / "many-round-methods.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)`.*\| (yes|no)[^|]*\|$", page, re.M))
-    assert len(rows) > 1
-    assert {name for name in rows if rows[name] == "yes"} == of_sums() & rows.keys()

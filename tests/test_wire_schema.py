@@ -9,6 +9,7 @@ from torch import Tensor
 from flwr_fisher.errors import WireError
 from flwr_fisher.wire.arrays import FORMAT_VERSION, tensors_to_arrays
 from flwr_fisher.wire.schema import Payload, description, part
+from flwr_fisher.wire.tct_upload import WeightUpload
 
 WIDE = torch.float64
 
@@ -133,3 +134,12 @@ def test_a_models_part_has_its_layout_and_is_measured_from_it():
     for wrong in (torch.ones(3, 2), torch.ones(2, 3, dtype=WIDE)):
         with pytest.raises(WireError, match=r"'fc.weight': (shape|dtype)"):
             Trained.read(Trained(wrong, total, count).to_arrays(), like, p=4)
+
+
+def test_a_part_of_another_model_than_the_network_has_limits_of_its_own():
+    """Else the steps of TCT's network would limit those of its regression."""
+    start = {"tct/weight": torch.zeros(2, 3)}
+    upload = WeightUpload({}, torch.ones(2, 3))
+    assert upload.step_norms(start) == {"tct/weight": pytest.approx(6**0.5)}
+    half = upload.scaled({"tct/weight": 0.5}, start)
+    assert torch.equal(half.weight, upload.weight / 2)

@@ -60,7 +60,8 @@ def settings_of(value: Any, described: Callable[[Any], Any] | None = None) -> An
 
 
 def _name_of(value: Any) -> Any:
-    return getattr(value, "__qualname__", type(value).__qualname__)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return repr(value) if isinstance(value, torch.dtype | np.generic) else name
 
 
 def _described(value: Any) -> Any:
@@ -71,7 +72,7 @@ def _described(value: Any) -> Any:
         return digest_of(name, {"": value})
     if isinstance(value, torch.nn.Module):
         return [attributes_of(value), digest_of(name, value.state_dict())]
-    return repr(value) if isinstance(value, torch.dtype | np.generic) else name
+    return name
 
 
 def attributes_of(module: torch.nn.Module) -> list[Any]:
@@ -79,16 +80,13 @@ def attributes_of(module: torch.nn.Module) -> list[Any]:
 
     The text leaves some attributes out, such as the number of attention heads. Tensors
     and layers among them count by their class: what is trained is drawn anew in each
-    process. Constants are the buffers that a state dict leaves out.
+    process. Constants are the dense buffers that a state dict leaves out.
     """
-
-    def own(layer: torch.nn.Module) -> Any:
-        public = {k: v for k, v in vars(layer).items() if k[0] != "_"}
-        return settings_of({**public, "training": None}, _name_of)
-
-    state = module.state_dict()
-    constants = {k: v for k, v in module.named_buffers() if k not in state}
-    return [repr(module), digest_of("", constants), *map(own, module.modules())]
+    of_any, state = vars(torch.nn.Module()), module.state_dict()
+    own = [{k: vars(m)[k] for k in vars(m).keys() - of_any} for m in module.modules()]
+    buffers = {k: v for k, v in module.named_buffers() if k not in state}
+    constants = {k: v for k, v in buffers.items() if v.layout == torch.strided}
+    return [repr(module), settings_of(own, _name_of), digest_of("", constants)]
 
 
 @dataclass(frozen=True)

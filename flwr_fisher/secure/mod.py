@@ -297,17 +297,11 @@ def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Me
         norm, deviation = math.inf, 0.0
         if "bounds" in request.sent:
             norm, deviation = request.tensor("bounds", torch.float64, 2).tolist()
-        least = mod.min_noise * norm if mod.min_noise else 0.0
-        if not (norm > 0 and deviation >= least):
-            raise ClientError(
-                f"the server requests noise of {deviation:.3g} for contributions up to "
-                f"{norm:.3g}, but this client adds at least {mod.min_noise:g} times "
-                "that (SecureSumsMod(min_noise=...)): pass the strategy a privacy= "
-                "with more noise"
-            )
+        noise = deviation / norm if norm > 0 else -1.0
+        _check_noise(mod, noise)
         if norm < math.inf:
             contribution = contribution.bounded(request.params, norm, deviation)
-        contribution = replace(contribution, index=request.index)
+        contribution = replace(contribution, index=request.index, noise=noise)
         memory = replace(memory, contribution=contribution)
     words = memory.participant.exponents(request.index, memory.contribution.exponents())
     memory.save()
@@ -321,6 +315,7 @@ def _values(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Messa
             f"this client has no contribution for sum {request.index}, because it did "
             f"not take part in sum {request.index - 1}"
         )
+    _check_noise(mod, memory.contribution.noise)  # it may be of before a restart
     count = len(memory.contribution.layout())
     exponents = request.tensor("exponents", torch.int64, count).tolist()
     fixed = FixedPoint(request.number("bits"), request.number("clients"))
@@ -347,6 +342,15 @@ _STAGES: dict[str, Callable[[SecureSumsMod, SumRequest, SumMemory], Message]] = 
     "values": _values,
     "open": _open,
 }
+
+
+def _check_noise(mod: SecureSumsMod, noise: float) -> None:
+    if not noise * (1 + 1e-12) >= mod.min_noise:  # a quotient is rounded
+        raise ClientError(
+            f"the server requests noise of {noise:.3g} times the largest norm of a "
+            f"contribution, but this client adds at least {mod.min_noise:g} times that "
+            "(SecureSumsMod(min_noise=...)): pass a privacy= with more noise"
+        )
 
 
 def _check_enough(mod: SecureSumsMod, numbers: Collection[int]) -> None:

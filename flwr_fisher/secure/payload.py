@@ -193,6 +193,8 @@ class Contribution:
         multiplied.
     bound : int, optional
         An exponent that holds for every client, and so reveals nothing about this one.
+    noise : float
+        The noise's standard deviation, in multiples of the norm to which it is clipped.
     index : int, default -1
         The sum in which the client sent its exponents, or -1.
     """
@@ -200,6 +202,7 @@ class Contribution:
     tensors: dict[str, Tensor]
     weight: float | None = None
     bound: int | None = None
+    noise: float = 0.0
     index: int = -1
 
     @classmethod

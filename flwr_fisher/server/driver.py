@@ -243,8 +243,7 @@ class Driver:
                 raise
             if isinstance(error, CheckpointError) or not isinstance(error, Exception):
                 raise
-            if under_way.journal.record is not None:
-                under_way.close([])  # a resumed run does not try it again
+            under_way.close([])  # a resumed run does not try it again
             if isinstance(error, RoundError):
                 raise
             raise RoundError(f"it failed: {error!r}") from error

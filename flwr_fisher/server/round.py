@@ -192,7 +192,7 @@ class ExchangeRun(Generic[P]):
             self.cohort.present(grid, strategy.timeout)
         self._numbers = exchange.numbers(state, previous)
         record, asked = journal.record, len(self._numbers or ())
-        if callable(exchange.clients) and record is not None and record.clients:
+        if exchange.clients != "previous" and record is not None and record.clients:
             asked = len(record.clients)  # others may be here now
         half = (asked + 1) // 2
         self.needed = max(1, half) if exchange.optional else strategy.min_train_nodes
@@ -319,6 +319,7 @@ class ExchangeRun(Generic[P]):
         # The record is written before the first request leaves, so that a resumed run
         # asks the same clients.
         connected, optional = self.cohort.connected, self.exchange.optional
+        self.needed = max(self.needed, optional * (len(names) + 1) // 2)
         record = ExchangeRecord(names, connected, opened, told, optional)
         self.journal.note(record)
         self.door.expected = len(names)
@@ -598,9 +599,8 @@ class ExchangeRun(Generic[P]):
         With none, an optional exchange has failed, and a resumed run does not repeat
         it.
         """
-        assert self.journal.record is not None
         closed = replace(
-            self.journal.record,
+            self.journal.record or ExchangeRecord([], 0, time.time(), self._told, True),
             connected=self.cohort.connected,
             closed=sorted(upload.client for upload in uploads),
             missing=dict(self.door.left_out.missing),

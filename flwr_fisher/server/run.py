@@ -185,9 +185,6 @@ class Run:
         used = list(uploads) if step.summed is None else [step.summed]
         result = self._result
         known = dict(result.train_metrics_clientapp.get(server_round, {}))
-        if server_round not in result.train_metrics_clientapp:  # its first exchange
-            result.upload_bytes, result.exchange_uploads = 0.0, {}
-            result.left_out, self._limited = {}, {}
         sizes = [upload.num_bytes for upload in uploads]
         result.upload_bytes += sum(sizes) / max(len(sizes), 1)
         if exchange.name:
@@ -222,6 +219,8 @@ class Run:
         scores of the refined model are dropped: later models must not be compared with
         one that is no longer there.
         """
+        self._limited, result = {}, self._result
+        result.upload_bytes, result.exchange_uploads, result.left_out = 0.0, {}, {}
         if unrefined := self.state.group(_UNREFINED):
             text = "Round %s's refined model is taken back: the next round begins from "
             logger.warning(text + "the model before that", self.server_round)

@@ -344,7 +344,8 @@ def displacements(params: Params, like: Params) -> dict[str, float]:
 
     The group ``parameters`` has all floating-point tensors except batch norm's
     statistics. Each of these is a group of its own, under its name, and so is each
-    tensor of integers, such as an index, but for batch norm's counters. A distance
+    tensor of integers, such as an index, but for batch norm's counters; so is a tensor
+    of another model than the network, with a slash in its name. A distance
     below a hundredth of the group's own norm counts as a hundredth: so small a step
     does no harm, and near an optimum the ratios between clients' last steps may be
     arbitrary. Of integers, it is a hundredth of a step by one in each of them.
@@ -412,5 +413,5 @@ def drawn_back(
 
 
 def _part(name: str, value: Tensor) -> str:
-    alone = name.endswith((_MEAN, _VARIANCE)) or not value.is_floating_point()
-    return name if alone else PARAMETERS
+    alone = "/" in name or name.endswith((_MEAN, _VARIANCE))
+    return PARAMETERS if value.is_floating_point() and not alone else name
