@@ -42,7 +42,8 @@ from flwr_fisher.strategies import (
 )
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import PREFIX, Codec
+from flwr_fisher.wire import PREFIX, Codec, FisherUpload, resolve
+from flwr_fisher.wire.options import split_not_sent, with_not_sent
 
 PACKED, PRODUCTS = "FedFisher, packed", "FedFisher, K-FAC sums"
 CLIENTS, HOSTILE = 6, 2  # and which of them is hostile
@@ -255,6 +256,24 @@ def edit(pattern, change, kind="f"):
                 record[key] = Array(changed)
 
     return attack
+
+
+def repacked(attack):
+    """Unpack an upload, change it, and pack it again."""
+    like = shared_state(make_model())
+    codec = resolve(Codec(budget=4.0), like)
+
+    def changed(content, sent=None):
+        (key,) = content.array_records
+        packed, told = split_not_sent(content.array_records[key])
+        upload = FisherUpload.from_arrays(packed, like, codec)
+        content[key] = FisherUpload(upload.params, upload.curvature.made()).to_arrays()
+        attack(content, sent)
+        if len(content.array_records) == 1:
+            plain = FisherUpload.from_arrays(content.array_records[key], like)
+            content[key] = with_not_sent(plain.to_arrays(codec), told)
+
+    return changed
 
 
 def adds(count, key="k{}"):

@@ -91,12 +91,6 @@ def class_gradients(model, inputs):
     return pairs
 
 
-def dense_fisher(model, inputs):
-    """Return the mean over examples of the sum over classes of p g g^T, ``[d, d]``."""
-    rows = [p**0.5 * flat(g) for p, g in class_gradients(model, inputs)]
-    return torch.stack(rows).mT @ torch.stack(rows) / len(inputs)
-
-
 def diagonal_fisher(model, inputs):
     pairs = class_gradients(model, inputs)
     return {

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from oracles import cut, flat, randn, relative, rng, seeded
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     Watched,
@@ -40,7 +40,6 @@ from flwr_fisher.strategies import FAGH
 from flwr_fisher.wire import arrays_to_tensors
 from flwr_fisher.wire.options import SERVER
 
-Tensors = dict[str, Tensor]
 PROBES = ("first", "random", "momentum", "none")
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAvg
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from virtual import (
     LIFTED,
@@ -39,7 +39,6 @@ from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import PREFIX, Additive, FisherUpload, arrays_to_tensors
 from flwr_fisher.wire.additive import products
 
-Tensors = dict[str, Tensor]
 MOMENTUM = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
 ASKS = {"job": "fedfish"}
 FISHER = f"{PREFIX}diagonal/"

@@ -29,6 +29,7 @@ from hostile import (
     identity,
     noise,
     raising,
+    repacked,
     run,
     says,
 )
@@ -178,7 +179,7 @@ BY_STRATEGY = {
         "1e9 examples, random products": (MANY_RANDOM, STEP_OF_PRODUCT),
         "F of products x 1e6": (times(CURVATURE, 1e6), MUCH_CURVATURE),
     },
-    PACKED: {"packed F x 1e-20": (times(CURVATURE, 1e-20), "")},
+    PACKED: {"packed F x 1e-20": (repacked(times(CURVATURE, 1e-20)), "")},
 }
 CASES = {
     case: (strategy, *how)
@@ -197,10 +198,9 @@ def test_what_did_harm_does_none(case):
     assert outcome.harm == ""
     assert re.search(said, outcome.log)
     # Nobody can forge a line, flood the log or stretch it.
-    for line in outcome.log.splitlines():
-        assert len(line) < 1000
-        assert line.isprintable()
-    assert len(outcome.log.splitlines()) < 30
+    lines = outcome.log.splitlines()
+    assert all(len(line) < 1000 and line.isprintable() for line in lines)
+    assert len(lines) < 30
 
 
 def test_a_hostile_server_does_no_client_harm(monkeypatch):
@@ -210,10 +210,14 @@ def test_a_hostile_server_does_no_client_harm(monkeypatch):
     assert harmed == []
 
 
-def test_a_hostile_run_can_be_harmed():
+HARMFUL = {"FedAvg": MANY_RANDOM, PACKED: repacked(MANY_RANDOM)}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_hostile_run_can_be_harmed(name):
     """That the harness sees harm: without a policy, 1e9 examples own the model."""
     options = {"policy": LIFTED, "rounds": 2, "fraction_evaluate": 0.0}
-    assert run("FedAvg", MANY_RANDOM, **options).harm.startswith("accuracy")
+    assert run(name, HARMFUL[name], **options).harm.startswith("accuracy")
 
 
 # Decoding, and what turns out bad later

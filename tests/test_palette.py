@@ -41,17 +41,13 @@ def lab(color, kind):
 
 
 @pytest.mark.parametrize("kind", SEEN)
-def test_any_two_curves_differ_in_colour_or_in_line(kind):
-    looks = [*islice(zip(cycle(COLORS), cycle(LINES), strict=False), 12)]
-    for (one, line), (other, dashes) in combinations(looks, 2):
-        close = np.linalg.norm(lab(one, kind) - lab(other, kind)) < ENOUGH
-        assert not close or line != dashes, (one, other)
-
-
-@pytest.mark.parametrize("kind", SEEN)
-def test_any_two_colours_of_the_benchmarks_differ(kind, monkeypatch):
+def test_any_two_curves_differ_in_colour_or_in_line(kind, monkeypatch):
+    """Those of the benchmarks in colour."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     from harness.plots import INK, RUNS
 
-    for one, other in combinations([*RUNS, INK], 2):
-        assert np.linalg.norm(lab(one, kind) - lab(other, kind)) >= ENOUGH, (one, other)
+    looks = [*islice(zip(cycle(COLORS), cycle(LINES), strict=False), 12)]
+    for curves in (looks, [(color, "") for color in (*RUNS, INK)]):
+        for (one, line), (other, dashes) in combinations(curves, 2):
+            apart = np.linalg.norm(lab(one, kind) - lab(other, kind))
+            assert apart >= ENOUGH or line != dashes, (one, other)

@@ -7,16 +7,6 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[1]
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-
-
-def test_each_target_that_workflows_and_pages_name_is_in_the_makefile():
-    (targets,) = re.findall(r"^\.PHONY: (.+)", (ROOT / "Makefile").read_text(), re.M)
-    pages = [p for d in (ROOT, ROOT / "docs", ROOT / ".github") for p in d.glob("*.md")]
-    for path in (*WORKFLOWS, *pages):
-        run = r"(?:`|^ {4,}(?:- run: )?)make (?:\w+=\S+ )*([a-z]+)"
-        for name in re.findall(run, path.read_text(), re.M):
-            assert name in targets.split(), f"{path}: make {name}"
 
 
 def test_the_tests_run_on_every_python_that_is_supported():

@@ -9,9 +9,6 @@ from pathlib import Path
 import numpy as np
 from flwr.app import Array, ArrayRecord, RecordDict
 
-from flwr_fisher.params import shared_state
-from flwr_fisher.wire import Codec, FisherUpload, resolve
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from hostile import (
@@ -28,9 +25,9 @@ from hostile import (
     counting,
     edit,
     identity,
-    make_model,
     noise,
     raising,
+    repacked,
     says,
 )
 
@@ -52,24 +49,6 @@ def two_records(content: RecordDict, sent: RecordDict) -> None:
 def no_records(content: RecordDict, sent: RecordDict) -> None:
     """Send nothing."""
     content.clear()
-
-
-def repacked(attack: Attack) -> Attack:
-    """Unpack an upload, change it, and pack it again."""
-    like = shared_state(make_model())
-    codec = resolve(Codec("fedavg", budget=4.0), like)
-
-    def changed(content: RecordDict, sent: RecordDict) -> None:
-        (key,) = content.array_records
-        record = content.array_records[key]
-        upload = FisherUpload.from_arrays(record, like, codec)
-        content[key] = FisherUpload(upload.params, upload.curvature.made()).to_arrays()
-        attack(content, sent)
-        if len(content.array_records) == 1:
-            plain = FisherUpload.from_arrays(content.array_records[key], like)
-            content[key] = plain.to_arrays(codec)
-
-    return changed
 
 
 def within_the_limits(content: RecordDict, sent: RecordDict) -> None:
