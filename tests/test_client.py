@@ -124,6 +124,19 @@ def test_the_reply_keeps_the_servers_order_of_keys():
     assert [key for key in record if not key.startswith(PREFIX)] == list(turned)
 
 
+def test_all_examples_count_if_the_loop_reads_them_by_itself():
+    """Also where its Fisher is of some of them."""
+
+    def loop(model, loader, device, config):
+        return LocalSGD(lr=0.1)(model, DataLoader(loader.dataset, 3), device, config)
+
+    model, data = nn.Linear(FEATURES, CLASSES), tiny_data(2)
+    client = FisherClient(model, DataLoader(data, 4), train_fn=loop, device="cpu")
+    options = {"structure": "diagonal", "examples": 4}
+    reply = ask(client, ArrayRecord(shared_state(model)), options)
+    assert metrics_of(reply)["num-examples"] == len(data)
+
+
 def test_a_loader_without_a_dataset_is_counted():
     batches = [(torch.randn(4, FEATURES), torch.arange(4) % CLASSES)] * 2
     client = FisherClient(tiny_model(), batches, device="cpu")

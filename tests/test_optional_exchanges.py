@@ -199,6 +199,22 @@ def test_a_heads_half_is_of_those_that_it_asked(later, tmp_path):
         assert same_bits(resumed.arrays, start(Watched(), 4).arrays)
 
 
+class OfFive(FedFisherOneShot):
+    def exchanges(self, server_round):
+        head = head_exchange(clients=lambda state: range(5), name="head", optional=True)
+        return [*super().exchanges(server_round)[:1], head]
+
+
+def test_a_resumed_run_needs_as_many_as_before(tmp_path):
+    """Half of five, of which three were there."""
+    with pytest.raises(KeyboardInterrupt):
+        run(OfFive, killing_app(5, CLIENTS), checkpoint_dir=tmp_path)
+    failing = Watched(tamper={p: at_request(1, fail) for p in range(CLIENTS)})
+    resumed = run(OfFive, failing, checkpoint_dir=tmp_path, resume=True)
+    assert len(failing.configs) == 1
+    assert "head" not in resumed.exchange_uploads
+
+
 class StopsAfterTwo:
     def on_round_end(self, server_round, arrays, history):
         return server_round == 2

@@ -75,12 +75,9 @@ def test_epsilon_is_above_the_exact_one_and_near_it(multiplier, releases):
 
 def test_what_is_out_of_range_is_refused():
     good = {"noise_multiplier": 1.0, "clipping_norm": 1.0}
-    for wrong in (
-        {"noise_multiplier": 0.0},
-        {"clipping_norm": -1.0},
-        {"honest": 0.0},
-        {"honest": 1.5},
-    ):
+    assert Privacy(**good, honest=0.55).fewest(100) == 55  # 0.55 * 100 is above 55
+    numbers = ("noise_multiplier", 0.0), ("clipping_norm", -1.0), ("honest", 0.0)
+    for wrong in ({name: value} for name, value in (*numbers, ("honest", 1.5))):
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             Privacy(**good | wrong)
     privacy = Privacy(**good)

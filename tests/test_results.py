@@ -1,9 +1,6 @@
 """The pages that are made from committed numbers: none is stale, each claim holds."""
 
-import re
-import shlex
 import sys
-import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -44,25 +41,6 @@ def test_every_benchmark_is_run_in_small_or_left_out_with_a_reason():
     scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
     assert scripts == smoke.SCRIPTS.keys() | smoke.LEFT_OUT.keys()
     assert all(smoke.LEFT_OUT.values())
-
-
-def runs():
-    papers = tomllib.loads((BENCHMARKS / "papers.toml").read_text())
-    said = [each for paper in papers.values() for each in list(paper.values())[1:]]
-    return {each["run"]: each["data"] for each in said if "run" in each}
-
-
-@pytest.mark.parametrize(("command", "data"), runs().items())
-def test_a_command_for_data_that_are_not_here_would_run(command, data):
-    flwr, run, app, *options = shlex.split(command)
-    assert [flwr, run] == ["flwr", "run"]
-    project = tomllib.loads((BENCHMARKS.parent / app / "pyproject.toml").read_text())
-    config = project["tool"]["flwr"]["app"]["config"]
-    given = tomllib.loads("\n".join(re.findall(r"(\S+=(?:'[^']*'|\S+))", options[-1])))
-    assert {key: type(config[key]) for key in given} == {
-        key: type(value) for key, value in given.items()
-    }
-    assert "task.py" in data
 
 
 def test_no_page_quotes_a_figure_that_the_results_have_not():

@@ -122,9 +122,9 @@ def test_a_models_part_has_its_layout_and_is_measured_from_it():
     read = Trained.read(sent.to_arrays(), like, p=4)
     assert read.step_norms(like) == {
         "total": pytest.approx(4.0),  # per example
-        "parameters": pytest.approx(6**0.5),
+        "fc.weight": pytest.approx(6**0.5),
     }
-    half = read.scaled({"parameters": 0.5}, like)
+    half = read.scaled({"fc.weight": 0.5}, like)
     assert torch.equal(half.weight, torch.full((2, 3), 0.5))
     assert torch.equal(half.total, total)
     double = read.reweighted(2.0)

@@ -200,8 +200,8 @@ class SecureSumsMod(Options):
         0.0,
         "The least noise that this client adds, in multiples of the norm to which its "
         "contribution is clipped. It takes part in no sum with less noise. Each of M "
-        r"clients adds :math:`z / \sqrt{h M}` (:class:`~flwr_fisher.strategies.Privacy`"
-        "). A client that adds z is safe whatever the others do.",
+        r"clients adds :math:`z / \sqrt{\lceil h M \rceil}` (``Privacy``). A client "
+        "that adds z is safe whatever the others do.",
         low=0,
     )
     state_dir: Path | str = option(
@@ -347,9 +347,8 @@ _STAGES: dict[str, Callable[[SecureSumsMod, SumRequest, SumMemory], Message]] = 
 def _check_noise(mod: SecureSumsMod, noise: float) -> None:
     if not noise * (1 + 1e-12) >= mod.min_noise:  # a quotient is rounded
         raise ClientError(
-            f"the server requests noise of {noise:.3g} times the largest norm of a "
-            f"contribution, but this client adds at least {mod.min_noise:g} times that "
-            "(SecureSumsMod(min_noise=...)): pass a privacy= with more noise"
+            f"the noise is {noise:.3g} times the clipping norm, but this client wants "
+            f"SecureSumsMod(min_noise={mod.min_noise:g}): pass privacy= with more noise"
         )
 
 

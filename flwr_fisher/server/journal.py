@@ -70,6 +70,8 @@ class ExchangeRecord:
         The round's config for clients, as texts; None of a run of an earlier version.
     optional : bool
         Whether the round can do without the exchange.
+    needed : int
+        How many clients an optional exchange needs.
     reopened : bool
         Whether it was opened again after its round was finished.
     closed : list[str] | None
@@ -86,6 +88,7 @@ class ExchangeRecord:
     opened: float
     config: dict[str, str] | None = None
     optional: bool = False
+    needed: int = 1
     reopened: bool = False
     closed: list[str] | None = None
     missing: dict[str, str] = field(default_factory=dict)

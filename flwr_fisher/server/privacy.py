@@ -60,16 +60,16 @@ class Privacy(Options):
         0.5,
         "h, the share of the clients whose noise counts: they are still connected at "
         "the end, and do not work together with the server. With secure sums, each of "
-        "M clients adds noise of variance :math:`z^2 C^2 / (h M)`. If all are honest, "
-        "a sum has :math:`1/h` times the variance that it needs. A round that ends "
-        "with fewer clients fails, and no one sees its sum.",
+        r"M clients adds noise of variance :math:`z^2 C^2 / \lceil h M \rceil`. If all "
+        "are honest, a sum has :math:`1/h` times the variance that it needs. A round "
+        "that ends with fewer clients fails, and no one sees its sum.",
         above=0,
         high=1,
     )
 
     def fewest(self, clients: int) -> int:
         """Return how many of the sampled clients a sum must have at least."""
-        return math.ceil(self.honest * clients)
+        return math.ceil(round(self.honest * clients, 9))  # 0.55 * 100 is above 55
 
     def share(self, clients: int) -> float:
         """Return the standard deviation of each client's share of the noise."""

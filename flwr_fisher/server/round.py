@@ -192,10 +192,9 @@ class ExchangeRun(Generic[P]):
             self.cohort.present(grid, strategy.timeout)
         self._numbers = exchange.numbers(state, previous)
         record, asked = journal.record, len(self._numbers or ())
-        if exchange.clients != "previous" and record is not None and record.clients:
-            asked = len(record.clients)  # others may be here now
-        half = (asked + 1) // 2
-        self.needed = max(1, half) if exchange.optional else strategy.min_train_nodes
+        # Others may be here now than at the begin.
+        half = max(1, (asked + 1) // 2) if record is None else record.needed
+        self.needed = half if exchange.optional else strategy.min_train_nodes
         # A collection window asks whoever connects, so it has no sample.
         self._window = strategy.waiting.window if self._numbers is None else None
         if self._window is not None and record is not None and record.clients:
@@ -320,7 +319,7 @@ class ExchangeRun(Generic[P]):
         # asks the same clients.
         connected, optional = self.cohort.connected, self.exchange.optional
         self.needed = max(self.needed, optional * (len(names) + 1) // 2)
-        record = ExchangeRecord(names, connected, opened, told, optional)
+        record = ExchangeRecord(names, connected, opened, told, optional, self.needed)
         self.journal.note(record)
         self.door.expected = len(names)
         # Before anybody trains: leave out whose parameters cannot be merged, and end

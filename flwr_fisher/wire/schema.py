@@ -267,7 +267,8 @@ class Payload(ABC):  # noqa: B024
         client's should not be much longer than most clients'.
         """
         sent = {p.key: v for _, p, v in self._tensors() if p.limit == "model"}
-        return self._sizes("step") | displacements(sent, like)
+        moved = {k: sum(displacements({k: v}, like).values()) for k, v in sent.items()}
+        return self._sizes("step") | moved
 
     def curvature_norms(self) -> dict[str, float]:
         """Return each part's weight relative to other clients', in float64.
@@ -300,7 +301,9 @@ class Payload(ABC):  # noqa: B024
         changed = {}
         for name, part, value in self._tensors():
             if part.limit == "model":
-                changed[name] = drawn_back({part.key: value}, like, factors)[part.key]
+                own = factors.get(part.key, 1.0)
+                factor = {PARAMETERS: own, part.key: own}
+                changed[name] = drawn_back({part.key: value}, like, factor)[part.key]
             elif part.limit and part.key in factors:
                 changed[name] = value * factors[part.key]
         return cast(Self, replace(cast(Any, self), **changed)) if changed else self
@@ -344,8 +347,7 @@ def displacements(params: Params, like: Params) -> dict[str, float]:
 
     The group ``parameters`` has all floating-point tensors except batch norm's
     statistics. Each of these is a group of its own, under its name, and so is each
-    tensor of integers, such as an index, but for batch norm's counters; so is a tensor
-    of another model than the network, with a slash in its name. A distance
+    tensor of integers, such as an index, but for batch norm's counters. A distance
     below a hundredth of the group's own norm counts as a hundredth: so small a step
     does no harm, and near an optimum the ratios between clients' last steps may be
     arbitrary. Of integers, it is a hundredth of a step by one in each of them.
@@ -413,5 +415,5 @@ def drawn_back(
 
 
 def _part(name: str, value: Tensor) -> str:
-    alone = "/" in name or name.endswith((_MEAN, _VARIANCE))
-    return PARAMETERS if value.is_floating_point() and not alone else name
+    alone = name.endswith((_MEAN, _VARIANCE)) or not value.is_floating_point()
+    return name if alone else PARAMETERS

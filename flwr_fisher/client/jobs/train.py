@@ -128,6 +128,7 @@ class TrainingJob:
         metrics = self.run_loop(problem, request)
         if self.structure is None:
             return metrics, None
+        problem.count_examples(request.client)  # before a part of them is read
         if request.options.get(PRETRAINED) is not True:  # or else they are as published
             catch_up_norms(problem)
         return metrics, self.curvature(problem, problem.train_batches)
@@ -162,17 +163,16 @@ class TrainingJob:
 
     def curvature(self, problem: LocalProblem, loader: Iterable[Any]) -> Curvature:
         """Return the Fisher on some of the client's data, within its limits."""
-        count = problem.num_examples or problem.counted.longest or None
+        count = problem.num_examples or problem.counted.longest
         most = problem.limits.examples(self.fisher_options.num_examples(count))
-        total = most if count is None else min(count, most or count)
-        with watching("curvature", total):
+        with watching("curvature", min(count, most or count)):
             return fisher(
                 problem.model,
                 loader,
                 str(self.structure),
                 options=replace(self.fisher_options, examples=most),
                 likelihood=problem.likelihood,
-                num_examples=count,
+                num_examples=count or None,
                 seed=int(torch.randint(2**62, ())),
             )
 
