@@ -13,6 +13,8 @@ from flwr.app import Array, ArrayRecord
 from torch import nn
 from torch.utils.data import DataLoader
 from virtual import (
+    CLASSES,
+    FEATURES,
     ask,
     metrics_of,
     same_bits,
@@ -24,6 +26,7 @@ from virtual import (
 
 from flwr_fisher.client import (
     ClientLimits,
+    FisherClient,
     LocalSGD,
     Reply,
     Request,
@@ -31,6 +34,7 @@ from flwr_fisher.client import (
     register_job,
 )
 from flwr_fisher.client.disk import ClientDisk
+from flwr_fisher.client.jobs.train import TrainingJob
 from flwr_fisher.client.outbox import Outbox, attributes_of
 from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.params import shared_state
@@ -149,6 +153,24 @@ def test_a_layers_own_settings_count_and_what_is_drawn_does_not():
     others = {"scale": 4}, {"shift": (0, 2)}, {"act": torch.tanh}
     others += {"base": 100.0}, {"alpha": 2}
     assert all(attributes_of(nn.Sequential(Layer(**each))) != same for each in others)
+
+
+def test_a_fisher_after_a_crash_is_of_the_same_examples(tmp_path, monkeypatch):
+    """The epochs are not done again, so nothing has counted the examples."""
+    start = ArrayRecord(shared_state(nn.Linear(FEATURES, CLASSES)))
+
+    def answer(where):
+        own = {"train_fn": LocalSGD(lr=0.1), "device": "cpu", "state_dir": where}
+        loader = DataLoader(tiny_data(0, n=600), batch_size=50, shuffle=True)
+        client = FisherClient(nn.Linear(FEATURES, CLASSES), loader, **own)
+        reply = ask(client, start, {"run": RUN, "examples": 40, **KFAC})
+        return next(iter(reply.content.array_records.values()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingJob, "curvature", lambda *_: dies_after(1)(1, 0.0))
+        with pytest.raises(KilledError):
+            answer(tmp_path)
+    assert same_bits(answer(tmp_path), answer(tmp_path / "whole"))
 
 
 def flip(path):

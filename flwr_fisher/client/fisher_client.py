@@ -215,8 +215,7 @@ def _reply(problem: LocalProblem, request: Request, jobs: Sequence[Job]) -> Repl
             reply = job(problem, request)
     if NUM_EXAMPLES in reply.metrics:
         return reply
-    with seeded(request.seed):  # reading may draw random numbers
-        count = problem.count_examples(request.client)
+    count = problem.count_examples(request.client)
     return replace(reply, metrics={NUM_EXAMPLES: count, **reply.metrics})
 
 

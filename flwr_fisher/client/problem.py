@@ -42,6 +42,7 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, load_state, select, state_of, trainable
+from flwr_fisher.randomness import seeded
 from flwr_fisher.wire.options import NUM_EXAMPLES, client_name
 
 
@@ -391,8 +392,8 @@ class LocalProblem:
         """
         loader = self.counted
         if self.num_examples is None and not loader.longest:
-            for _ in loader:
-                pass
+            with seeded(0):  # what is drawn afterwards does not depend on this reading
+                sum(1 for _ in loader)
         if not (count := self.num_examples or loader.longest):
             raise DataError(
                 f"{client_name(client)} has no training examples: leave it out, or, if "
