@@ -40,7 +40,7 @@ from flwr_fisher.errors import (
     plain,
     quoted,
 )
-from flwr_fisher.log_lines import logger
+from flwr_fisher.log_lines import advance, logger, watching
 from flwr_fisher.params import Params, load_state, select, state_of, trainable
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire.options import NUM_EXAMPLES, client_name
@@ -392,8 +392,10 @@ class LocalProblem:
         """
         loader = self.counted
         if self.num_examples is None and not loader.longest:
-            with seeded(0):  # what is drawn afterwards does not depend on this reading
-                sum(1 for _ in loader)
+            # What is drawn afterwards does not depend on this reading.
+            with seeded(0), watching("counting num_examples", unit="batches"):
+                for _ in loader:
+                    advance()
         if not (count := self.num_examples or loader.longest):
             raise DataError(
                 f"{client_name(client)} has no training examples: leave it out, or, if "

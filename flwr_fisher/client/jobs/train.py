@@ -109,10 +109,9 @@ class TrainingJob:
         named = request.options.get("structure")
         structure = None if named is None else str(named)
         options = FisherOptions.from_options(request.options)
-        job = cls(structure, options, codec_of(request))
         if structure is not None:
             options.check(structure)
-        return job
+        return cls(structure, options, codec_of(request))
 
     def reply(self, problem: LocalProblem, request: Request) -> Reply:
         """Train, and return the upload."""
