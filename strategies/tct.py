@@ -208,7 +208,7 @@ class TCT(CurvatureStrategy):
         return Exchange(
             self._features() | {"check": "tct-check", "local-steps": self.local_steps},
             Additive.reader("params"),
-            lambda state, sent: replace(mean_model(state, sent), metrics={"stage": 1}),
+            _mean_model,
             additive=Summation(),
         )
 
@@ -267,3 +267,8 @@ class TCT(CurvatureStrategy):
             "local_steps": self.local_steps,
             **self.regression.settings(),
         }
+
+
+def _mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:
+    """Return a step to FedAvg's mean, with the stage among the metrics."""
+    return replace(mean_model(state, uploads), metrics={"stage": 1})

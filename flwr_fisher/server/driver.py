@@ -359,10 +359,9 @@ class Driver:
         # What their scores mean is unlike, too.
         unlike = self.cohort.mismatched(*asked, parameters=alike)
         without = self.cohort.abstaining | unlike.keys()
-        told = self.cohort.unlike  # by their uploads
-        return [
-            n for n in nodes if n not in without and self.cohort.name(n) not in told
-        ]
+        # Of others, it is their last upload that told.
+        without |= {n for n in nodes if self.cohort.name(n) in self.cohort.unlike}
+        return [n for n in nodes if n not in without]
 
     def _aggregated(
         self, scores: Mapping[int, MetricRecord], left_out: LeftOut

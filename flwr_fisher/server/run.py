@@ -213,7 +213,7 @@ class Run:
             logger.info("\t└──> Aggregated MetricRecord: %s", text)
 
     def begin_round(self) -> None:
-        """Go back to the last round's model as it was before it was refined.
+        """Begin a round, from the last round's model as it was before it was refined.
 
         So a run that goes on after its last round is the run of all these rounds. The
         scores of the refined model are dropped: later models must not be compared with

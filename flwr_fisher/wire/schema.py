@@ -301,9 +301,9 @@ class Payload(ABC):  # noqa: B024
         changed = {}
         for name, part, value in self._tensors():
             if part.limit == "model":
-                own = factors.get(part.key, 1.0)
-                factor = {PARAMETERS: own, part.key: own}
-                changed[name] = drawn_back({part.key: value}, like, factor)[part.key]
+                # As displacements name it: a group, or an integer's own name.
+                own = dict.fromkeys((PARAMETERS, part.key), factors.get(part.key, 1.0))
+                changed[name] = drawn_back({part.key: value}, like, own)[part.key]
             elif part.limit and part.key in factors:
                 changed[name] = value * factors[part.key]
         return cast(Self, replace(cast(Any, self), **changed)) if changed else self

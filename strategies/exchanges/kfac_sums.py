@@ -105,8 +105,7 @@ class KfacSums:
             send=_run,
             clients="previous",
             additive=_MEAN,
-            # How far a client's pull leads, by the client's own curvature.
-            measure=lambda _: lambda up: self._step_length(up.traces, up.part(PRODUCT)),
+            measure=lambda state: self._measure_pull,
         )
         products = [self._product(k) for k in range(1, self.merge.iterations + 1)]
         return [models, traces, *products]
@@ -123,6 +122,10 @@ class KfacSums:
             additive=_MEAN,
             measure=self._measure_product,
         )
+
+    def _measure_pull(self, upload: LayerTraces) -> dict[str, float]:
+        """Return how far a client's pull leads, by the client's own curvature."""
+        return self._step_length(upload.traces, upload.part(PRODUCT))
 
     def _measure_product(
         self, state: ServerState

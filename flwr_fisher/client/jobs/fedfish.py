@@ -64,8 +64,8 @@ class FedFishJob(TrainingJob):
         mean: Curvature
         if self.fish_options.fisher_source == "extra-pass":
             metrics = self.run_loop(problem, request)
-            problem.count_examples(request.client)  # before a part of them is read
             catch_up_norms(problem)
+            problem.count_examples(request.client)  # before a part of them is read
             labelled: list[bool] = []  # a batch without any label has no gradient
 
             def noted(one: Any) -> Batch:

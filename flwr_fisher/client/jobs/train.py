@@ -127,9 +127,9 @@ class TrainingJob:
         metrics = self.run_loop(problem, request)
         if self.structure is None:
             return metrics, None
-        problem.count_examples(request.client)  # before a part of them is read
         if request.options.get(PRETRAINED) is not True:  # or else they are as published
             catch_up_norms(problem)
+        problem.count_examples(request.client)  # before a part of them is read
         return metrics, self.curvature(problem, problem.train_batches)
 
     def run_loop(self, problem: LocalProblem, request: Request) -> dict[str, Any]:
