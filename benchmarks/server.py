@@ -35,7 +35,7 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FAGH, FedFish, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 
-CLIENTS, ROUNDS, KINDS = sized(1000, 6), sized(4, 3), sized(20, 3)
+CLIENTS, ROUNDS, KINDS = sized(4000, 6), sized(3, 3), sized(20, 3)
 TURNS = 3
 STRATEGIES: dict[str, Any] = {
     "FedAvg (Flower's)": lambda: FedAvg(fraction_evaluate=0.0),

@@ -392,8 +392,6 @@ class CurvatureStrategy(Strategy):
         self.timeout, self.partial_result = timeout, None
         self.cohort = Cohort(self.seed, allow_foreign=False)  # of this run
         self.num_rounds = num_rounds
-        logger.info("Starting %s strategy:", type(self).__name__)
-        self.summary()
         began = time.monotonic()
         train_config = train_config or ConfigRecord()
         # As texts, because JSON has no bytes, and NaN does not equal itself.
@@ -408,6 +406,8 @@ class CurvatureStrategy(Strategy):
             )
         first = ServerState.first(initial_arrays, dict(groups))
         self.check(first)  # with which the options are complete
+        logger.info("Starting %s strategy:", type(self).__name__)
+        self.summary()
         run = Run.begin(
             first,
             {**self.options(), **config, **run_config},

@@ -205,6 +205,15 @@ def test_what_fit_returns_is_checked(case):
         ask(ours(Returns(change)))
 
 
+def test_a_network_of_its_own_sends_its_norms_statistics_too():
+    older = TrainableOnly()
+    options = {"order": "trainable", "device": "cpu"}
+    own = from_numpy_client(older, tiny_model(), older.trainloader, **options)
+    with pytest.raises(ClientError, match=r"has no '1\.running_mean'"):
+        ask(own)
+    metrics_of(ask(ours(older, order="trainable")))
+
+
 def test_an_order_that_is_none():
     with pytest.raises(UnknownNameError, match="unknown order 'alphabet'; known: sta"):
         ask(ours(Older(), order="alphabet"))

@@ -29,7 +29,8 @@ def between(first, last):
 
 
 def start(grid, waiting=None, **options):
-    own = {key: options.pop(key) for key in ("policy", "refine") if key in options}
+    of_start = {"timeout", "checkpoint_dir", "resume", "reopen", "num_rounds"}
+    own = {key: options.pop(key) for key in options.keys() - of_start}
     strategy = FedFisherOneShot(**options_of(waiting=waiting, **own))
     return strategy.start(grid, tiny_arrays(), **options)
 
@@ -270,6 +271,18 @@ def test_enough_replies_are_not_enough_for_a_round_that_is_reopened(
     again = start(grid, waiting, refine=refine, **options)
     assert clients_of(again) == [0, 1, 2]
     assert {len(every) for every in again.exchange_uploads.values()} == {3}
+
+
+def test_nor_for_a_head_that_asks_more_clients_than_the_merge(clock, tmp_path):
+    slow = Behaviour(seconds=lambda times: 9.0 if times else 99.0)
+    grid = ClockedGrid(Watched(), {1: slow}, clock, 4)
+    sampling = {"waiting": Waiting(enough_replies=2), "fraction_train": 0.75}
+    options = {"refine": Refinement(), "checkpoint_dir": tmp_path, **sampling}
+    assert len(start(grid, **options).exchange_uploads["head"]) < 4
+    again = start(grid, **options, resume=True, reopen=True)
+    assert [
+        len(every) for every in (again.uploads, again.exchange_uploads["head"])
+    ] == [3, 4]
 
 
 def test_without_a_window_those_who_were_missing_are_asked_again(clock, tmp_path):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.client.messages import Mod
 from flwr_fisher.errors import ClientError, ParamsError, check_known
-from flwr_fisher.params import trainable_names
+from flwr_fisher.params import NORM_STATISTICS, trainable_names
 
 NDArray = npt.NDArray[Any]
 Order = str | Sequence[str]
@@ -41,7 +41,8 @@ def from_numpy_client(
     it returns are loaded into the model, and the curvature is computed there. Its
     number of examples is the client's weight. Its metrics are added to the reply; only
     numbers are, not texts. Without a `valloader`, its `evaluate`, if it has one,
-    answers evaluations. It may train this model or one of its own.
+    answers evaluations. It may train this model or one of its own; the lists of its own
+    must have all of the state, if it has batch norms.
 
     Parameters
     ----------
@@ -159,7 +160,16 @@ class _Fit:
         returned = self.client.fit(to_list(model, names), dict(config))
         arrays, metrics = _checked(returned, "fit")
         source = f"what {type(self.client).__name__}.fit returned"
-        model.load_state_dict(from_list(model, names, arrays, source), strict=False)
+        new, old = from_list(model, names, arrays, source), model.state_dict()
+        left = (k for k in old if k not in new and k.endswith(NORM_STATISTICS))
+        differ = any(not torch.equal(old[k], v.to(old[k])) for k, v in new.items())
+        if differ and (statistic := next(left, None)) is not None:
+            raise ClientError(
+                f"{source} is of another network than the model, and has no "
+                f"'{statistic}': let fit train the model, or return all of "
+                'state_dict(), with order="state"'
+            )
+        model.load_state_dict(new, strict=False)
         model.to(device)
         return metrics
 

@@ -157,9 +157,9 @@ def fedfisher(
     lr : float, default 0.01
         The step of ``adam``; for no other solver.
     score : Callable[[dict[str, Tensor]], float], optional
-        For ``adam``: called with the merged parameters every 100 steps. The parameters
-        with the highest score are returned. The paper scores on 500 examples on the
-        server.
+        For ``adam``: called with the merged parameters every 100 steps and after the
+        last. The parameters with the highest score are returned. The paper scores on
+        500 examples on the server.
     device : torch.device | str, optional
         The device where layers are merged, one after another. By default that of the
         clients' tensors.

@@ -52,7 +52,7 @@ def adam(
             residuals.append(residual.double())
             progress.advance()
             # The CPU waits for an accelerator only to compute a score.
-            if score is not None and step and step % _EVERY == 0:
+            if score is not None and step and (step % _EVERY == 0 or step == most):
                 value = score(moved(mean, {**moves_of(delta)}))
                 if best is None or value > best[0]:
                     best = value, delta

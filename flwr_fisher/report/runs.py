@@ -37,8 +37,9 @@ _TITLES = {
     "fedfisher": "FedFisher",
 }
 _PUBLISHED = (
-    "The final model is the published network with a new last layer: the clients' "
-    "training, which is in none of it, had made the network worse."
+    "The final model is the published network with a new last layer (and steps from "
+    "there, if you ask for any): the clients' training, which is in none of it, had "
+    "made the network worse."
 )
 
 

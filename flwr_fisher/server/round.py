@@ -337,8 +337,9 @@ class ExchangeRun(Generic[P]):
         asked = None if record.clients is None else len(record.clients)
         if self.exchange.clients != "previous":
             enough = max(self.strategy.waiting.enough(asked), self.needed)
-            # It is reopened for all that were not waited for.
-            self.cohort.enough = math.inf if record.reopened else enough
+            # It is reopened for all that were not waited for, as is what follows it.
+            follows = self._numbers is not None and self.cohort.enough == math.inf
+            self.cohort.enough = math.inf if record.reopened or follows else enough
         optional = self.exchange.optional and self.strategy.secure is None
         most = self.cohort.enough if self._numbers is None or optional else math.inf
         return min(most, math.inf if asked is None else asked)

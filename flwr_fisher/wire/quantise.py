@@ -313,7 +313,8 @@ def _decode_rows(
     rows = pad(codes, (0, -count % ROW)).view(-1, ROW).to(_working(dtype))
     # Divide first: a code times its scale could overflow. One code is below -c.
     values = rows.div_(levels(bits)).clamp_(-1, 1).mul_(scales)
-    return _narrow(values.view(-1)[:count], dtype)
+    limit = torch.finfo(dtype).max
+    return values.view(-1)[:count].clamp_(-limit, limit).to(dtype)
 
 
 def _check_size(body: Bytes, expected: int, field: str) -> None:
@@ -328,8 +329,3 @@ def _working(dtype: torch.dtype) -> torch.dtype:
 def _wide(tensor: Tensor) -> Tensor:
     """Return a flat copy in float32 or float64."""
     return tensor.detach().reshape(-1).to(_working(tensor.dtype), copy=True)
-
-
-def _narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
-    limit = torch.finfo(dtype).max
-    return values.clamp_(-limit, limit).to(dtype)
