@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,24 +47,12 @@ def flower(tmp_path_factory) -> Iterator[dict[str, str]]:
             os.kill(int(process.parent.name), signal.SIGTERM)
 
 
-@pytest.fixture(scope="module")
-def app(flower, tmp_path_factory) -> Path:
-    """The app as it is installed from its bundle."""
-    folder = tmp_path_factory.mktemp("bundle")
-    run = partial(subprocess.run, env=flower, cwd=folder, check=True)
-    run(["flwr", "build", "--app", str(APP)], capture_output=True)
-    (fab,) = folder.glob("*.fab")
-    run(["flwr", "install", str(fab)], capture_output=True)
-    (installed,) = Path(flower["HOME"], ".flwr", "apps").glob("*fedfisher*")
-    return installed
-
-
-def flwr_run(flower: dict[str, str], app: Path, **config: object) -> str:
+def flwr_run(flower: dict[str, str], **config: object) -> str:
     text = " ".join(f"{key.replace('_', '-')}={value}" for key, value in config.items())
     federation = f"num-supernodes={CLIENTS} {RESOURCES}"
     done = subprocess.run(
         [
-            *("flwr", "run", str(app), "--stream"),
+            *("flwr", "run", str(APP), "--stream"),
             *("--federation-config", federation),
             *("--run-config", text),
         ],
@@ -75,15 +62,10 @@ def flwr_run(flower: dict[str, str], app: Path, **config: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def outcome(flower, app, tmp_path_factory) -> tuple[Path, str]:
+def outcome(flower, tmp_path_factory) -> tuple[Path, str]:
     path = tmp_path_factory.mktemp("output")
     log = flwr_run(
-        flower,
-        app,
-        output_dir=f"'{path}'",
-        local_epochs=EPOCHS,
-        alpha=0.5,
-        num_rounds=2,
+        flower, output_dir=f"'{path}'", local_epochs=EPOCHS, alpha=0.5, num_rounds=2
     )
     return path, log
 

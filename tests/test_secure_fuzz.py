@@ -91,15 +91,15 @@ def test_spoiled_replies_are_read_or_refused(tmp_path, monkeypatch):
         (EigenvalueCounts.read, counts.to_arrays()),
     ]
     rng, refused, read = random.Random(0), 0, 0
-    for _ in range(2000):
+    for _ in range(1000):
         reader, record = rng.choice(cases)
         try:
             reader(spoiled(record, rng), like)
             read += 1
         except WireError:
             refused += 1
-    assert refused > 1000  # most of what is spoiled cannot be used
-    assert read > 50  # and some of it can be told by nobody
+    assert refused > 500  # most of what is spoiled cannot be used
+    assert read > 25  # and some of it can be told by nobody
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -158,7 +158,7 @@ def app_of(where: Path) -> Any:
 
 
 STRATEGIES: dict[str, Callable[..., CurvatureStrategy]] = {
-    "fedfisher": FedFisherOneShot,
+    "fedfisher": partial(FedFisherOneShot, refine=None),
     "fedfish": partial(FedFish, fisher_source="last-epoch"),
     "fedga": partial(FedGA, beta=0.1),
     **{  # whose clients remember
