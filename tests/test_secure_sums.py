@@ -339,6 +339,7 @@ def test_who_leaves_changes_the_set_and_nothing_else(stage, times, tmp_path, cap
     plain = merged(make(policy=LIFTED), quick_app(there), clients=len(there))
     assert distance(plain, secure) < 1e-4
     assert "partition-2" in caplog.text
+    assert ("not in the last round's model" in caplog.text) == (times == 1)
 
 
 @pytest.mark.parametrize("late", ["shares", "exponents", "values"])

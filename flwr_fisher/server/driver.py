@@ -234,6 +234,9 @@ class Driver:
             under_way.close(uploads)
             door = under_way.door
             others = {**door.left_out.missing, **door.left_out.rejected}
+            if step.summed is not None:  # also of those who left before it was opened
+                for client in self.cohort.named(step.summed.members):
+                    others.pop(client, None)
             run.take_step(
                 server_round, exchange, step, uploads, metrics, others, door.limited
             )

@@ -296,8 +296,7 @@ def head_losses(
             slopes[i] += len(z) * (slope.mT @ x).double()
     if not count:
         raise DataError("the loader has no examples")
-    losses = losses.clamp(max=_WORST * quiet)
-    return losses.cpu() / count, slopes.cpu() / count
+    return losses.clamp(max=_WORST * quiet).cpu() / count, slopes.cpu() / count
 
 
 def _check_is_linear(name: str, layer: nn.Linear, z: Tensor, own: Tensor) -> None:

@@ -188,8 +188,7 @@ def read_head(record: ArrayRecord, like: Params) -> HeadUpload | NoHead:
     WireError
         As :meth:`Payload.read` does.
     """
-    kind = NoHead if "head/none/format" in record else HeadUpload
-    return kind.read(record, like)
+    return (NoHead if "head/none/format" in record else HeadUpload).read(record, like)
 
 
 @dataclass(frozen=True)

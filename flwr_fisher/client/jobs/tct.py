@@ -15,7 +15,7 @@ from flwr_fisher.errors import ClientError, check_positive
 from flwr_fisher.tangent import TCTModel, feature_sums, tct_control
 from flwr_fisher.tangent.regression import tct_residual, tct_steps, tct_update
 from flwr_fisher.tangent.spectrum import check_lr, largest_safe_lr
-from flwr_fisher.wire import tct_upload
+from flwr_fisher.wire import NUM_EXAMPLES, tct_upload
 from flwr_fisher.wire.arrays import bytes_of
 
 _CONTROL, _STEPS = "tct-control", 500
@@ -133,7 +133,9 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
         new = tct_control(control_i, control, weight, moved, lr=lr, local_steps=steps)
         state.save({_CONTROL: new})
     loss = float(residual.square().sum()) / (2 * len(residual))
-    metrics = {"train_loss": loss, "state-lost": int(lost)}
+    # Those whose features are on the disk, also if the loader has others by now.
+    count = len(residual) if problem.num_examples is None else problem.num_examples
+    metrics = {NUM_EXAMPLES: count, "train_loss": loss, "state-lost": int(lost)}
     return Reply(metrics, tct_upload.WeightUpload(_about(mine), moved).to_arrays())
 
 

@@ -128,8 +128,7 @@ class Likelihood(ABC):
         """
         if not is_whole(labels):
             return len(labels)
-        rows = (labels != IGNORED).reshape(len(labels), -1).any(1)
-        return max(1, int(rows.sum()))
+        return max(1, int((labels != IGNORED).reshape(len(labels), -1).any(1).sum()))
 
     def check_labels(self, outputs: Tensor, labels: Tensor) -> None:
         """Raise an error if labels show that the outputs have another meaning.
