@@ -92,8 +92,11 @@ def trained_copy(model, *arguments):
     return copied
 
 
-def test_a_training_of_an_unseen_copy_is_told(caplog):
-    ask(tiny_client(train_fn=lambda *own: {"loss": len([trained_copy(*own)])}))
+@pytest.mark.parametrize("aggregate", ["parts", "sums"])
+def test_a_training_of_an_unseen_copy_is_told(aggregate, caplog):
+    app = app_of(train_fn=lambda *own: {"loss": len([trained_copy(*own)])})
+    strategy = FedFisherOneShot(aggregate=aggregate, fraction_evaluate=0.0)
+    strategy.start(LocalGrid(app, 2), tiny_arrays())
     assert "The training has changed no parameter" in caplog.text
 
 

@@ -342,6 +342,22 @@ def test_who_leaves_changes_the_set_and_nothing_else(stage, times, tmp_path, cap
     assert ("not in the last round's model" in caplog.text) == (times == 1)
 
 
+def test_who_leaves_between_two_sums_of_a_merge_is_left_out(tmp_path):
+    opened = []
+
+    def leaves(message, context, now):
+        if context.node_config["partition-id"] == 2:
+            opened.append(now == "open")
+            if sum(opened) >= 2:  # of the models, which had come
+                raise ClientError("gone")
+
+    strategy = STRATEGIES["kfac"](secure=SecureSums(), min_train_nodes=3)
+    grid = LocalGrid(secure_app(tmp_path, leaves), 4)
+    result = strategy.start(grid, tiny_arrays())
+    assert list(result.uploads[0].members) == [0, 1, 3]
+    assert list(result.left_out) == ["partition-2"]
+
+
 @pytest.mark.parametrize("late", ["shares", "exponents", "values"])
 def test_half_of_those_asked_for_keys_must_reply_to_the_end(late, tmp_path, caplog):
     """Three of the head's eight are half of four that were there for the shares."""

@@ -159,8 +159,7 @@ def fagh_step(
     t = 1 + (moments.steps if moments else 0)
     M1 = _moment(gradient, moments.gradient if moments else None, betas[0])
     M2 = _moment(hvp, moments.hvp if moments else None, betas[1])
-    last = moments.curvature if moments else 0.0
-    m = betas[1] * last + (1 - betas[1]) * c
+    m = betas[1] * (moments.curvature if moments else 0.0) + (1 - betas[1]) * c
     G = {k: v / (1 - betas[0] ** t) for k, v in M1.items()}
     V = {k: v / (1 - betas[1] ** t) for k, v in M2.items()}
     curvature = m / (1 - betas[1] ** t)

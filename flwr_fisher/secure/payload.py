@@ -174,8 +174,7 @@ def _content(name: str, value: Tensor) -> str:
     if _is_text(name):
         return value.numpy().tobytes().decode(errors="replace")
     # The number of remaining neighbours differs between clients.
-    shape = "" if name == SHARES else str(tuple(value.shape))
-    return f"{value.dtype} {shape}"
+    return f"{value.dtype} {'' if name == SHARES else tuple(value.shape)}"
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,7 @@ class Driver:
                 )
             if all(later[0].optional for later in every[number:]):
                 self.good, run.has_merged = run.state, True
+                run.count_in(self.cohort.named)
 
     def _exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return the strategy's exchanges for a round.
@@ -234,9 +235,6 @@ class Driver:
             under_way.close(uploads)
             door = under_way.door
             others = {**door.left_out.missing, **door.left_out.rejected}
-            if step.summed is not None:  # also of those who left before it was opened
-                for client in self.cohort.named(step.summed.members):
-                    others.pop(client, None)
             run.take_step(
                 server_round, exchange, step, uploads, metrics, others, door.limited
             )

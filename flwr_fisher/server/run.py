@@ -3,7 +3,7 @@
 The journal saves both after each step, so that a new process can resume the run.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
@@ -224,6 +224,15 @@ class Run:
             self.state = ServerState(dict(unrefined), self.state.without(_UNREFINED))
             for name in ("evaluate", "server"):
                 getattr(self._result, HISTORIES[name]).pop(self.server_round, None)
+
+    def count_in(self, named: Callable[[Collection[int]], list[str]]) -> None:
+        """Count those in who left a secure sum after their values had come.
+
+        `named` returns the names of clients with some numbers.
+        """
+        for upload in self._result.uploads:
+            for client in named(upload.members):
+                self._result.left_out.pop(client, None)
 
     def keep_uploads(self, uploads: Uploads[Any] = ()) -> None:
         """Keep what a failed exchange has admitted; with nothing, free what is kept.

@@ -485,8 +485,7 @@ def closed_form_head(
     weight = (torch.linalg.pinv(system, hermitian=True) @ cross).mT.contiguous()
     if not bias:
         return (weight,)
-    mean = sums.gram[:-1, -1] / rows
-    return weight, sums.cross[-1] / rows - weight @ mean
+    return weight, sums.cross[-1] / rows - weight @ (sums.gram[:-1, -1] / rows)
 
 
 def lda_head(

@@ -58,10 +58,10 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     ``shrink``, ``damping`` and ``balance`` say how the Fisher is regularised and
     weighted before it is summed.
     """
-    metrics, curvature = TrainingJob.of(problem, request).train(problem, request)
+    job = TrainingJob.of(problem, request)
+    (metrics, curvature), count = job.trained(problem, request)
     assert curvature is not None
     params = problem.state_like(request.params)
-    count = problem.weight(metrics, request.client)
     names = ("shrink", "damping", "balance")
     wanted = {name: request.options.get(name, 0.0) for name in names}
     curvature = balanced(curvature, **wanted)
@@ -70,8 +70,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     kept |= curvature_to_tensors(curvature)
     disk, note = run_disk(problem, request), json.dumps(count)
     disk.save(_NAME, kept, step=request.server_round, note=note)
-    upload = Additive({"params": params})
-    return Reply({**metrics, NUM_EXAMPLES: count}, upload.to_arrays())
+    return Reply(metrics, Additive({"params": params}).to_arrays())
 
 
 @register_job("kfac-traces")

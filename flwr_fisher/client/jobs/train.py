@@ -115,12 +115,16 @@ class TrainingJob:
 
     def reply(self, problem: LocalProblem, request: Request) -> Reply:
         """Train, and return the upload."""
+        (metrics, curvature), count = self.trained(problem, request)
+        return Reply(metrics, self.packed(problem, request, curvature, count))
+
+    def trained(self, problem: LocalProblem, request: Request) -> tuple[Trained, float]:
+        """Train; return the metrics and the Fisher, and the client's weight."""
         metrics, curvature = self.train(problem, request)
         warn_if_unchanged(problem, request.params)
         count = problem.weight(metrics, request.client)
-        arrays = self.packed(problem, request, curvature, count)
         logger.info("%s: trained on %g examples", client_name(request.client), count)
-        return Reply({**metrics, NUM_EXAMPLES: count}, arrays)
+        return ({**metrics, NUM_EXAMPLES: count}, curvature), count
 
     def train(self, problem: LocalProblem, request: Request) -> Trained:
         """Run the client's loop; return its metrics, and the Fisher if it has one."""
