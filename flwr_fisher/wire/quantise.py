@@ -96,7 +96,7 @@ def as_scales(data: Bytes, field: str) -> NDArray[np.float32]:
     """Return bytes as scales in float32; raise :class:`WireError` for invalid ones."""
     scales = data.copy().view(np.float32)
     # The least and the largest are NaN if there is one.
-    if len(scales) and not 0 <= scales.min() <= scales.max() < np.inf:
+    if len(scales) and not 0 <= float(scales.min()) <= float(scales.max()) < np.inf:
         raise WireError("holds a scale that is negative or not finite", field=field)
     return scales
 
