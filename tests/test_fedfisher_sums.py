@@ -144,6 +144,32 @@ def test_a_lost_file_is_named_and_costs_one_client(tmp_path, caplog):
     assert "round 1's model and Fisher are not in" in caplog.text
 
 
+def test_who_had_left_before_a_restart_is_left_out_still(tmp_path):
+    class Dying(Watched):
+        def __call__(self, message, context):
+            if len(self.configs) == 5:  # of three that are asked for traces
+                raise KeyboardInterrupt
+            return super().__call__(message, context)
+
+    class Leaving(LocalGrid):
+        def get_node_ids(self):
+            there = self.restarted or len(self.client_app.configs) >= 4
+            return [
+                n for n in super().get_node_ids() if not there or self.nodes[n] != 2
+            ]
+
+    def go(app, restarted):
+        grid = Leaving(app(app_of(tmp_path)), 4)
+        grid.restarted = restarted
+        strategy = fedfisher_with(aggregate="sums", fraction_evaluate=0.0)
+        options = {"checkpoint_dir": tmp_path / "run", "resume": restarted}
+        return strategy.start(grid, tiny_arrays(), **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        go(Dying, restarted=False)
+    assert list(go(Watched, restarted=True).left_out) == ["partition-2"]
+
+
 def test_a_killed_server_ends_with_the_same_bits(whole, tmp_path):
     for stop in range(1, 5):
         folder = tmp_path / f"clients-{stop}"

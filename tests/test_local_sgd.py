@@ -50,6 +50,15 @@ def test_a_loss_that_rises_is_told(caplog):
         assert ("lower its learning rate" in caplog.text) == told
 
 
+def below_zero(outputs, labels):
+    return F.cross_entropy(outputs, labels) - 1.5
+
+
+def test_nor_has_one_risen_that_is_below_zero(caplog):
+    trained(epochs=3, lr=0.01, loss_fn=below_zero)
+    assert "lower its learning rate" not in caplog.text
+
+
 def test_a_large_batch_in_half_precision_has_a_finite_loss():
     batch = torch.zeros(10**4, 1).half(), torch.zeros(10**4).long()
     model, loss = nn.Linear(1, 2).half(), lambda outputs, labels: 0 * outputs.sum() + 10

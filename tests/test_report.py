@@ -428,6 +428,19 @@ def test_fedavg_of_the_last_rounds_models_stands_beside_any_method(
     assert ("FedFish, before it is refined," in caplog.text) == bool(refine)
 
 
+@pytest.mark.usefixtures("empty_pictures")
+def test_scores_of_other_data_are_not_taken_for_the_test_sets(tmp_path, caplog):
+    """Such as those for a BestModel, which are the validation set's."""
+    result = rounds_with(FedAvg)
+    result.evaluate_metrics_serverapp[3] = MetricRecord({"accuracy": 0.99})
+    with caplog.at_level("INFO", logger="flwr"):
+        got = report_rounds(tmp_path, tiny_model(), HELD_OUT, result, method="FedAvg")
+    model = result.arrays.to_torch_state_dict()
+    assert got["fedavg"] == accuracies(tiny_model(), {"it": model}, HELD_OUT)["it"]
+    assert "FedAvg: evaluate_fn's accuracy" in caplog.text
+    assert "FedAvg: test accuracy" not in caplog.text
+
+
 def test_outputs_without_classes_are_reported_without_a_word_on_accuracy(
     tmp_path, caplog
 ):

@@ -340,6 +340,17 @@ def test_who_failed_while_features_were_standardised_joins_later():
     torch.testing.assert_close(tensors["tct/weight"], weight, rtol=1e-3, atol=1e-5)
 
 
+def test_a_first_batch_may_have_examples_without_a_label():
+    def unlabelled(partition, client):
+        x, y = tiny_data(partition).tensors
+        labels = y.where(torch.arange(len(y)) != 1, -100)
+        data = TensorDataset(x, labels)
+        client.problem.trainloader = DataLoader(data, batch_size=4)
+
+    result = run(tct(), client_app(unlabelled))
+    assert metric(result, "num-rejected") == [0] * ROUNDS
+
+
 def test_one_whose_features_are_too_large_for_the_rate_stays_out_by_name(caplog):
     """It was not there when the rate was settled."""
 

@@ -205,7 +205,7 @@ class LocalSGD(Options):
             checkpoint.save({**parts, "epoch": epoch, "step": step, "mean": mean})
             if self.on_epoch is not None:
                 self.on_epoch(epoch, mean)
-        if began is not None and mean > _DIVERGED * float(began):
+        if began is not None and mean - began > (_DIVERGED - 1) * abs(began):
             text = "The training's loss rose from %.3g to %.3g: lower its learning rate"
             logger.warning(text, began, mean)
         return {"train_loss": mean}

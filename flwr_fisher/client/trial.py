@@ -101,8 +101,7 @@ def try_upload(
             "The model returns probabilities, but the Fisher is that of logits: leave "
             "out the softmax, unless your loss is F.cross_entropy"
         )
-    labelled = (i for i in range(len(read)) if read[i : i + 1].num_labels)
-    rows = [*islice(labelled, _FEW)]
+    rows = [*islice((i for i in range(len(read)) if read[i : i + 1].num_labels), _FEW)]
     # There is no float64 where a loop has moved the model to such a device.
     if rows and has_float64(inputs.tensors[0].device):
         _try_fisher(problem, structure, options, read[torch.tensor(rows)])

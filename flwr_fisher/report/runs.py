@@ -212,8 +212,8 @@ def report_rounds(
         The test set, as for :func:`accuracies`.
     result : Result
         The result of any strategy, also of Flower's. Bytes are reported if it has
-        `uploads`. The metrics of :func:`evaluate_on_test` are drawn by round. If the
-        last round was not evaluated on the test set, it is evaluated now.
+        `uploads`. The metrics of its `evaluate_fn`, such as :func:`evaluate_on_test`,
+        are drawn by round; of the last round, those of `loader`, if there are none.
     method : str
         The strategy's name. In ``metrics.json`` it is in small letters.
     config, seconds : optional
@@ -229,19 +229,25 @@ def report_rounds(
     Returns
     -------
     dict[str, float]
-        The accuracies of ``metrics.json``: the method's after the last round, and those
-        of `marks` by their texts. ``fedavg`` is the mean of the last round's models,
-        not refined, if clients uploaded models; it is no run of FedAvg, unless `method`
-        is FedAvg: then it is the run's own model, refined or not.
+        The accuracies of ``metrics.json``: the method's after the last round, on
+        `loader`, and those of `marks` by their texts. ``fedavg`` is the mean of the
+        last round's models, not refined, if clients uploaded models; it is no run of
+        FedAvg, unless `method` is FedAvg: then it is the run's own model, refined or
+        not.
     """
     params = arrays_to_tensors(result.arrays)
     path = _save_model(path, params)  # it is safe, whatever a score raises
     rounds = rounds_of(result)
     last = rounds.setdefault(max(rounds, default=0), {}).setdefault("server", {})
+    scores = test_scores(model, loader, params, loss_fn)
     if "accuracy" not in last:
-        last |= test_scores(model, loader, params, loss_fn)
+        last |= scores
+    ours = final = scores["accuracy"]
+    # evaluate_fn may measure on other data, such as those for BestModel.
+    near = isnan(ours) or abs(last["accuracy"] - ours) < 1e-4
+    whose = "test" if near else "evaluate_fn's"
     history = {number: sources.get("server", {}) for number, sources in rounds.items()}
-    accuracy = {method.lower(): last["accuracy"]}
+    accuracy = {method.lower(): final}
     for number, text in (marks or {}).items():
         if "accuracy" in history.get(number, {}):
             accuracy[text] = history[number]["accuracy"]
@@ -252,15 +258,15 @@ def report_rounds(
     for key, points in curves.items():
         ends = dict([points[0], points[-1]]).items()
         told = ", ".join(f"{value:.3f} (round {number})" for number, value in ends)
-        logger.info("%s: test %s %s", method, key, told)
+        logger.info("%s: %s %s %s", method, whose, key, told)
     uploads = result.uploads if isinstance(result, CurvatureResult) else []
     models = [each for u in uploads if (each := _model(u.payload)) is not None]
-    ours, who = last["accuracy"], method
+    who = method
     if isinstance(result, CurvatureResult) and result.unrefined is not None:
         before = arrays_to_tensors(result.unrefined)  # nor is FedAvg's mean refined
         ours = accuracy_of(class_hits(model, [before], [1.0], loader))
         who = f"{method}, before it is refined,"
-        gain = 100 * (last["accuracy"] - ours)
+        gain = 100 * (final - ours)
         if _is_published(rounds):
             logger.info(_PUBLISHED)
         elif not isnan(gain):
@@ -324,7 +330,8 @@ def _write_metrics(
     if isinstance(result, CurvatureResult):
         metrics["left_out"] = result.left_out
         if result.uploads:
-            sizes = result.upload_bytes, arrays_bytes(tensors_to_arrays(params))
+            network = {k: v for k, v in params.items() if not k.startswith("tct/")}
+            sizes = result.upload_bytes, arrays_bytes(tensors_to_arrays(network))
             keys = "upload_per_client", "fedavg_per_client"
             metrics["bytes"] = dict(zip(keys, sizes, strict=True))
             text = "Upload, all requests: %.0f kB a client (FedAvg: %.0f kB)"

@@ -175,7 +175,6 @@ def _weighted_mean(
     total = reduce(torch.add, (part.sum(0) for part in parts()))
     average = torch.zeros_like(total)
     for few, part in zip(some, parts(), strict=True):
-        deltas = wide(delta[key] for delta, _, _ in few)
-        average += (part / total * deltas).sum(0)
+        average += (part / total * wide(delta[key] for delta, _, _ in few)).sum(0)
     flat = torch.where(lowest == highest, mean.reshape(-1), average.to(mean.dtype))
     return flat.view(mean.shape)

@@ -285,8 +285,7 @@ def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Me
     if "senders" in request.sent:
         senders = request.numbers("senders")
         sealed = request.rows("sealed-shares", senders, None)
-        commitments = request.rows("commitments", senders, None)
-        memory.participant.receive(sealed, commitments)
+        memory.participant.receive(sealed, request.rows("commitments", senders, None))
     # If the server asks again, the client sends what it has computed before.
     if memory.contribution.index != request.index:
         reply = request.answered()

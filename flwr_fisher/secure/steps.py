@@ -174,9 +174,8 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
         others = [n for n in around if n != upload.number]
         rows = upload.payload.part("secure/sealed-shares")
         digests = upload.payload.part("secure/commitments")
-        expected = len(around), 2 * crypto.DIGEST * sums
         fits = rows.dim() == 2 and len(rows) == len(others)
-        if not fits or tuple(digests.shape) != expected:
+        if not fits or tuple(digests.shape) != (len(around), 2 * crypto.DIGEST * sums):
             text = "aggregate_train: rejected %s: it must send one share for each of "
             text += "%s neighbours and %s sums"
             logger.warning(text, upload.client, len(others), sums)

@@ -400,8 +400,7 @@ class Cohort:
                 hopeless = not silent and (all_others or waited > _GONE_WITHIN)
             answered = len(connected) - len(silent)
             here = answered >= needed and not (all_connected and silent)
-            all_here = here or waited > self._patience
-            if all_here and len(nodes) >= minimum:
+            if (here or waited > self._patience) and len(nodes) >= minimum:
                 if silent:
                     text = "Not asking nodes that have not answered yet: "
                     self.warn_once(text + self._listed(silent))

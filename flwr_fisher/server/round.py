@@ -265,6 +265,9 @@ class ExchangeRun(Generic[P]):
             timeout = self._window_left(record)
         else:
             self._sampled = set(record.clients)
+            if not begins:  # those who had left by then are still missing
+                gone = {*self.cohort.named(self._numbers or ())} - self._sampled
+                self.door.left_out.mark_missing(sorted(gone), "it was not asked")
         if not begins and (others := self._unasked()):
             logger.info("%s: asking %s", self.exchange.log_name, listed(others))
         if not begins and self.exchange.optional:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
-from flwr_fisher.client.jobs.tct_features import ClientFeatures
+from flwr_fisher.client.jobs.tct_features import ClientFeatures, with_labels
 from flwr_fisher.client.state import ClientState
-from flwr_fisher.errors import ClientError, check_positive
+from flwr_fisher.errors import ClientError, DataError, check_positive
 from flwr_fisher.tangent import TCTModel, feature_sums, tct_control
 from flwr_fisher.tangent.regression import tct_residual, tct_steps, tct_update
 from flwr_fisher.tangent.spectrum import check_lr, largest_safe_lr
@@ -39,7 +39,9 @@ def tct_check_job(problem: LocalProblem, request: Request) -> Reply:
     problem.limits.steps(request.options, "local-steps", _STEPS)
     features = ClientFeatures(problem, 0, 0, request.options)
     features.check_room(problem.count_examples(request.client))
-    batch = problem.read(next(iter(problem.trainloader)))
+    every = map(with_labels, map(problem.read, problem.trainloader))
+    if (batch := next((b for b in every if len(b)), None)) is None:
+        raise DataError("no example of the training loader has a label other than -100")
     features.check_classes([batch])
     features.check_examples(batch)
     return Reply({})

@@ -35,19 +35,21 @@ def read_examples(loader: Loader, model: nn.Module, partition: int) -> list[Batc
     They are read with the same random numbers every time. So a loader that shuffles, or
     augments images, gives the same examples in the same order.
     """
-    batches = []
     with seeded(derive_seed("training data", partition)):
-        for batch in batches_of(loader, model, CPU, labelled=True):
-            labels = batch.tensor_labels()
-            known = batch[labels != IGNORED] if labels.dim() == 1 else batch
-            if len(known):
-                batches.append(known)
+        every = map(with_labels, batches_of(loader, model, CPU, labelled=True))
+        batches = [batch for batch in every if len(batch)]
     if not batches:
         raise DataError(
             f"the training loader of {client_name(partition)} has no example with a "
             f"label other than {IGNORED}"
         )
     return batches
+
+
+def with_labels(batch: Batch) -> Batch:
+    """Return the examples that have a label."""
+    labels = batch.tensor_labels()
+    return batch[labels != IGNORED] if labels.dim() == 1 else batch
 
 
 def classes_in(batches: Sequence[Batch], num_classes: int) -> Tensor:

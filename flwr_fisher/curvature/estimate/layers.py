@@ -97,8 +97,7 @@ def grid_steps(sizes: Sequence[int], most: int) -> list[int]:
         return -(-sizes[axis] // steps[axis])
 
     while math.prod(map(points, range(len(sizes)))) > most:
-        widest = max(range(len(sizes)), key=points)
-        steps[widest] += 1
+        steps[max(range(len(sizes)), key=points)] += 1
     return steps
 
 

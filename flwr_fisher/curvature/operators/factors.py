@@ -143,8 +143,7 @@ class DenseFactor(SymmetricFactor):
         rows = self.matrix.view(-1, groups, n * n).transpose(0, 1)
         total.view(groups, 1, -1).baddbmm_(scales.permute(1, 2, 0), rows)
         if self.rest is not None:
-            rest = self.rest.view(-1, groups, n).sum(0)
-            total.diagonal(dim1=-2, dim2=-1).add_(rest)
+            total.diagonal(dim1=-2, dim2=-1).add_(self.rest.view(-1, groups, n).sum(0))
 
     def diagonal(self) -> Tensor:
         """Return the diagonals."""
