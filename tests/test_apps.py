@@ -8,6 +8,7 @@ from flwr.app import Context, RecordDict
 
 from apps import APPS, defaults, globals_of, run
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
+from flwr_fisher.params import shared_state
 from flwr_fisher.tangent import TCTModel
 
 QUICK = {"local_epochs": 1, "num_rounds": 1}
@@ -130,6 +131,8 @@ def test_tct_has_two_stages_and_a_file_that_predicts(tmp_path):
     images, labels = loader.dataset.tensors
     correct = (model(images).argmax(1) == labels).double().mean()
     assert float(correct) == pytest.approx(accuracy["tct"])
+    network = sum(v.nbytes for v in shared_state(task["Net"]()).values())
+    assert network < metrics["bytes"]["fedavg_per_client"] < 1.2 * network
     files = {"metrics.json", "model.safetensors", "rounds.png"}
     assert files <= {path.name for path in tmp_path.iterdir()}
 

@@ -11,7 +11,7 @@ from virtual import app_by_partition, tiny_arrays, tiny_client, tiny_data, tiny_
 from flwr_fisher.client import FisherClient
 from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.log_lines import Failures
-from flwr_fisher.strategies import FedAvg
+from flwr_fisher.strategies import FedAvg, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 
 
@@ -22,6 +22,13 @@ def new_process(monkeypatch):
 
 def messages(caplog, level=logging.INFO):
     return [r.getMessage() for r in caplog.records if r.levelno >= level]
+
+
+def test_options_are_told_as_they_are_for_the_model(caplog):
+    """With batch norms, `shrink` is 0.9 and not 0.3."""
+    strategy = FedFisherOneShot(fraction_evaluate=0.0, refine=None)
+    strategy.start(LocalGrid(app_by_partition(tiny_client), 2), tiny_arrays())
+    assert "shrink=0.9" in caplog.text
 
 
 # Who has nothing to evaluate on

@@ -114,7 +114,8 @@ def mean_derivatives(
     device, parameters = device_of(model), trainable(model)
     sums: list[Sums] = []
     count, losses, is_mean = 0, list[Tensor](), False
-    with evaluating(model), training(model) if train_mode else nullcontext():
+    mode = training(model) if train_mode else nullcontext()
+    with evaluating(model), mode:
         for batch in batches_of(loader, model, device, labelled=True):
             if not (labels := batch.num_labels):
                 continue

@@ -161,12 +161,11 @@ class _Fit:
         arrays, metrics = _checked(returned, "fit")
         source = f"what {type(self.client).__name__}.fit returned"
         new, old = from_list(model, names, arrays, source), model.state_dict()
-        left = (k for k in old if k not in new and k.endswith(NORM_STATISTICS))
-        differ = any(not torch.equal(old[k], v.to(old[k])) for k, v in new.items())
-        if differ and (statistic := next(left, None)) is not None:
+        left = [k for k in old if k.endswith(NORM_STATISTICS) and k not in new]
+        if left and any(not torch.equal(old[k], v.to(old[k])) for k, v in new.items()):
             raise ClientError(
                 f"{source} is of another network than the model, and has no "
-                f"'{statistic}': let fit train the model, or return all of "
+                f"'{left[0]}': let fit train the model, or return all of "
                 'state_dict(), with order="state"'
             )
         model.load_state_dict(new, strict=False)

@@ -210,7 +210,7 @@ class Run:
             logger.info("\t└──> Aggregated MetricRecord: %s", text)
 
     def begin_round(self) -> None:
-        """Begin a round, from the last round's model as it was before it was refined.
+        """Begin a round. It starts from the last round's model before its refinement.
 
         So a run that goes on after its last round is the run of all these rounds. The
         scores of the refined model are dropped: later models must not be compared with
@@ -226,9 +226,10 @@ class Run:
                 getattr(self._result, HISTORIES[name]).pop(self.server_round, None)
 
     def count_in(self, named: Callable[[Collection[int]], list[str]]) -> None:
-        """Count those in who left a secure sum after their values had come.
+        """Remove the clients from ``left_out`` whose values are in the last secure sum.
 
-        `named` returns the names of clients with some numbers.
+        Such a client left after it had sent its values, and before the sum was opened.
+        `named` returns the names of the clients with some numbers.
         """
         for upload in self._result.uploads:
             for client in named(upload.members):

@@ -47,7 +47,7 @@ def read_examples(loader: Loader, model: nn.Module, partition: int) -> list[Batc
 
 
 def with_labels(batch: Batch) -> Batch:
-    """Return the examples that have a label."""
+    """Return a batch without its examples that have no label (-100)."""
     labels = batch.tensor_labels()
     return batch[labels != IGNORED] if labels.dim() == 1 else batch
 

@@ -119,7 +119,7 @@ class TrainingJob:
         return Reply(metrics, self.packed(problem, request, curvature, count))
 
     def trained(self, problem: LocalProblem, request: Request) -> tuple[Trained, float]:
-        """Train; return the metrics and the Fisher, and the client's weight."""
+        """Run the client's training; return its metrics and Fisher, and its weight."""
         metrics, curvature = self.train(problem, request)
         warn_if_unchanged(problem, request.params)
         count = problem.weight(metrics, request.client)

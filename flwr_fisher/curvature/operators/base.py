@@ -119,7 +119,8 @@ class Iterate:
 
     def is_over(self, index: int, look: int = _LOOK) -> bool:
         """Return whether it has ended; of an accelerator, read this once in a while."""
-        return (not self.waits or (index > 0 and index % look == 0)) and not self.live
+        reads = not self.waits or (index > 0 and index % look == 0)
+        return reads and not self.live
 
     def moved(self, start: Params, along: Params, length: Tensor) -> dict[str, Tensor]:
         """Return tensors plus a change, or unchanged if the iteration has ended."""
